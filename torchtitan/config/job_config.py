@@ -1,0 +1,487 @@
+"""The configuration of a job: one dataclass per TOML table.
+
+Names follow torchtitan 0.2 where it has them. The string under a field is its documentation; it ends up in
+``docs/config.md`` and in ``--help``. Keep this module free of heavy imports: configuration errors must be quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class Job:
+    config_file: str = ""
+    """TOML file to read; command-line overrides come on top"""
+
+    dump_folder: str = "./outputs"
+    """Every launch writes to a fresh folder {dump_folder}/{name}-{time}, and `latest` links to it"""
+
+    name: str = "grpo"
+    """Name of the job, first part of its run folder's name"""
+
+    description: str = ""
+    """One line about the job, printed at the start and in the report"""
+
+
+@dataclass
+class Profiling:
+    enable_profiling: bool = False
+    """Record torch profiler traces"""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder for the traces, inside the run folder"""
+
+    profile_freq: int = 10
+    """Steps between two traces"""
+
+
+@dataclass
+class Metrics:
+    log_freq: int = 1
+    """Steps between two console lines (metrics.jsonl always has one object per step)"""
+
+    console: Literal["auto", "rich", "plain"] = "auto"
+    """Live display, or one line per step; auto takes rich on a terminal"""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files"""
+
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard event files, inside the run folder"""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
+
+    completions_per_step: int = 16
+    """Completions written to completions.jsonl per step; -1 for all"""
+
+
+@dataclass
+class Model:
+    name: Literal["auto", "llama3", "qwen2", "qwen3"] = "auto"
+    """Model family; auto reads it from hf_assets_path/config.json"""
+
+    flavor: str = ""
+    """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
+
+    hf_assets_path: str = ""
+    """Hugging Face checkpoint directory: config.json, *.safetensors, tokenizer.json"""
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer"""
+
+    lr: float = 1e-6
+    """Peak learning rate"""
+
+    beta1: float = 0.9
+    """Decay of the first moment"""
+
+    beta2: float = 0.95
+    """Decay of the second moment"""
+
+    eps: float = 1e-8
+    """Term added to the denominator"""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay (not applied to norms and biases)"""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Implementation of the update"""
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 0
+    """Batches of linear warmup from 0"""
+
+    decay_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay that follows the warmup, over the rest of training.steps"""
+
+    min_lr_factor: float = 0.0
+    """The decay ends at lr × this factor"""
+
+
+@dataclass
+class Training:
+    steps: int = 100
+    """Trained batches; each makes one policy version"""
+
+    local_batch_size: int = 64
+    """Completions per data-parallel rank and batch, where global_batch_size is -1"""
+
+    global_batch_size: int = -1
+    """Completions per batch over all ranks; -1 is local_batch_size × data-parallel degree"""
+
+    seq_len: int = 2048
+    """Longest prompt + completion, in tokens"""
+
+    tokens_per_micro_batch: int = 16384
+    """Token budget of one packed micro-batch on one rank; at least seq_len"""
+
+    max_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 turns clipping off"""
+
+    max_skipped_steps: int = 5
+    """The run stops after this many consecutive optimizer steps with a non-finite loss or gradient"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the master weights"""
+
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """Type in which FSDP gathers parameters and computes"""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which FSDP reduces gradients"""
+
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload)"""
+
+    seed: int = 0
+    """Seed of everything that is random"""
+
+    deterministic: bool = False
+    """Use deterministic algorithms only (slower on CUDA)"""
+
+    threads: int = 0
+    """CPU threads of one trainer rank; 0 decides from the cores, the ranks and the actors"""
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the sharded model (HSDP)"""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks that share one copy of the model (FSDP2); -1 takes the ranks that are left"""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share every layer (tensor parallelism with sequence parallelism)"""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after the forward; default does so for all layers but the last"""
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "none"
+    """Which layers recompute their activations in the backward"""
+
+    selective_ac_option: int = 2
+    """With selective: every n-th layer is checkpointed"""
+
+
+@dataclass
+class Compile:
+    enable: bool = False
+    """torch.compile every decoder layer"""
+
+    backend: str = "inductor"
+    """Backend of torch.compile"""
+
+
+@dataclass
+class Comm:
+    init_timeout_seconds: int = 300
+    """Deadline of the first collective"""
+
+    train_timeout_seconds: int = 120
+    """Deadline of every later collective"""
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = False
+    """Write checkpoints"""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside the run folder"""
+
+    interval: int = 50
+    """Steps between two checkpoints"""
+
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """Write in the background"""
+
+    keep_latest_k: int = 3
+    """Checkpoints that are kept; 0 keeps all"""
+
+    resume: str = ""
+    """Run folder to resume from (its latest whole checkpoint), or `latest`; the run continues in that folder"""
+
+    load_step: int = -1
+    """With resume: the step to load; -1 is the latest whole one"""
+
+    last_save_in_hf: bool = True
+    """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
+
+    save_deadline_s: float = 60.0
+    """After SIGTERM or SIGINT the run saves and exits within this time"""
+
+
+@dataclass
+class GRPO:
+    async_weight_update: bool = True
+    """true: no step waits for an actor. false: every step waits until all live actors have the new version"""
+
+    group_size: int = 8
+    """Completions per prompt"""
+
+    loss_type: str = "dapo"
+    """Objective: grpo, dapo or dr_grpo"""
+
+    recompute_old_log_probs: bool = False
+    """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
+
+    epsilon_low: float = 0.2
+    """Lower clip range of the ratio"""
+
+    epsilon_high: float = 0.28
+    """Upper clip range of the ratio"""
+
+    delta: float = 0.0
+    """Upper bound of the ratio also where the advantage is negative (two-sided clip); 0 turns it off"""
+
+    importance_cap: float = 2.0
+    """Decoupled mode: cap of the off-policy weight π_old/μ (truncated importance sampling)"""
+
+    geometric_mask_low: float = 0.5
+    """Sequences whose geometric mean ratio π/μ lies below are masked; 0 turns it off"""
+
+    geometric_mask_high: float = 2.0
+    """Sequences whose geometric mean ratio π/μ lies above are masked; 0 turns it off"""
+
+    num_minibatches: int = 1
+    """Optimizer steps per pass over a batch, each on its share of the groups"""
+
+    num_iterations: int = 1
+    """Passes over a batch"""
+
+    scale_rewards: Literal["none", "group", "batch"] = "none"
+    """Divide advantages by the standard deviation of the rewards in the group or batch"""
+
+    drop_zero_variance: bool = True
+    """Drop groups whose rewards are all equal (counted), instead of training on zero advantages"""
+
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss"""
+
+
+@dataclass
+class Rollout:
+    dataset: str = "arithmetic"
+    """`arithmetic` (built in), a .jsonl or .parquet file, or a Hugging Face dataset name (needs the `data` extra)"""
+
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset"""
+
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: text, or a list of chat messages"""
+
+    chat_template: bool = False
+    """Wrap prompts in the tokenizer's chat template"""
+
+    system_prompt: str = ""
+    """System message in front of every prompt (chat_template only)"""
+
+    shuffle: bool = True
+    """Shuffle the prompts anew in every pass, from training.seed"""
+
+    held_out_fraction: float = 0.1
+    """Share of the dataset kept out of training for evaluation, where [eval] names no dataset of its own"""
+
+    max_completion_tokens: int = 1024
+    """Longest completion"""
+
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs use the same"""
+
+    top_p: float = 1.0
+    """Nucleus sampling; 1 turns it off"""
+
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 turns it off"""
+
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one; 0 turns it off"""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a completion, besides the end tokens of the checkpoint"""
+
+    max_staleness: int = 2
+    """A sample is admitted if trainer version − its oldest token's version is at most this; 0 to 8"""
+
+    gate_on: Literal["oldest", "mean"] = "oldest"
+    """Which token version the staleness gate looks at"""
+
+    max_groups_in_flight: int = 0
+    """Groups being generated or waiting for the trainer; 0 derives it from the batch and max_staleness"""
+
+    data_timeout_s: float = 600.0
+    """The run stops with a message when no completion arrived for this long"""
+
+    replay: str = ""
+    """Run folder whose recorded rollouts are trained on, without actors"""
+
+
+@dataclass
+class Rewards:
+    functions: list[str] = field(default_factory=lambda: ["arithmetic"])
+    """Built-in names or `package.module:function`, each with TRL's call convention"""
+
+    weights: list[float] = field(default_factory=list)
+    """One weight per function; empty means 1 each"""
+
+    answer_column: str = "answer"
+    """Column that holds the reference answer; passed to the functions under this name and as `answer`"""
+
+    num_workers: int = 1
+    """Reward worker processes"""
+
+    timeout_s: float = 10.0
+    """A reward call over one group's completions is cut off after this time"""
+
+    memory_limit_mb: int = 2048
+    """Address space that a reward worker may use beyond what it has at start"""
+
+
+@dataclass
+class Inference:
+    backend: str = "embedded"
+    """Engine that samples: embedded (vllm and sglang come with their own issue)"""
+
+    mode: Literal["server", "colocate"] = "server"
+    """Actors as separate processes, or on the trainer's own devices"""
+
+    num_actors: int = 2
+    """Inference actors that are started"""
+
+    servers: list[str] = field(default_factory=list)
+    """URLs of actors that run already; then none is started"""
+
+    host: str = "127.0.0.1"
+    """Address that started actors bind to"""
+
+    threads_per_actor: int = 0
+    """CPU threads of one actor; 0 decides from the cores"""
+
+    max_sequences: int = 256
+    """Sequences that one actor generates at a time"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the actors hold weights and compute"""
+
+    exact: bool = False
+    """Rescore every completion with the trainer's own forward: mismatch 0 where one version sampled it, slower"""
+
+    in_flight_kv: Literal["keep", "recompute"] = "keep"
+    """What running requests do with their KV cache when new weights arrive"""
+
+    startup_timeout_s: float = 120.0
+    """Deadline for an actor to answer its first health probe"""
+
+    request_timeout_s: float = 300.0
+    """Deadline of one generate request"""
+
+    health_interval_s: float = 1.0
+    """Seconds between two health probes"""
+
+    health_timeout_s: float = 10.0
+    """An actor that has not answered for this long is taken out"""
+
+    max_restarts: int = 5
+    """How often one started actor is restarted before it is given up"""
+
+    max_retries: int = 3
+    """How often a group is redone after failures before the run stops"""
+
+
+@dataclass
+class WeightSync:
+    transport: str = "tcp"
+    """How weights travel: tcp"""
+
+    num_slots: int = 3
+    """Staging slots per trainer rank, each one policy version; at least 2"""
+
+    bucket_bytes: int = 16 * 1024 * 1024
+    """Bytes of one checksummed bucket"""
+
+    join_timeout_s: float = 60.0
+    """Deadline for an actor to join and to apply its first version"""
+
+    offer_timeout_s: float = 5.0
+    """Deadline for an actor to answer an offer"""
+
+    progress_timeout_s: float = 5.0
+    """A transfer that moved no byte for this long is aborted"""
+
+    apply_timeout_s: float = 10.0
+    """Deadline for an actor to acknowledge that it applied a version"""
+
+    blocking_timeout_s: float = 60.0
+    """async_weight_update = false: longest wait for all live actors"""
+
+    evict_after_versions: int = 16
+    """An actor without progress that falls this many versions behind is evicted"""
+
+
+@dataclass
+class Eval:
+    enable: bool = True
+    """Evaluate on held-out prompts before the first step, periodically and at the end"""
+
+    interval: int = 100
+    """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
+
+    dataset: str = ""
+    """Held-out prompts: a file or dataset name; empty takes the held-out share of rollout.dataset"""
+
+    num_prompts: int = 128
+    """Prompts per evaluation"""
+
+    samples_per_prompt: int = 4
+    """Sampled completions per prompt"""
+
+    pass_at_k: list[int] = field(default_factory=lambda: [1, 4])
+    """k of the reported pass@k; each at most samples_per_prompt"""
+
+    temperature: float = 1.0
+    """Sampling temperature of pass@k"""
+
+    greedy: bool = True
+    """Report greedy accuracy beside it"""
+
+    reward_function: str = ""
+    """Reward that decides: a sample passes at 1.0; empty takes the first of rewards.functions"""
+
+    timeout_s: float = 300.0
+    """Deadline of one evaluation; when it passes the evaluation is logged as missing and training goes on"""
+
+
+@dataclass
+class JobConfig:
+    """Everything one run needs to know; one attribute per TOML table."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    comm: Comm = field(default_factory=Comm)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    grpo: GRPO = field(default_factory=GRPO)
+    rollout: Rollout = field(default_factory=Rollout)
+    rewards: Rewards = field(default_factory=Rewards)
+    inference: Inference = field(default_factory=Inference)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
+    eval: Eval = field(default_factory=Eval)

@@ -1,0 +1,69 @@
+"""What goes to an engine and what comes back: tokens in, tokens out. No torch here; everything is JSON-able."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass
+class SamplingParameters:
+    """How completions of one prompt are sampled. temperature 0 is greedy (log-probs are then those at temperature 1)."""
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0
+    """Sample i of the request draws from a stream seeded by (seed, i): independent of what else is running"""
+
+
+@dataclass
+class VersionSpan:
+    """Tokens [start, end) of a completion were sampled under weights `version` of training epoch `epoch`."""
+
+    epoch: str
+    version: int
+    start: int
+    end: int
+
+
+@dataclass
+class Completion:
+    """One sampled continuation. Its stop token, where it ended with one, is the last of token_ids."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    """Behaviour log-prob of each token, under the temperature and the kept tokens it was sampled with"""
+    finish_reason: FinishReason
+    spans: list[VersionSpan]
+    kept_token_ids: list[list[int]] | None = None
+    """With top-p / top-k / min-p: per token, the ids that truncation kept (empty list: all)"""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Completion:
+        return cls(**{**data, "spans": [VersionSpan(**span) for span in data["spans"]]})
+
+
+@dataclass
+class GenerateRequest:
+    """Sample `sampling.n` completions of one prompt. `request_id` makes a retry on another actor recognisable."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParameters
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> GenerateRequest:
+        return cls(data["request_id"], data["prompt_ids"], SamplingParameters(**data["sampling"]))

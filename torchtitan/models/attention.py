@@ -1,0 +1,131 @@
+"""Causal attention over packed sequences, and rotary positions.
+
+A pack is one row of tokens [T] that holds whole sequences one after another. Projections run over the row, so no
+padding is computed there; attention runs per bucket of sequences of similar length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from torchtitan.models.model_args import ModelArgs
+
+# A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding.
+BUCKET_FILL = 0.75
+
+
+class PackedLayout:
+    """Where each sequence lies in a pack of tokens.
+
+    Args:
+        lengths: tokens of each sequence, in the order of the pack; their sum is T.
+        device: where the index tensors live.
+
+    Attributes:
+        positions: [T] int64, the position of each token in its own sequence.
+        cumulative: [sequences + 1] int32, offsets of the sequences (for varlen kernels).
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"a pack needs sequences of at least one token, got lengths {lengths}")
+        self.lengths = list(lengths)
+        self.total = sum(lengths)
+        self.longest = max(lengths)
+        size = torch.tensor(lengths)
+        offsets = F.pad(size.cumsum(0), (1, 0))
+        self.positions = (torch.arange(self.total) - offsets[:-1].repeat_interleave(size)).to(device)
+        self.cumulative = offsets.to(torch.int32).to(device)
+        self.uniform = len(set(lengths)) == 1
+        self.buckets: list[torch.Tensor] = []
+        self.restore: torch.Tensor | None = None
+        if not self.uniform:
+            self._fill_buckets(size, offsets, device)
+
+    def _fill_buckets(self, size: torch.Tensor, offsets: torch.Tensor, device: torch.device | str) -> None:
+        order = size.argsort(descending=True, stable=True).tolist()
+        restore = torch.empty(self.total, dtype=torch.int64)
+        base, start = 0, 0
+        while start < len(order):
+            width = self.lengths[order[start]]
+            end = start
+            while end < len(order) and self.lengths[order[end]] >= BUCKET_FILL * width:
+                end += 1
+            members = torch.tensor(order[start:end])
+            column = torch.arange(width)
+            inside = column[None, :] < size[members][:, None]
+            token = torch.where(inside, offsets[members][:, None] + column[None, :], 0)
+            self.buckets.append(token.to(device))
+            place = base + torch.arange(len(members) * width).view(len(members), width)
+            restore[token[inside]] = place[inside]
+            base += len(members) * width
+            start = end
+        self.restore = restore.to(device)
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of whole sequences: [S, L, heads, D] each (fewer key/value heads allowed) -> [S, L, heads, D]."""
+    out = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+class PackedAttention:
+    """Attention of a pack, as the decoder calls it: (layer, q [T, Hq, D], k [T, Hkv, D], v) -> [T, Hq, D].
+
+    Padding inside a bucket lies to the right of its sequence: causality hides it from every real token.
+    """
+
+    def __init__(self, layout: PackedLayout):
+        self.layout = layout
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        layout = self.layout
+        if layout.uniform:
+            shape = (len(layout.lengths), layout.longest)
+            return causal_attention(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape)).flatten(0, 1)
+        outputs = [causal_attention(q[bucket], k[bucket], v[bucket]).flatten(0, 1) for bucket in layout.buckets]
+        return torch.cat(outputs)[layout.restore]
+
+
+@functools.lru_cache(maxsize=16)
+def inverse_frequencies(args: ModelArgs, device: str) -> torch.Tensor:
+    """Rotary frequencies [head_dim / 2] in fp32, with Llama 3's scaling where the model has it.
+
+    Computed, never stored as a buffer: meta initialisation and `to_empty` would wipe it.
+    """
+    exponent = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
+    frequencies = 1.0 / (args.rope_theta**exponent)
+    scaling = args.rope_scaling
+    if scaling is not None:
+        low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+        high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+        wavelength = 2 * math.pi / frequencies
+        smooth = scaling.original_max_position_embeddings / wavelength - scaling.low_freq_factor
+        smooth = smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
+        scaled = frequencies / scaling.factor
+        between = (1 - smooth) * scaled + smooth * frequencies
+        frequencies = torch.where(wavelength > low, scaled, frequencies)
+        frequencies = torch.where((wavelength <= low) & (wavelength >= high), between, frequencies)
+    return frequencies.to(device)
+
+
+def rotary_tables(
+    args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine for positions [T], each [T, 1, head_dim]."""
+    angles = positions.float()[:, None] * inverse_frequencies(args, str(positions.device))[None, :]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to x [T, heads, D] (the half-split convention of Hugging Face checkpoints)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -1,0 +1,151 @@
+"""One decoder for Llama 3, Qwen2/2.5 and Qwen3: a family is a row of switches in ModelArgs.
+
+Parameter names are the Hugging Face checkpoint names, so loading, saving and syncing need no adapter. The trainer
+and the embedded engine run the same modules and differ in one argument: the attention they pass in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.attention import PackedAttention, PackedLayout, rotary_tables, rotate
+from torchtitan.models.logprob_head import KeptTokens, LogProbHead
+from torchtitan.models.model_args import ModelArgs
+
+# (layer index, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
+AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions; how keys are found is the caller's."""
+
+    def __init__(self, args: ModelArgs, index: int):
+        super().__init__()
+        self.index = index
+        self.head_dim = args.head_dim
+        query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
+        self.q_proj = nn.Linear(args.hidden_size, query, bias=args.qkv_bias)
+        self.k_proj = nn.Linear(args.hidden_size, key_value, bias=args.qkv_bias)
+        self.v_proj = nn.Linear(args.hidden_size, key_value, bias=args.qkv_bias)
+        self.o_proj = nn.Linear(query, args.hidden_size, bias=False)
+        self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+        # -1 heads: under tensor parallelism a rank sees its share of them.
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        return self.o_proj(attend(self.index, q, k, v).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.gate_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, args: ModelArgs, index: int):
+        super().__init__()
+        self.self_attn = Attention(args, index)
+        self.mlp = MLP(args)
+        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DecoderStack(nn.Module):
+    """Embeddings, layers and the final norm: what Hugging Face checkpoints call `model`."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(args, index) for index in range(args.num_hidden_layers))
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionFunction) -> torch.Tensor:
+        x = self.embed_tokens(token_ids)
+        rotary = rotary_tables(self.args, positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rotary, attend)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A causal language model over packed tokens. Create it on the meta device and load weights afterwards."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.model = DecoderStack(args)
+        self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's, where the model ties them. Call again after replacing parameters."""
+        if self.args.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        layout: PackedLayout,
+        targets: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        kept: KeptTokens | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T])."""
+        hidden = self.model(token_ids, layout.positions, PackedAttention(layout))
+        return self.lm_head(hidden, targets, temperature, kept)
+
+    def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [B, T] -> logits [B, T, V]; every row is a sequence of its own, without padding."""
+        batch, length = token_ids.shape
+        layout = PackedLayout([length] * batch, token_ids.device)
+        return self(token_ids.flatten(), layout).unflatten(0, (batch, length))
+
+    @torch.no_grad()
+    def initialize_weights(self, seed: int, std: float = 0.02) -> None:
+        """Random weights as in GPT-2: normal for matrices, zero for biases, one for norms."""
+        generator = torch.Generator(device=self.model.embed_tokens.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)

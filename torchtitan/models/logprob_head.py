@@ -1,0 +1,71 @@
+"""The language-model head: log-probs and entropy of target tokens from hidden states."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class KeptTokens:
+    """Which tokens truncated sampling (top-p, top-k, min-p) left to choose from, per target.
+
+    Args:
+        offsets: [N + 1] int64; row i keeps token_ids[offsets[i]:offsets[i + 1]]; an empty row keeps all.
+        token_ids: [sum of rows] int64.
+    """
+
+    def __init__(self, offsets: torch.Tensor, token_ids: torch.Tensor):
+        self.offsets = offsets
+        self.token_ids = token_ids
+
+    def mask_(self, logits: torch.Tensor) -> torch.Tensor:
+        """Set logits [N, V] of tokens that were not kept to -inf (out of place, differentiable)."""
+        counts = self.offsets.diff()
+        keep = (counts == 0)[:, None].expand_as(logits).clone()
+        rows = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
+        keep[rows, self.token_ids] = True
+        return logits.masked_fill(~keep, float("-inf"))
+
+
+def log_probs_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, kept: KeptTokens | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of targets [N] and entropy [N], both fp32, under softmax(logits [N, V] / temperature).
+
+    The one definition for trainer and engine: behaviour and policy log-probs must agree.
+    """
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    if kept is not None:
+        scaled = kept.mask_(scaled)
+    log_probs = torch.log_softmax(scaled, dim=-1)
+    chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(log_probs.exp()).sum(-1)
+    return chosen, entropy
+
+
+class LogProbHead(nn.Module):
+    """Projects hidden states to the vocabulary and reduces them to what the objective needs.
+
+    A module of its own so that FSDP2 gathers its weight like any other and a fused head can take its place.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        kept: KeptTokens | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32."""
+        logits = F.linear(hidden, self.weight)
+        if targets is None:
+            return logits
+        return log_probs_of_logits(logits, targets, temperature, kept)

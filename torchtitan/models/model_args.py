@@ -1,0 +1,142 @@
+"""The shape of a decoder as data: what distinguishes Llama 3, Qwen2/2.5 and Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.errors import UserError
+
+# What a family fixes: (architecture name, bias on q/k/v, RMSNorm on the heads of q and k).
+FAMILIES: dict[str, tuple[str, bool, bool]] = {
+    "llama": ("LlamaForCausalLM", False, False),
+    "qwen2": ("Qwen2ForCausalLM", True, False),
+    "qwen3": ("Qwen3ForCausalLM", False, True),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of the rotary frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Shape and switches of one decoder. Sizes in elements; names follow Hugging Face's config.json."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def qkv_bias(self) -> bool:
+        return FAMILIES[self.family][1]
+
+    @property
+    def qk_norm(self) -> bool:
+        return FAMILIES[self.family][2]
+
+    @classmethod
+    def from_hf_config(cls, config: dict[str, Any]) -> ModelArgs:
+        """Read a Hugging Face config.json. Raises UserError for a family or switch that the decoder lacks."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise UserError(f"model_type {family!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise UserError(f"hidden_act {config['hidden_act']!r} in config.json is not supported; supported: silu")
+        if config.get("use_sliding_window"):
+            raise UserError("use_sliding_window = true in config.json is not supported")
+        if family == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):
+            raise UserError("attention_bias / mlp_bias of llama in config.json are not supported")
+        # transformers 5 nests theta and scaling in rope_parameters; 4 keeps them apart.
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "llama3"):
+            raise UserError(f"rope_type {rope_type!r} in config.json is not supported; supported: default, llama3")
+        scaling = None
+        if rope_type == "llama3":
+            scaling = RopeScaling(
+                factor=rope["factor"],
+                low_freq_factor=rope["low_freq_factor"],
+                high_freq_factor=rope["high_freq_factor"],
+                original_max_position_embeddings=rope["original_max_position_embeddings"],
+            )
+        eos = config.get("eos_token_id")
+        heads = config["num_attention_heads"]
+        return cls(
+            family=family,
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position_embeddings=config.get("max_position_embeddings", 32768),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+
+    def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
+        """The config.json that transformers 4 and 5 both read back as this shape."""
+        eos: int | list[int] | None = list(self.eos_token_ids)
+        if len(self.eos_token_ids) <= 1:
+            eos = self.eos_token_ids[0] if self.eos_token_ids else None
+        scaling = None
+        if self.rope_scaling is not None:
+            scaling = {"rope_type": "llama3", **vars(self.rope_scaling)}
+        return {
+            "architectures": [FAMILIES[self.family][0]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos,
+            "torch_dtype": dtype,
+            "use_cache": True,
+        }
+
+    def num_parameters(self) -> int:
+        """Parameters in elements; tied embeddings count once."""
+        hidden, heads, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.num_key_value_heads
+        kv *= self.head_dim
+        attention = hidden * (heads + 2 * kv) + heads * hidden
+        attention += (heads + 2 * kv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
+        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_hidden_layers * layer + hidden
