@@ -1,0 +1,126 @@
+"""The tokenizer against transformers' AutoTokenizer on a small BPE trained here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.errors import UserError
+
+TEMPLATE = (
+    "{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
+    "{% for message in messages %}\n"
+    "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{{ eos_token }}"
+    "{%- if message.extra is defined %}{{ message.extra | tojson }}{% continue %}{% endif %}\n"
+    "{% endfor %}\n"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXTS = ["The quick brown fox jumps over 13 lazy dogs.", "What is 12 + 30? It is 42.", "x = y * (a - b)\n\tdone"]
+MESSAGES = [{"role": "system", "content": " be short "}, {"role": "user", "content": "What is 1 + 2?"}]
+
+
+def write_tokenizer(directory: Path, **settings: object) -> Path:
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 5, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": {"__type": "AddedToken", "content": "<|endoftext|>"},
+        "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        **settings,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory):
+    transformers = pytest.importorskip("transformers")
+    directory = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Tokenizer(directory), transformers.AutoTokenizer.from_pretrained(str(directory))
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60) | st.sampled_from([*TEXTS, "a<|im_end|>b", "<|im_start|>user\nhé 数"]))
+def test_encode_and_decode_agree_with_transformers(pair, text: str) -> None:
+    ours, theirs = pair
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("messages", [MESSAGES, [{**MESSAGES[1], "extra": {"b": "<é>", "a": [1]}}, MESSAGES[1]]])
+def test_chat_template_agrees_with_transformers(pair, messages: list, add_generation_prompt: bool) -> None:
+    ours, theirs = pair
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert ours.render_chat(messages, add_generation_prompt) == expected
+    ids = theirs.encode(expected, add_special_tokens=False)
+    assert ours.apply_chat_template(messages, add_generation_prompt) == ids
+
+
+def test_vocabulary_and_unknown_ids(pair) -> None:
+    ours, theirs = pair
+    assert ours.vocab_size == len(theirs)
+    assert ours.decode([*ours.encode("What"), ours.vocab_size + 7]) == "What"
+
+
+def test_end_tokens_come_from_all_files(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    assert Tokenizer(tmp_path).eos_token_ids == [2]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    assert Tokenizer(tmp_path).eos_token_ids == [2, 0]
+
+
+def test_template_file_and_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D{{ bos_token }}"}]
+    assert Tokenizer(write_tokenizer(tmp_path / "a", chat_template=named)).render_chat(MESSAGES) == "D"
+    directory = write_tokenizer(tmp_path / "b")
+    (directory / "chat_template.jinja").write_text("{% generation %}F{% endgeneration %}{{ strftime_now('%%') }}")
+    assert Tokenizer(directory).render_chat(MESSAGES) == "F%"
+
+
+def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(UserError, match="chat template of .* failed"):
+        Tokenizer(write_tokenizer(tmp_path, chat_template=escape)).render_chat(MESSAGES)
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer.json in"):
+        Tokenizer(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no tools here"):
+        Tokenizer(tmp_path).render_chat([{"role": "tool", "content": ""}])
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    plain = Tokenizer(tmp_path)
+    assert not plain.has_chat_template
+    with pytest.raises(UserError, match="has no chat template"):
+        plain.apply_chat_template(MESSAGES)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        Tokenizer(tmp_path)

@@ -1,0 +1,49 @@
+"""Notable events of a run (an actor was evicted, an evaluation is missing, …) as JSON lines in the run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("torchtitan.events")
+
+
+class EventLog:
+    """Appends one JSON object per event to a file and says it on the console. Safe to call from any thread.
+
+    Every object has `time` (seconds since 1970) and `kind`; the rest is the event's own fields (JSON-able).
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._lock = threading.Lock()
+
+    def write(self, kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
+        """Log one event. level is that of the console line only."""
+        line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, default=str)
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        logger.log(level, "%s %s", kind, " ".join(f"{name}={value}" for name, value in fields.items()))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events so far, oldest first; a line cut off by a kill is left out."""
+        return read_json_lines(self.path)
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; none where there is no file. A last line cut off by a kill is left out."""
+    if not Path(path).is_file():
+        return []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number < len(lines) - 1:
+                logger.warning("%s: line %d is not JSON, left out", path, number + 1)
+    return rows

@@ -1,0 +1,157 @@
+"""Text to token ids and back, from the tokenizer files of a Hugging Face checkpoint directory.
+
+Reads tokenizer.json with the `tokenizers` library; chat templates run in jinja2's sandbox. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from torchtitan.errors import UserError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's part for training masks; here it only passes its body through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text or as {"content": text, …}."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # jinja2's own filter escapes for HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory. Raises UserError where its files are missing or broken."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"no tokenizer.json in {self.directory}: model.hf_assets_path must be a checkpoint directory with "
+                "tokenizer files (a directory with only tokenizer.model can be converted by loading and saving it "
+                "with transformers.AutoTokenizer)"
+            )
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"{path} cannot be read as a tokenizer: {error}") from error
+        # A saved tokenizer may carry padding or truncation of its training; both would change prompts silently.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        settings = _read_json(self.directory / "tokenizer_config.json")
+        special = _read_json(self.directory / "special_tokens_map.json")
+        self.special_tokens = {
+            name: text
+            for name in SPECIAL_TOKEN_NAMES
+            if (text := _token_text(settings.get(name)) or _token_text(special.get(name)))
+        }
+        self.eos_token_ids = self._find_eos_token_ids()
+        self._template_source = self._find_chat_template(settings)
+        self._template: jinja2.Template | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Highest token id + 1; a model's embedding may have more rows than that."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; nothing is added in front or behind."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of token ids; ids that the tokenizer does not know (padding rows of an embedding) give no text."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The prompt text that the chat template makes of [{"role": …, "content": …}, …]."""
+        if self._template_source is None:
+            raise UserError(
+                f"{self.directory} has no chat template (neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json): set rollout.chat_template = false or take an instruction-tuned checkpoint"
+            )
+        try:
+            if self._template is None:
+                self._template = self._compile(self._template_source)
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
+            )
+        except jinja2.exceptions.TemplateError as error:
+            raise UserError(f"the chat template of {self.directory} failed: {error}") from error
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a chat; special tokens come from the template alone."""
+        return self.encode(self.render_chat(messages, add_generation_prompt))
+
+    @staticmethod
+    def _compile(source: str) -> jinja2.Template:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(source)
+
+    def _find_eos_token_ids(self) -> list[int]:
+        """End tokens of the checkpoint: generation_config.json, config.json and the tokenizer's own, in this order."""
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(self.directory / name).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        if "eos_token" in self.special_tokens:
+            token_id = self._tokenizer.token_to_id(self.special_tokens["eos_token"])
+            found += [] if token_id is None else [token_id]
+        return list(dict.fromkeys(found))
+
+    def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
+        path = self.directory / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several named templates
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template
