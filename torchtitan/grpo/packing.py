@@ -1,0 +1,167 @@
+"""From scored samples to packed micro-batches: deterministic, and blind to the number of ranks but for the split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.grpo.objectives import Objective
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.rollout.types import Batch, Sample
+
+
+def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
+    """Indices of `lengths` in bins whose sums stay within budget; longest first, ties by index.
+
+    Raises:
+        ValueError: an item is larger than the budget.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > budget:
+            raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
+        for place, free in enumerate(room):
+            if length <= free:
+                break
+        else:
+            place = len(bins)
+            bins.append([])
+            room.append(budget)
+        bins[place].append(index)
+        room[place] -= length
+    return [sorted(members) for members in bins]
+
+
+def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
+    """Cut the largest bins in two until every rank gets the same number; empty bins where nothing is left to cut."""
+    bins = [list(members) for members in bins]
+    while len(bins) % ranks:
+        largest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
+        if len(bins[largest]) < 2:
+            bins.append([])
+            continue
+        members = bins[largest]
+        bins[largest : largest + 1] = [members[0::2], members[1::2]]
+    return bins
+
+
+def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
+    """The batch's samples in `count` parts of whole groups; group i goes to part i mod count."""
+    return [[sample for group in batch.groups[part::count] for sample in group.samples] for part in range(count)]
+
+
+@dataclass
+class MicroBatch:
+    """Packed sequences: inputs are tokens [0, L-1) of each, targets its tokens [1, L).
+
+    All tensors have one entry per packed position [T]; `active` marks the positions whose target is a trained
+    completion token.
+    """
+
+    token_ids: torch.Tensor
+    targets: torch.Tensor
+    layout: PackedLayout
+    active: torch.Tensor
+    """[A] int64: indices of active positions"""
+    sequence: torch.Tensor
+    """[A] int64: which sequence each active position belongs to"""
+    advantages: torch.Tensor
+    """[A]"""
+    behaviour_log_probs: torch.Tensor
+    """[A]"""
+    weights: torch.Tensor
+    """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
+    same_version: torch.Tensor
+    """[A] bool: sampled by the version that this batch is trained on"""
+    kept: KeptTokens | None
+
+
+def _kept_tokens(samples: list[Sample], device: torch.device) -> KeptTokens | None:
+    if all(sample.kept_token_ids is None for sample in samples):
+        return None
+    counts: list[int] = []
+    token_ids: list[int] = []
+    for sample in samples:
+        rows = sample.kept_token_ids or [[]] * len(sample.completion_ids)
+        counts += [0] * (len(sample.prompt_ids) - 1) + [len(row) for row in rows]
+        for row in rows:
+            token_ids += row
+    offsets = torch.nn.functional.pad(torch.tensor(counts).cumsum(0), (1, 0))
+    return KeptTokens(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
+
+
+def is_trained(sample: Sample, mask_truncated: bool) -> bool:
+    """Whether a sample's tokens enter the loss."""
+    return not (mask_truncated and sample.finish_reason == "length")
+
+
+def pack(
+    samples: list[Sample], weights: list[float], version: int, mask_truncated: bool, device: torch.device
+) -> MicroBatch:
+    """One micro-batch of whole samples; without samples, a single inert token (a rank must join every collective)."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
+    active: list[int] = []
+    sequence: list[int] = []
+    advantages: list[float] = []
+    behaviour: list[float] = []
+    token_weights: list[float] = []
+    same: list[bool] = []
+    for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
+        whole = sample.prompt_ids + sample.completion_ids
+        start = len(tokens) + len(sample.prompt_ids) - 1
+        tokens += whole[:-1]
+        targets += whole[1:]
+        lengths.append(len(whole) - 1)
+        if not is_trained(sample, mask_truncated):
+            continue
+        count = len(sample.completion_ids)
+        active += range(start, start + count)
+        sequence += [number] * count
+        advantages += [sample.advantage] * count
+        behaviour += sample.log_probs
+        token_weights += [weight] * count
+        for span in sample.spans:
+            same += [span.version == version] * (span.end - span.start)
+    if not lengths:
+        tokens, targets, lengths = [0], [0], [1]
+    return MicroBatch(
+        token_ids=torch.tensor(tokens, device=device),
+        targets=torch.tensor(targets, device=device),
+        layout=PackedLayout(lengths, device),
+        active=torch.tensor(active, dtype=torch.int64, device=device),
+        sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
+        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
+        weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
+        same_version=torch.tensor(same, dtype=torch.bool, device=device),
+        kept=_kept_tokens(samples, device) if samples else None,
+    )
+
+
+def micro_batches(
+    samples: list[Sample],
+    objective: Objective,
+    *,
+    version: int,
+    budget: int,
+    max_completion_tokens: int,
+    mask_truncated: bool,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """This rank's share of a minibatch. Every rank gets the same number of micro-batches."""
+    active = [len(sample.completion_ids) if is_trained(sample, mask_truncated) else 0 for sample in samples]
+    weights = objective.token_weights(active, max_completion_tokens)
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
+    bins = split_for_ranks(first_fit_decreasing(lengths, budget), ranks) if samples else [[] for _ in range(ranks)]
+    return [
+        pack([samples[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
+        for members in bins[rank::ranks]
+    ]
