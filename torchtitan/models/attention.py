@@ -116,9 +116,7 @@ def inverse_frequencies(args: ModelArgs, device: str) -> torch.Tensor:
     return frequencies.to(device)
 
 
-def rotary_tables(
-    args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine for positions [T], each [T, 1, head_dim]."""
     angles = positions.float()[:, None] * inverse_frequencies(args, str(positions.device))[None, :]
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]

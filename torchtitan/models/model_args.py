@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
@@ -13,6 +15,8 @@ FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "qwen2": ("Qwen2ForCausalLM", True, False),
     "qwen3": ("Qwen3ForCausalLM", False, True),
 }
+
+REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class ModelArgs:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelArgs:
         """Read a Hugging Face config.json. Raises UserError for a family or switch that the decoder lacks."""
+        lacking = [key for key in REQUIRED_KEYS if key not in config]
+        if config.get("model_type") in FAMILIES and lacking:
+            raise UserError(f"config.json lacks {', '.join(lacking)}")
         family = config.get("model_type")
         if family not in FAMILIES:
             raise UserError(f"model_type {family!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
@@ -78,7 +85,6 @@ class ModelArgs:
                 high_freq_factor=rope["high_freq_factor"],
                 original_max_position_embeddings=rope["original_max_position_embeddings"],
             )
-        eos = config.get("eos_token_id")
         heads = config["num_attention_heads"]
         return cls(
             family=family,
@@ -88,14 +94,15 @@ class ModelArgs:
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=heads,
             num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            # Where the key is absent, transformers takes 128 for Qwen3.
+            head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
             rope_scaling=scaling,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             max_position_embeddings=config.get("max_position_embeddings", 32768),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            eos_token_ids=_token_ids(config.get("eos_token_id")),
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
@@ -140,3 +147,37 @@ class ModelArgs:
         layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_hidden_layers * layer + hidden
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+
+
+def read_model_args(directory: str | Path) -> ModelArgs:
+    """The shape in `directory`/config.json, with the end tokens of generation_config.json where it has more.
+
+    Raises UserError where a file is missing, broken or describes a model that is not supported.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; a checkpoint directory needs a config.json")
+    try:
+        args = ModelArgs.from_hf_config(_read_json(path))
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from error
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        more = _token_ids(_read_json(generation).get("eos_token_id"))
+        args = replace(args, eos_token_ids=tuple(dict.fromkeys(args.eos_token_ids + more)))
+    return args
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path.name} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path.name} is not a JSON object")
+    return value

@@ -1,0 +1,80 @@
+"""Shared fixtures: tiny random checkpoints as transformers writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+FAMILIES = ("llama3", "qwen2", "qwen3")
+
+
+def make_checkpoint(directory: Path, family: str, tied: bool, **overrides: object) -> Path:
+    """Write a tiny random checkpoint (no tokenizer) with transformers.
+
+    Weights are large enough for logits of several units, norms and biases are random too, so that nothing that is
+    left out or mixed up stays hidden.
+    """
+    import transformers
+
+    shape: dict[str, object] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
+    if family == "llama3":
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    if family == "qwen3":
+        shape["head_dim"] = 32  # Qwen3's head size is not hidden size / heads
+    shape.update(rope_parameters=rope, **overrides)
+    classes = {
+        "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }
+    config_class, model_class = classes[family]
+    model = model_class(config_class(**shape))
+    generator = torch.Generator().manual_seed(FAMILIES.index(family) * 2 + tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.2 * noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """(family="qwen3", tied=True) -> directory of a tiny random checkpoint, made once per session.
+
+    Vocabulary 128, hidden 64, 2 layers, 4 query and 2 key-value heads, end token 1, fp32.
+    """
+    made: dict[tuple[str, bool], Path] = {}
+
+    def checkpoint(family: str = "qwen3", tied: bool = True) -> Path:
+        key = (family, tied)
+        if key not in made:
+            name = f"{family}-{'tied' if tied else 'untied'}"
+            made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoints") / name, family, tied)
+        return made[key]
+
+    return checkpoint

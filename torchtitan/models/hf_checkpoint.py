@@ -1,0 +1,271 @@
+"""Hugging Face checkpoint directories in and out, one tensor at a time.
+
+Loading reads only the part of each tensor that this rank holds; exporting gathers one parameter at a time. Neither
+ever has the whole model in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.distributed.placement import full_tensor, local_region
+from torchtitan.errors import UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.model_args import ModelArgs, read_model_args
+
+__all__ = ["export_policy", "load_into", "load_policy", "read_model_args"]
+
+INDEX_FILE = "model.safetensors.index.json"
+# One file of an export; more parameters go to the next file.
+MAX_FILE_BYTES = 4 * 1024**3
+# What an export copies from `assets_from`, where it exists.
+ASSET_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The policy in a Hugging Face checkpoint directory, whole, on the CPU of this process.
+
+    Raises UserError where files or tensors are missing or do not fit config.json.
+    """
+    args = read_model_args(directory)
+    with torch.device("meta"):
+        policy = Decoder(args).to(dtype)
+    policy.to_empty(device="cpu")
+    policy.tie_weights()
+    load_into(policy, directory)
+    return policy
+
+
+@torch.no_grad()
+def load_into(policy: Decoder, directory: str | Path) -> None:
+    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type.
+
+    Sharded parameters (DTensor) get only their own part read from disk. Raises UserError for a missing file or
+    tensor, for a tensor of another shape, and for tensors that the model has no place for.
+    """
+    directory = Path(directory)
+    parameters = dict(policy.named_parameters())
+    files = _tensor_files(directory)
+    missing = sorted(set(parameters) - set(files))
+    if missing:
+        raise UserError(f"{directory}: the safetensors lack {_some(missing)}, which config.json asks for")
+    unknown = sorted(name for name in set(files) - set(parameters) if not _is_redundant(name, policy.args))
+    if unknown:
+        raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
+    by_file: dict[Path, list[str]] = {}
+    for name in parameters:
+        by_file.setdefault(files[name], []).append(name)
+    for path, names in by_file.items():
+        with _open(path) as handle:
+            for name in names:
+                _load_tensor(handle, path, name, parameters[name])
+
+
+def _load_tensor(handle: Any, path: Path, name: str, parameter: nn.Parameter) -> None:
+    stored = handle.get_slice(name)
+    found, expected = list(stored.get_shape()), list(parameter.shape)
+    if found != expected:
+        raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
+    region = local_region(parameter)
+    if any(part.start == part.stop for part in region):
+        return
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local.copy_(_read(stored, region))
+
+
+def _read(stored: Any, region: tuple[slice, ...]) -> torch.Tensor:
+    """One region of a stored tensor, read from disk without the rest of it."""
+    return stored[region]
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Which file holds which tensor."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+        paths = [directory / name for name in names]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise UserError(f"{directory}: no *.safetensors files there (other weight formats are not supported)")
+    files: dict[str, Path] = {}
+    for path in paths:
+        with _open(path) as handle:
+            files.update(dict.fromkeys(handle.keys(), path))
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: file missing, though {path.parent / INDEX_FILE} names it") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _is_redundant(name: str, args: ModelArgs) -> bool:
+    """Tensors that some checkpoints carry and that follow from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (args.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def export_policy(
+    policy: Decoder, directory: str | Path, assets_from: str | Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write `policy` as a Hugging Face checkpoint directory that transformers loads.
+
+    With sharded parameters this is a collective: all ranks call it, rank 0 writes. The directory appears whole or not
+    at all; an older one of the same name is replaced, its other files (a tokenizer, say) are kept.
+
+    Args:
+        directory: where to write; replaced only if it is empty or holds a config.json.
+        assets_from: a checkpoint directory whose tokenizer files are copied along.
+        max_file_bytes: tensors beyond this size go to further files, with an index.
+    """
+    directory = Path(directory)
+    sharded = any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    writes = not sharded or torch.distributed.get_rank() == 0
+    error: BaseException | None = None
+    staging: Path | None = None
+    plan = _plan_files(policy, max_file_bytes)
+    if writes:
+        try:
+            staging = _stage(policy, directory, assets_from, plan)
+        except (OSError, UserError) as problem:
+            error = problem
+    for file_name, names in plan.items():
+        # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in _gathered(policy, names):
+            if staging is not None and error is None:
+                tensors[name] = tensor
+        if staging is not None and error is None:
+            try:
+                save_file(tensors, staging / file_name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as problem:
+                error = problem
+    if staging is not None and error is None:
+        try:
+            _publish(staging, directory)
+        except OSError as problem:
+            error = problem
+    if staging is not None and staging.exists():
+        shutil.rmtree(staging)
+    if sharded:
+        _agree(error)
+    if isinstance(error, UserError):
+        raise error
+    if error is not None:
+        raise UserError(f"{directory}: the export failed: {error}") from error
+
+
+def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
+    """Names of the parameters per file; each file at most `max_file_bytes`, one parameter at least."""
+    groups: list[list[str]] = []
+    used = max_file_bytes
+    for name, parameter in policy.named_parameters():
+        size = parameter.numel() * parameter.element_size()
+        if used + size > max_file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
+
+
+def _gathered(policy: Decoder, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = dict(policy.named_parameters())
+    for name in names:
+        yield name, full_tensor(parameters[name].detach()).cpu().contiguous()
+
+
+def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, plan: dict[str, list[str]]) -> Path:
+    """A hidden folder beside `directory` with everything but the weights."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory}: is a file; an export needs a directory")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: holds files but no config.json; an export replaces only a checkpoint directory")
+    if assets_from is not None and not Path(assets_from).is_dir():
+        raise UserError(f"{assets_from}: no such directory to copy tokenizer files from")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
+    os.chmod(staging, 0o755)
+    if directory.is_dir():
+        for entry in directory.iterdir():
+            if entry.suffix == ".safetensors" or entry.name in ("config.json", INDEX_FILE):
+                continue
+            if entry.is_dir():
+                shutil.copytree(entry, staging / entry.name, symlinks=True)
+            else:
+                shutil.copy2(entry, staging / entry.name)
+    if assets_from is not None:
+        for name in ASSET_FILES:
+            if (Path(assets_from) / name).is_file():
+                shutil.copyfile(Path(assets_from) / name, staging / name)
+    first = next(policy.parameters())
+    config = policy.args.to_hf_config(_DTYPE_NAMES[first.dtype])
+    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if len(plan) > 1:
+        total = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
+        weight_map = {name: file_name for file_name, names in plan.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return staging
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    """Put the finished folder in its place; an older one is set aside first and removed last."""
+    if not directory.exists():
+        os.rename(staging, directory)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=staging.parent))
+    os.rename(directory, aside)
+    try:
+        os.rename(staging, directory)
+    except OSError:
+        os.rename(aside, directory)
+        raise
+    shutil.rmtree(aside)
+
+
+def _agree(error: BaseException | None) -> None:
+    """All ranks learn whether rank 0 failed; those without an error of their own raise here."""
+    from torchtitan.distributed.collectives import all_reduce_sum
+
+    failed = all_reduce_sum(torch.tensor([0.0 if error is None else 1.0]))
+    if error is None and failed.item() > 0:
+        raise UserError("the export failed on rank 0; its message says why")
