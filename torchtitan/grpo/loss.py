@@ -46,7 +46,8 @@ def grpo_loss(
     """
     behaviour = micro_batch.behaviour_log_probs
     proximal = behaviour if old_log_probs is None else old_log_probs
-    log_ratio = log_probs - proximal
+    # Bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 lies far outside any clip range.
+    log_ratio = (log_probs - proximal).clamp(-20.0, 20.0)
     token = settings.objective.token_loss(log_ratio, micro_batch.advantages, settings.clip)
     drift = (log_probs if old_log_probs is None else old_log_probs).detach() - behaviour
     mask = geometric_mask(

@@ -24,11 +24,8 @@ def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
         length = lengths[index]
         if length > budget:
             raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
-        for place, free in enumerate(room):
-            if length <= free:
-                break
-        else:
-            place = len(bins)
+        place = next((i for i, free in enumerate(room) if length <= free), len(bins))
+        if place == len(bins):
             bins.append([])
             room.append(budget)
         bins[place].append(index)

@@ -1,0 +1,235 @@
+"""One batch through the policy: packed forward, loss, backward, a few optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gradient_norm_and_votes
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.grpo.advantages import group_advantages
+from torchtitan.grpo.loss import LossResult, LossSettings, grpo_loss
+from torchtitan.grpo.objectives import OBJECTIVES, ClipRange
+from torchtitan.grpo.off_policy import k3_divergence
+from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
+from torchtitan.models.decoder import Decoder
+from torchtitan.rollout.types import Batch
+
+logger = logging.getLogger(__name__)
+
+SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio")
+MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens")
+
+
+@dataclass
+class BatchResult:
+    """What one batch did to the policy."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    votes_against: int = 0
+    """Ranks that had no free slot for the new version"""
+    last_step_applied: bool = True
+    """False where the batch's last optimizer step was dropped as non-finite"""
+
+
+class PolicyTrainer:
+    """Trains the policy on batches. The same code for any number of ranks; every rank gets the same batches."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        policy: Decoder,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        dims: ParallelDims,
+        device: torch.device,
+    ):
+        self.config = config
+        self.policy = policy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.dims = dims
+        self.device = device
+        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.skipped_in_a_row = 0
+        grpo = config.grpo
+        self.settings = LossSettings(
+            objective=OBJECTIVES[grpo.loss_type],
+            clip=ClipRange(grpo.epsilon_low, grpo.epsilon_high, grpo.delta),
+            importance_cap=grpo.importance_cap,
+            mask_low=grpo.geometric_mask_low,
+            mask_high=grpo.geometric_mask_high,
+        )
+
+    def train_batch(self, batch: Batch, reserve: Callable[[], bool]) -> BatchResult:
+        """Train on `batch`. `reserve` leases a slot for the new version; its answer rides on the last reduction.
+
+        Raises:
+            UserError: too many optimizer steps in a row were not finite.
+        """
+        started = time.perf_counter()
+        self._assign_advantages(batch)
+        parts = [self._pack(batch, part) for part in range(self.config.grpo.num_minibatches)]
+        totals = _Totals(self.device)
+        old_log_probs = self._proximal_log_probs(parts, totals) if self.config.grpo.recompute_old_log_probs else None
+        schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
+        result = BatchResult()
+        norms: list[float] = []
+        skipped = 0
+        learning_rate = self.scheduler.get_last_lr()[0]
+        for position, part in enumerate(schedule):
+            last = position == len(schedule) - 1
+            against = 1.0 if last and not reserve() else 0.0
+            loss = self._forward_backward(
+                parts[part], old_log_probs[part] if old_log_probs else None, totals, measure_mismatch=position == 0
+            )
+            votes = torch.stack((torch.tensor(against, device=self.device), (~loss.isfinite()).float()))
+            norm, votes = gradient_norm_and_votes(self.parameters, votes)
+            noes, not_finite = votes.tolist()
+            result.votes_against = int(noes)
+            result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
+            if result.last_step_applied:
+                if self.config.training.max_norm > 0:
+                    clip_gradients_(self.parameters, norm, self.config.training.max_norm)
+                self.optimizer.step()
+                norms.append(norm.item())
+            else:
+                skipped += 1
+            self._count_skips(result.last_step_applied, batch.version)
+            self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        result.metrics = totals.reduce(self.dims, len(schedule))
+        result.metrics |= {
+            "grad_norm": sum(norms) / len(norms) if norms else None,
+            "learning_rate": learning_rate,
+            "optimizer_steps": len(schedule),
+            "optimizer_steps_skipped": skipped,
+            "time/train_s": time.perf_counter() - started,
+        }
+        return result
+
+    def _assign_advantages(self, batch: Batch) -> None:
+        rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+        advantages = group_advantages(rewards, self.config.grpo.scale_rewards)
+        for group, values in zip(batch.groups, advantages, strict=True):
+            for sample, value in zip(group.samples, values, strict=True):
+                sample.advantage = value
+
+    def _pack(self, batch: Batch, part: int) -> list[MicroBatch]:
+        return micro_batches(
+            minibatches(batch, self.config.grpo.num_minibatches)[part],
+            self.settings.objective,
+            version=batch.version,
+            budget=self.config.training.tokens_per_micro_batch,
+            max_completion_tokens=self.config.rollout.max_completion_tokens,
+            mask_truncated=self.config.grpo.mask_truncated,
+            rank=self.dims.dp_rank,
+            ranks=self.dims.dp_size,
+            device=self.device,
+        )
+
+    def _log_probs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
+        temperature = self.config.rollout.temperature or 1.0
+        log_probs, entropy = self.policy(
+            micro_batch.token_ids, micro_batch.layout, micro_batch.targets, temperature, micro_batch.kept
+        )
+        return log_probs[micro_batch.active], entropy[micro_batch.active]
+
+    @torch.no_grad()
+    def _proximal_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[torch.Tensor]]:
+        """Log-probs of every token under the policy as it is before the batch's first optimizer step."""
+        result = []
+        for part in parts:
+            result.append([self._log_probs(micro_batch)[0] for micro_batch in part])
+            for micro_batch, log_probs in zip(part, result[-1], strict=True):
+                totals.add_mismatch(log_probs, micro_batch)
+        return result
+
+    def _forward_backward(
+        self,
+        part: list[MicroBatch],
+        old_log_probs: list[torch.Tensor] | None,
+        totals: _Totals,
+        measure_mismatch: bool,
+    ) -> torch.Tensor:
+        """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
+        total = torch.zeros((), device=self.device)
+        for index, micro_batch in enumerate(part):
+            log_probs, entropy = self._log_probs(micro_batch)
+            if old_log_probs is None and measure_mismatch:
+                totals.add_mismatch(log_probs.detach(), micro_batch)
+            result = grpo_loss(
+                log_probs, entropy, micro_batch, old_log_probs[index] if old_log_probs else None, self.settings
+            )
+            result.loss.backward()
+            total += result.loss.detach()
+            totals.add(result)
+        return total
+
+    def _count_skips(self, applied: bool, version: int) -> None:
+        if applied:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        limit = self.config.training.max_skipped_steps
+        logger.warning(
+            "optimizer step skipped: loss or gradient not finite (batch of version %d, %d in a row, limit %d)",
+            version,
+            self.skipped_in_a_row,
+            limit,
+        )
+        if self.skipped_in_a_row >= limit:
+            raise UserError(
+                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
+                f"(training.max_skipped_steps = {limit}). The weights are those before the first of them. Lower "
+                "optimizer.lr, look at the rewards in completions.jsonl, or use training.mixed_precision_param = "
+                '"float32"; resume from the last checkpoint.'
+            )
+
+
+class _Totals:
+    """Sums over active tokens, reduced over the ranks once per batch."""
+
+    def __init__(self, device: torch.device):
+        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in SUMS + MISMATCH_SUMS}
+        self.ratio_max = torch.zeros((), device=device)
+
+    def add(self, result: LossResult) -> None:
+        self.sums["loss"] += result.loss.detach()
+        for name, value in result.sums.items():
+            self.sums[name] += value
+        self.ratio_max = torch.maximum(self.ratio_max, result.ratio_max)
+
+    def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
+        divergence = k3_divergence(log_probs, micro_batch.behaviour_log_probs)
+        same = micro_batch.same_version
+        self.sums["mismatch"] += divergence.sum()
+        self.sums["mismatch_tokens"] += len(divergence)
+        self.sums["same_version"] += divergence[same].sum()
+        self.sums["same_version_tokens"] += same.sum()
+
+    def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
+        # Tensor-parallel ranks hold the same sums: each counts its share.
+        packed = all_reduce_sum(torch.stack(list(self.sums.values()))) / dims.tp_size
+        sums = dict(zip(self.sums, packed.tolist(), strict=True))
+        tokens = max(sums["tokens"], 1.0)
+        same = sums["same_version_tokens"]
+        return {
+            "loss": sums["loss"] / optimizer_steps,
+            "entropy": sums["entropy"] / tokens,
+            "clip/low_fraction": sums["clip/low"] / tokens,
+            "clip/high_fraction": sums["clip/high"] / tokens,
+            "masked_fraction": sums["masked"] / tokens,
+            "ratio/mean": sums["ratio"] / tokens,
+            "ratio/max_rank0": self.ratio_max.item(),
+            "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
+            "mismatch_kl/same_version": sums["same_version"] / same if same else None,
+            "trained_tokens": sums["tokens"] / optimizer_steps,
+        }
