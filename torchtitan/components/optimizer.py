@@ -26,15 +26,25 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.A
         if group
     ]
 
-    def build(fused: bool, foreach: bool) -> torch.optim.AdamW:
-        betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(
-            [dict(group) for group in groups], lr=config.lr, betas=betas, eps=config.eps, fused=fused, foreach=foreach
-        )
+    fused = config.implementation == "fused" and _fused_kernel_works(parameters)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused,
+        foreach=not fused and config.implementation != "for-loop",
+    )
 
-    if config.implementation == "fused":
+
+def _fused_kernel_works(parameters: list[nn.Parameter]) -> bool:
+    """Whether torch's fused AdamW takes these devices and types; torch itself only finds out in the first step."""
+    for device, dtype in {(parameter.device, parameter.dtype) for parameter in parameters}:
+        probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        probe.grad = torch.zeros_like(probe)
         try:
-            return build(fused=True, foreach=False)
-        except RuntimeError as error:
+            torch.optim.AdamW([probe], fused=True).step()
+        except (RuntimeError, NotImplementedError) as error:
             logger.warning("optimizer.implementation = fused does not work here (%s): using foreach", error)
-    return build(fused=False, foreach=config.implementation != "for-loop")
+            return False
+    return True
