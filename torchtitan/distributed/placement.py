@@ -29,7 +29,7 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
             begin = min(coordinate[index] * part, size[dim])
             start[dim] += begin
             size[dim] = min(part, size[dim] - begin)
-    return tuple(slice(first, first + length) for first, length in zip(start, size))
+    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

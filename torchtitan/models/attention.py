@@ -68,7 +68,7 @@ class PackedLayout:
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of whole sequences: [S, L, heads, D] each (fewer key/value heads allowed) -> [S, L, heads, D]."""
+    """Causal attention of whole sequences: q, k, v [S, L, heads, D] (k and v may have fewer heads) -> like q."""
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
     )
