@@ -1,0 +1,106 @@
+"""Run folders: unique, linked, resumable, and honest about what is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.components import checkpoint_folder
+from torchtitan.components.events import read_json_lines
+from torchtitan.components.run_dir import config_to_toml, mint_epoch, open_run_directory
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def make_config(root: Path, resume: str = "", load_step: int = -1) -> JobConfig:
+    config = JobConfig()
+    config.job.dump_folder, config.job.name = str(root), "trial"
+    config.checkpoint.resume, config.checkpoint.load_step = resume, load_step
+    return config
+
+
+def add_checkpoint(run_dir: Path, step: int) -> None:
+    checkpoint_folder.begin(run_dir / "checkpoint", step)
+    checkpoint_folder.finish(run_dir / "checkpoint", step, {})
+
+
+def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: open_run_directory(make_config(tmp_path / "out")), range(16)))
+    assert len(set(paths)) == 16
+    assert all(re.fullmatch(r"trial-\d{8}-\d{6}(-\d+)?", path.name) for path in paths)
+    assert (tmp_path / "out" / "latest").resolve() in [path.resolve() for path in paths]
+    assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == sorted(
+        [*(path.name for path in paths), "latest"]
+    )
+
+
+def test_latest_survives_a_move_of_the_whole_folder(tmp_path: Path) -> None:
+    run_dir = open_run_directory(make_config(tmp_path / "out"))
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "latest" / "config.toml").is_file()
+    assert os.readlink(tmp_path / "moved" / "latest") == run_dir.name
+
+
+def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
+    run_dir = open_run_directory(make_config(tmp_path))
+    add_checkpoint(run_dir, 3)
+    other = open_run_directory(make_config(tmp_path))
+    assert open_run_directory(make_config(tmp_path, resume=str(run_dir), load_step=3)) == run_dir
+    assert (tmp_path / "latest").resolve() == run_dir.resolve() != other
+    assert open_run_directory(make_config(tmp_path, resume="latest")) == run_dir
+    kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config-2.toml", "config.toml")]
+    assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir), "latest"]
+
+
+def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder .*latest. No run in .* has a whole checkpoint"):
+        open_run_directory(make_config(tmp_path, resume="latest"))
+    good, empty = open_run_directory(make_config(tmp_path)), open_run_directory(make_config(tmp_path))
+    add_checkpoint(good, 4)
+    checkpoint_folder.begin(empty / "checkpoint", 2)  # begun, never finished
+    with pytest.raises(UserError, match=rf"no whole checkpoint in .*Runs with .*: {good} \(step 4\)"):
+        open_run_directory(make_config(tmp_path, resume=str(empty)))
+    with pytest.raises(UserError, match="load_step = 5: .* of steps 4 only"):
+        open_run_directory(make_config(tmp_path, resume=str(good), load_step=5))
+
+
+def test_unwritable_dump_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="job.dump_folder = .* cannot be written"):
+        open_run_directory(make_config(tmp_path / "file" / "out"))
+
+
+def test_epochs_are_numbered_unique_and_durable(tmp_path: Path) -> None:
+    epochs = [mint_epoch(tmp_path), mint_epoch(tmp_path)]
+    with (tmp_path / "epochs.jsonl").open("a") as file:
+        file.write('{"epoch": "e3-cut of')
+    epochs.append(mint_epoch(tmp_path))
+    assert [epoch.split("-")[0] for epoch in epochs] == ["e1", "e2", "e3"]
+    assert len(set(epochs)) == 3
+    assert [row["epoch"] for row in read_json_lines(tmp_path / "epochs.jsonl")] == epochs
+
+
+@given(
+    text=st.text(alphabet=st.characters(exclude_categories=("Cs",))),
+    number=st.floats(allow_nan=False),
+    integers=st.lists(st.integers(-(2**53), 2**53)),
+)
+def test_config_survives_toml(text: str, number: float, integers: list[int]) -> None:
+    config = JobConfig()
+    config.job.description, config.rewards.functions = text, [text, "b"]
+    config.optimizer.lr, config.rollout.stop_token_ids = number, integers
+    assert tomllib.loads(config_to_toml(config)) == asdict(config)

@@ -1,0 +1,88 @@
+"""Stop signals in a process of their own: flags, the second signal, the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from torchtitan.components.signals import REPEAT_WINDOW_S, SignalFlags
+
+CHILD = """
+import sys, time
+from torchtitan.components.signals import SignalFlags
+
+with SignalFlags(save_deadline_s=float(sys.argv[1])) as flags:
+    print("ready", flush=True)
+    while not flags.stop_requested:
+        time.sleep(0.01)
+    print("saving", flush=True)
+    time.sleep(float(sys.argv[2]))
+print("saved", flush=True)
+sys.exit(flags.exit_code)
+"""
+
+
+def start(deadline_s: float, saving_s: float) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", CHILD, str(deadline_s), str(saving_s)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str, float]:
+    started = time.monotonic()
+    output, errors = process.communicate(timeout=30)
+    return process.returncode, output, errors, time.monotonic() - started
+
+
+def test_first_signal_saves_and_its_copies_do_no_harm() -> None:
+    process = start(deadline_s=20, saving_s=0.3)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)  # the launcher's copy of the same Ctrl-C
+    code, output, errors, _ = finish(process)
+    assert code == 128 + signal.SIGINT and "saved" in output
+    assert errors.count("SIGINT") == 1 and "leaving within 20 s" in errors
+
+
+def test_second_signal_leaves_at_once() -> None:
+    process = start(deadline_s=60, saving_s=60)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(REPEAT_WINDOW_S + 0.3)
+    process.send_signal(signal.SIGTERM)
+    code, output, errors, seconds = finish(process)
+    assert code == 128 + signal.SIGTERM and "saved" not in output and seconds < 5
+    assert "leaving at once" in errors
+
+
+def test_a_save_that_hangs_is_cut_off() -> None:
+    process = start(deadline_s=0.5, saving_s=60)
+    process.send_signal(signal.SIGTERM)
+    code, output, errors, seconds = finish(process)
+    assert code == 128 + signal.SIGTERM and "saved" not in output and seconds < 10
+    assert "checkpoint.save_deadline_s" in errors
+
+
+def test_export_requests_are_taken_once_and_handlers_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with SignalFlags(save_deadline_s=5) as flags:
+        assert not flags.take_export_request()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert flags.take_export_request() and not flags.take_export_request()
+        assert not flags.stop_requested and flags.exit_code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_that_was_told_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr("torchtitan.components.signals.os._exit", left.append)
+    with SignalFlags(save_deadline_s=0.1) as flags:
+        flags.start_deadline()
+        flags.start_deadline()
+        time.sleep(0.4)
+    assert left == [128 + signal.SIGTERM]

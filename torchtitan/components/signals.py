@@ -1,0 +1,94 @@
+"""Signals as flags that the training loop looks at between two steps.
+
+SIGTERM and SIGINT ask for a save and a clean exit; a second one leaves at once. SIGUSR1 asks for a Hugging Face
+export. From the first stop signal on a deadline runs, so that a save that hangs cannot keep the process alive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+# torchrun passes Ctrl-C on although the terminal has already sent it: copies within this time are the same request.
+REPEAT_WINDOW_S = 1.0
+
+
+class SignalFlags:
+    """Context manager that catches the signals; create and enter it in the main thread.
+
+    What a signal means for the other ranks is the caller's to spread: only `stop_signal` of one rank should count.
+    """
+
+    def __init__(self, save_deadline_s: float):
+        self.save_deadline_s = save_deadline_s
+        self.stop_signal: int | None = None
+        """Number of the first SIGTERM or SIGINT"""
+        self._stopped_at = 0.0
+        self._export = False
+        self._finished = threading.Event()
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> SignalFlags:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_stop)
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._on_export)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._finished.set()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def stop_requested(self) -> bool:
+        return self.stop_signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal after a stop signal, else 0."""
+        return 0 if self.stop_signal is None else 128 + self.stop_signal
+
+    def take_export_request(self) -> bool:
+        """Whether an export was asked for since the last call."""
+        requested, self._export = self._export, False
+        return requested
+
+    def start_deadline(self) -> None:
+        """Start the clock on a rank that learned of the stop from another one. Harmless to repeat."""
+        if self.stop_signal is None:
+            self._begin_stop(signal.SIGTERM)
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_signal is None:
+            name = signal.Signals(number).name
+            _say(f"{name}: saving and leaving within {self.save_deadline_s:g} s; once more to leave at once")
+            self._begin_stop(number)
+        elif time.monotonic() - self._stopped_at > REPEAT_WINDOW_S:
+            _say(f"{signal.Signals(number).name} again: leaving at once, without a save")
+            os._exit(128 + number)
+
+    def _on_export(self, number: int, frame: FrameType | None) -> None:
+        self._export = True
+
+    def _begin_stop(self, number: int) -> None:
+        self.stop_signal = number
+        self._stopped_at = time.monotonic()
+        threading.Thread(target=self._watch, name="stop-deadline", daemon=True).start()
+
+    def _watch(self) -> None:
+        if not self._finished.wait(self.save_deadline_s):
+            _say(
+                f"not done {self.save_deadline_s:g} s after the stop signal (checkpoint.save_deadline_s): leaving now; "
+                "the last whole checkpoint is intact"
+            )
+            os._exit(self.exit_code)
+
+
+def _say(message: str) -> None:
+    # Not through logging: the signal may have interrupted the very call that holds a handler's lock.
+    os.write(2, f"\n{message}\n".encode())
