@@ -102,7 +102,7 @@ def _read_parquet(path: Path) -> list[Row]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow: pip install pyarrow") from error
+        raise UserError(f"reading {path} needs pyarrow: pip install 'torchtitan-grpo[data]'") from error
     try:
         return parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:

@@ -1,0 +1,162 @@
+"""The record of a run: every batch that was handed out and every publish or skip decision, as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.errors import UserError
+from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json, decode_batch, encode_batch
+from torchtitan.rollout.types import Batch
+
+__all__ = ["JOURNAL_NAME", "Journal", "decode_batch", "encode_batch", "read_records"]
+
+JOURNAL_NAME = "journal.jsonl"
+
+
+class Journal:
+    """Appends to {run_dir}/journal.jsonl. Every record is handed to the operating system at once, so that it outlives
+    a kill of the process; a half-written last line is cut off when a run goes on. Safe to call from any thread.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        self.path = Path(run_dir) / JOURNAL_NAME
+        self._lock = threading.Lock()
+        self.path.touch()
+        self._truncate(_whole_length(self.path))
+        self._file = self.path.open("ab")
+
+    def append_batch(self, batch: Batch) -> None:
+        """Record a batch as it is handed out."""
+        self._append({"record": "batch", **batch_to_json(batch)})
+
+    def append_decision(self, version: int, published: bool) -> None:
+        """Record whether `version` was snapshotted for publication or skipped."""
+        self._append({"record": "decision", "version": version, "published": published})
+
+    def resume_at(self, step: int) -> None:
+        """Forget what happened after the checkpoint of `step`: batches of version >= step, decisions on later versions.
+
+        What a killed run had recorded beyond its last checkpoint never became part of the resumed one.
+        """
+        offset = 0
+        for end, record in read_records(self.path):
+            last = step - 1 if record["record"] == "batch" else step
+            if record["version"] > last:
+                break
+            offset = end
+        with self._lock:
+            self._truncate(offset)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+    def _truncate(self, length: int) -> None:
+        os.truncate(self.path, length)
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Records of a journal with the file offset behind each; a half-written last line is left out.
+
+    Raises:
+        UserError: a line before the last one is damaged.
+    """
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+                record["record"], record["version"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f"{path}, line {number}: not a record of a run ({error!r})") from error
+            yield offset, record
+
+
+def _whole_length(path: Path) -> int:
+    """Length of the file up to its last newline."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            position = file.read(end - start).rfind(b"\n")
+            if position >= 0:
+                return start + position + 1
+            end = start
+    return 0
+
+
+class ReplaySource:
+    """Hands out the batches of a recorded run, with the interface of RolloutProducer and without actors."""
+
+    has_actors = False
+
+    def __init__(self, run_dir: str | Path):
+        """Raises UserError where the folder holds no record."""
+        self.path = Path(run_dir).expanduser() / JOURNAL_NAME
+        if not self.path.is_file():
+            raise UserError(f"rollout.replay = {str(run_dir)!r}: there is no {JOURNAL_NAME} in that folder")
+        self._offsets: dict[int, int] = {}
+        self.decisions: dict[int, bool] = {}
+        """Version -> was it published; the last word where a resumed run decided again"""
+        start = 0
+        for end, record in read_records(self.path):
+            if record["record"] == "batch":
+                self._offsets[record["version"]] = start
+            else:
+                self.decisions[record["version"]] = record["published"]
+            start = end
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions for which there is a batch."""
+        return sorted(self._offsets)
+
+    def launch(self, timeout: float | None = None) -> None:
+        """Nothing to start."""
+
+    def start(self, version: int) -> None:
+        """Nothing to start."""
+
+    def set_version(self, version: int) -> None:
+        """The record decides what is handed out."""
+
+    def next_batch(self, version: int, timeout: float | None = None) -> Batch:
+        """The batch that the recorded run trained on at `version`, its statistics included.
+
+        Raises:
+            UserError: the record holds no batch of this version.
+        """
+        if version not in self._offsets:
+            there = f"versions {self.versions[0]} to {self.versions[-1]}" if self._offsets else "no batch at all"
+            raise UserError(
+                f"rollout.replay: {self.path} holds {there}, but a batch for version {version} is needed: "
+                f"set training.steps to at most {version}"
+            )
+        with self.path.open("rb") as file:
+            file.seek(self._offsets[version])
+            return batch_from_json(json.loads(file.readline()))
+
+    def export_state(self) -> bytes:
+        """A replay has no rollouts of its own to keep."""
+        return b""
+
+    def restore_state(self, state: bytes) -> None:
+        """The version alone says where a replay goes on."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
