@@ -1,0 +1,216 @@
+"""What an actor's receiver may do when: pure, no I/O, no clock.
+
+DISCONNECTED → JOINING → READY → RECEIVING → STAGED → APPLYING → READY. The weights that are served are a fact of the
+engine and outlive every connection; only a finished apply changes them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+BucketKey = tuple[int, int]
+
+
+class ReceiverState(enum.Enum):
+    DISCONNECTED = "DISCONNECTED"
+    JOINING = "JOINING"
+    READY = "READY"
+    RECEIVING = "RECEIVING"
+    STAGED = "STAGED"
+    APPLYING = "APPLYING"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The version that an engine holds: every byte of it, checked."""
+
+    epoch: str
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send this message to the coordinator."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class BeginApply:
+    """Hand the staged version to the engine; report with apply_finished."""
+
+    attempt: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Nothing of this attempt is wanted any more: close its data connections."""
+
+    attempt: int
+
+
+Command = Send | BeginApply | Discard
+
+
+class ReceiverMachine:
+    """The receiver's side of the protocol."""
+
+    def __init__(self, epoch: str, served: Served | None = None):
+        self.epoch = epoch
+        self.state = ReceiverState.DISCONNECTED
+        self.served = served
+        self.poisoned = False
+        self.layout_id: str | None = None
+        self.term = 0
+        self.highest_attempt = 0
+        self.attempt: int | None = None
+        self.version = -1
+        self.digest = ""
+        self.missing: set[BucketKey] = set()
+        self.refused_versions = 0
+
+    def connected(self, term: int) -> list[Command]:
+        """The coordinator of `term` has taken the hello. An older term than one seen before is refused (ValueError)."""
+        if term < self.term:
+            raise ValueError(f"a coordinator of term {term} answered after one of term {self.term}")
+        self.term = term
+        if self.state is ReceiverState.DISCONNECTED:
+            self.state = ReceiverState.JOINING
+        return []
+
+    def disconnected(self) -> list[Command]:
+        """The coordinator is gone. What is being applied will be applied; what is not yet is dropped."""
+        self.layout_id = None
+        if self.state is ReceiverState.APPLYING:
+            return []
+        commands = self._drop_attempt()
+        self.state = ReceiverState.DISCONNECTED
+        return commands
+
+    def hello_fields(self) -> Message:
+        """What a (re)joining actor says about itself: this settles lost acknowledgements."""
+        served = self.served
+        return {
+            "epoch": self.epoch,
+            "served": None if served is None else [served.epoch, served.version, served.digest],
+            "poisoned": self.poisoned,
+        }
+
+    def layout(self, layout_id: str) -> list[Command]:
+        """Staging memory for this layout is there."""
+        if self.state is not ReceiverState.JOINING:
+            return []
+        self.layout_id = layout_id
+        self.state = ReceiverState.READY
+        return [Send({"type": "ready", "layout_id": layout_id})]
+
+    def acceptable(self, epoch: str, term: int) -> bool:
+        """Messages of other epochs and older terms are dropped."""
+        return epoch == self.epoch and term == self.term
+
+    def offer(self, attempt: int, version: int, digest: str, buckets: Collection[BucketKey]) -> list[Command]:
+        """A version is offered; `buckets` are the (rank, bucket) pairs that make it up."""
+        if attempt <= self.highest_attempt:
+            return []
+        self.highest_attempt = attempt
+        reason = self._reason_to_decline(version)
+        if reason:
+            return [Send({"type": "decline", "attempt": attempt, "reason": reason})]
+        commands = self._drop_attempt()
+        self.attempt, self.version, self.digest = attempt, version, digest
+        self.missing = set(buckets)
+        self.state = ReceiverState.RECEIVING
+        commands.append(Send({"type": "accept", "attempt": attempt}))
+        return commands
+
+    def _reason_to_decline(self, version: int) -> str:
+        if self.state in (ReceiverState.DISCONNECTED, ReceiverState.JOINING):
+            return "not joined"
+        if self.state is ReceiverState.APPLYING:
+            return "applying"
+        served = self.served
+        if served is not None and served.epoch == self.epoch and not self.poisoned and version <= served.version:
+            return f"version {served.version} is served already"
+        return ""
+
+    def wants(self, attempt: int) -> bool:
+        """Whether bytes of this attempt are to be stored (others are dropped)."""
+        return self.state is ReceiverState.RECEIVING and attempt == self.attempt
+
+    def bucket(self, attempt: int, key: BucketKey, intact: bool) -> list[Command]:
+        """A whole bucket arrived, and its checksum was or was not the manifest's."""
+        if not self.wants(attempt):
+            return []
+        if not intact or key not in self.missing:
+            what = "checksum differs" if not intact else "sent twice or unknown"
+            return self.refuse(attempt, f"bucket {key[1]} of rank {key[0]}: {what}")
+        self.missing.discard(key)
+        return []
+
+    def staged(self, attempt: int) -> list[Command]:
+        """Everything has arrived and names, shapes, sizes and checksums are verified: acknowledge."""
+        if not self.wants(attempt) or self.missing:
+            return []
+        self.state = ReceiverState.STAGED
+        return [Send({"type": "staged", "attempt": attempt, "digest": self.digest})]
+
+    def refuse(self, attempt: int, reason: str) -> list[Command]:
+        """What arrived is not the version that was offered: this attempt is over, the old weights stay."""
+        if not self.wants(attempt):
+            return []
+        self.refused_versions += 1
+        commands = self._drop_attempt()
+        return [*commands, Send({"type": "refused", "attempt": attempt, "reason": reason})]
+
+    def abort(self, attempt: int) -> list[Command]:
+        """The coordinator ends the attempt. After apply has begun this does nothing."""
+        if attempt > self.highest_attempt:
+            self.highest_attempt = attempt
+        if attempt != self.attempt or self.state is ReceiverState.APPLYING:
+            return []
+        return self._drop_attempt()
+
+    def apply(self, attempt: int) -> list[Command]:
+        """The coordinator orders the staged version to be applied."""
+        if self.state is not ReceiverState.STAGED or attempt != self.attempt:
+            return []
+        self.state = ReceiverState.APPLYING
+        return [BeginApply(attempt, self.version, self.digest)]
+
+    def apply_finished(self, attempt: int, error: str | None, figures: Message) -> list[Command]:
+        """The engine holds the new version, or failed half-way (then it must not serve). Connected or not."""
+        if self.state is not ReceiverState.APPLYING or attempt != self.attempt:
+            return []
+        joined = self.layout_id is not None
+        message: Message
+        if error is None:
+            self.served = Served(self.epoch, self.version, self.digest)
+            self.poisoned = False
+            message = {
+                "type": "applied",
+                "attempt": attempt,
+                "version": self.version,
+                "digest": self.digest,
+                "figures": figures,
+            }
+        else:
+            self.poisoned = True
+            message = {"type": "poisoned", "attempt": attempt, "reason": error}
+        self.attempt = None
+        self.state = ReceiverState.READY if joined else ReceiverState.DISCONNECTED
+        return [Send(message)] if joined else []
+
+    def _drop_attempt(self) -> list[Command]:
+        if self.attempt is None:
+            return []
+        dropped, self.attempt = self.attempt, None
+        self.missing = set()
+        self.state = ReceiverState.READY
+        return [Discard(dropped)]

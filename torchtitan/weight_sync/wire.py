@@ -1,0 +1,162 @@
+"""Messages between the processes of the weight synchronisation: length-prefixed JSON, and raw bucket frames.
+
+Nothing that arrives is unpickled or evaluated. A connection starts with a challenge and response over a per-job token,
+in both directions, before any other message is read; sizes are limited before and after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+from typing import Any
+
+Message = dict[str, Any]
+
+LENGTH = struct.Struct("!I")
+MAXIMUM_HELLO_BYTES = 16 * 1024
+MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
+TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
+
+# magic, attempt, sender rank, bucket index, payload bytes
+BUCKET_HEADER = struct.Struct("!4sQIIQ")
+BUCKET_MAGIC = b"TWB1"
+
+# What each message must hold. Every message may also carry epoch, term and type.
+_NUMBER, _TEXT, _LIST, _OBJECT, _FLAG = int, str, list, dict, bool
+SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # handshake
+    "challenge": {"nonce": _TEXT},
+    "hello": {"role": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
+    "welcome": {"proof": _TEXT, "fields": _OBJECT},
+    "refuse": {"reason": _TEXT},
+    # courier -> coordinator
+    "layout": {"layout": _OBJECT},
+    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
+    "failed": {"serial": _NUMBER, "version": _NUMBER},
+    "need_slot": {},
+    "broken": {"attempt": _NUMBER, "reason": _TEXT},
+    # coordinator -> courier
+    "publish": {"serial": _NUMBER, "version": _NUMBER},
+    "drop": {"serial": _NUMBER},
+    "lease": {"serial": _NUMBER, "attempts": _LIST},
+    "send": {"attempt": _NUMBER, "actor": _TEXT, "data": _TEXT, "serial": _NUMBER},
+    "release": {"attempt": _NUMBER},
+    # coordinator -> actor (abort: to couriers too)
+    "offer": {
+        "attempt": _NUMBER,
+        "version": _NUMBER,
+        "layout_id": _TEXT,
+        "checksums": _LIST,
+        "digest": _TEXT,
+    },
+    "abort": {"attempt": _NUMBER, "reason": _TEXT},
+    "apply": {"attempt": _NUMBER},
+    "evict": {"reason": _TEXT},
+    "pong": {},
+    # actor -> coordinator
+    "ready": {"layout_id": _TEXT},
+    "accept": {"attempt": _NUMBER},
+    "decline": {"attempt": _NUMBER, "reason": _TEXT},
+    "progress": {"attempt": _NUMBER, "bytes": _NUMBER},
+    "staged": {"attempt": _NUMBER, "digest": _TEXT},
+    "refused": {"attempt": _NUMBER, "reason": _TEXT},
+    "applied": {"attempt": _NUMBER, "version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
+    "poisoned": {"attempt": _NUMBER, "reason": _TEXT},
+    "ping": {},
+    # trainer (rank 0) <-> coordinator
+    "pin": {"version": _NUMBER},
+    "unpin": {},
+    "status": {"actors": _OBJECT, "newest": (_NUMBER, type(None)), "dropped": _LIST},
+}
+
+
+class ProtocolError(Exception):
+    """A peer sent something that the protocol does not allow: its connection is closed."""
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of one framed message."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def validate(message: Any) -> Message:
+    """The message itself, once its type is known and its required fields are there. Raises ProtocolError."""
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ProtocolError("a message is not an object with a type")
+    fields = SCHEMA.get(message["type"])
+    if fields is None:
+        raise ProtocolError(f"unknown message type {message['type']!r}")
+    for name, kind in fields.items():
+        if not isinstance(message.get(name), kind):
+            raise ProtocolError(f"message {message['type']!r} needs field {name!r} of type {kind}")
+    return message
+
+
+class MessageReader:
+    """Cuts a byte stream into messages. `limit` is the longest message accepted, in bytes."""
+
+    def __init__(self, limit: int = MAXIMUM_HELLO_BYTES):
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def pending_bytes(self) -> int:
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes that arrived."""
+        self._buffer += data
+
+    def next(self) -> Message | None:
+        """The next whole message, or None. Raises ProtocolError for one that is too long or malformed."""
+        if len(self._buffer) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._buffer)
+        if length > self.limit:
+            raise ProtocolError(f"a message of {length} bytes exceeds the limit of {self.limit}")
+        end = LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[LENGTH.size : end])
+        del self._buffer[:end]
+        try:
+            return validate(json.loads(body))
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a message is not JSON: {error}") from error
+
+
+def new_nonce() -> str:
+    """A fresh challenge."""
+    return secrets.token_hex(16)
+
+
+def _proof(token: str, side: str, role: str, server_nonce: str, client_nonce: str) -> str:
+    text = "\n".join((side, role, server_nonce, client_nonce)).encode()
+    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+
+
+def client_proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
+    """What a client answers to a challenge: only who knows the token can."""
+    return _proof(token, "client", role, server_nonce, client_nonce)
+
+
+def server_proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
+    """What a server answers to a hello, so that a client does not obey a stranger."""
+    return _proof(token, "server", role, server_nonce, client_nonce)
+
+
+def check_proof(expected: str, given: str) -> bool:
+    """Constant-time comparison of proofs."""
+    return hmac.compare_digest(expected.encode(), given.encode())
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`host:port` -> (host, port). Raises ProtocolError when it is neither."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ProtocolError(f"not an address of the form host:port: {address!r}")
+    return host.strip("[]"), int(port)
