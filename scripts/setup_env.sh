@@ -1,0 +1,169 @@
+#!/usr/bin/env bash
+# Makes a Python environment that has what this checkout needs, once; afterwards it only looks (well under a second).
+#
+#   scripts/setup_env.sh [EXTRAS]        e.g. scripts/setup_env.sh test,dev
+#   source scripts/setup_env.sh && setup_env test,dev && "$PYTHON" …
+#
+# Which Python: $PYTHON if it is set; else the active virtual environment, if it has everything already; else ./.venv,
+# which is made on first use. An environment that you named or made yourself is only added to if $PYTHON names it.
+#
+#   PYTHON=…                an interpreter of 3.10 or newer; outside a virtual environment it is used to make ./.venv
+#   TORCH_VERSION=2.13.0    the torch that gets installed where there is none
+#   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: take a CUDA build (gigabytes) if there is no other
+
+SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+setup_say() { printf '[setup] %s\n' "$*" >&2; }
+
+# Prints what the interpreter $1 lacks of the requirements (with extras $2). 0: nothing; 1: something; 3: unusable.
+setup_lacks() { "$1" "$SETUP_ROOT/scripts/check_environment.py" --extras "$2" "${@:3}"; }
+
+setup_in_venv() { "$1" -c 'import sys; raise SystemExit(sys.prefix == sys.base_prefix)'; }
+
+setup_has_driver() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+
+setup_find_base_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    setup_say "no Python of 3.10 or newer on the PATH; install one, or name it with PYTHON=…"
+    return 1
+}
+
+setup_make_venv() { # $1: the interpreter to make it with
+    setup_say "making the virtual environment $SETUP_ROOT/.venv with $1 ($("$1" --version 2>&1))"
+    if ! "$1" -m venv --clear "$SETUP_ROOT/.venv" >&2; then
+        setup_say "$1 -m venv failed (on Debian and Ubuntu it needs the package python3-venv)"
+        return 1
+    fi
+}
+
+# torch comes first and with its version, so that no other requirement pulls a newer and bigger one.
+setup_install_torch() { # $1: the interpreter
+    local version="${TORCH_VERSION:-2.13.0}" uv=""
+    if setup_has_driver; then
+        setup_say "NVIDIA driver found: installing torch $version in its default (CUDA) build"
+        "$1" -m pip install --quiet "torch==$version" >&2
+        return
+    fi
+    if [[ "$(uname -s)" == Darwin ]]; then
+        setup_say "macOS: installing torch $version"
+        "$1" -m pip install --quiet "torch==$version" >&2
+        return
+    fi
+    setup_say "no NVIDIA driver: looking for a CPU build of torch $version"
+    # The local version label +cpu can only match a CPU build, so nothing big can slip in here.
+    if "$1" -m pip install --quiet "torch==$version+cpu" 2>/dev/null >&2; then
+        return 0
+    fi
+    setup_say "pip's configured wheels hold none; trying uv --torch-backend=cpu"
+    if command -v uv >/dev/null 2>&1; then
+        uv="$(command -v uv)"
+    elif "$1" -m pip install --quiet uv >&2; then
+        uv="$(dirname "$1")/uv"
+    fi
+    if [[ -n "$uv" ]] && "$uv" pip install --quiet --python "$1" --torch-backend=cpu "torch==$version" >&2; then
+        return 0
+    fi
+    if [[ "${ALLOW_CUDA_TORCH:-0}" == 1 ]]; then
+        setup_say "ALLOW_CUDA_TORCH=1: installing the default build of torch $version (several GB of CUDA libraries)"
+        "$1" -m pip install --quiet "torch==$version" >&2
+        return
+    fi
+    setup_say "no CPU build of torch $version can be had here, and this machine has no NVIDIA driver. Point pip at a CPU" \
+        "wheel (PIP_FIND_LINKS=…), or accept several GB of CUDA libraries with ALLOW_CUDA_TORCH=1"
+    return 1
+}
+
+setup_install() { # $1: the interpreter, $2: extras
+    local missing started=$SECONDS
+    "$1" -m pip --version >/dev/null 2>&1 || "$1" -m ensurepip >&2 || return 1
+    missing="$(setup_lacks "$1" "$2" --only torch)" && missing=""
+    if [[ -n "$missing" ]]; then
+        setup_install_torch "$1" || return 1
+    fi
+    setup_say "torch $("$1" -c 'import torch; v = torch.version; print(torch.__version__, "(CUDA build)" if v.cuda else "(CPU build)")')"
+    setup_say "installing this checkout${2:+ with the extras $2} and what it needs"
+    (cd "$SETUP_ROOT" && "$1" -m pip install --quiet --editable ".${2:+[$2]}" >&2) || return 1
+    setup_say "environment ready after $((SECONDS - started)) s"
+}
+
+# Sets PYTHON. $1: extras, e.g. test,dev
+setup_env() {
+    local extras="${1:-}" lacking base
+    local venv="$SETUP_ROOT/.venv/bin/python"
+    base=""
+    if [[ -n "${PYTHON:-}" ]]; then
+        if ! command -v "$PYTHON" >/dev/null 2>&1; then
+            setup_say "PYTHON=$PYTHON is no program"
+            return 1
+        fi
+        PYTHON="$(command -v "$PYTHON")"
+        if lacking="$(setup_lacks "$PYTHON" "$extras")"; then
+            setup_say "using $PYTHON (from PYTHON=…)"
+        elif [[ $? -eq 3 ]]; then
+            setup_say "$lacking"
+            return 1
+        elif setup_in_venv "$PYTHON"; then
+            setup_say "PYTHON=$PYTHON: adding what it lacks ($(tr '\n' ',' <<<"$lacking" | sed 's/,$//; s/,/, /g'))"
+            setup_install "$PYTHON" "$extras" || return 1
+        else
+            base="$PYTHON"
+        fi
+    elif [[ -n "${VIRTUAL_ENV:-}" && -x "$VIRTUAL_ENV/bin/python" && ! "$VIRTUAL_ENV" -ef "$SETUP_ROOT/.venv" ]]; then
+        PYTHON="$VIRTUAL_ENV/bin/python"
+        if lacking="$(setup_lacks "$PYTHON" "$extras")"; then
+            setup_say "using the active environment $VIRTUAL_ENV"
+        elif [[ $? -eq 3 ]]; then
+            setup_say "$lacking"
+            return 1
+        else
+            setup_say "the active environment $VIRTUAL_ENV lacks $(wc -l <<<"$lacking") requirements; using ./.venv instead"
+            PYTHON=""
+        fi
+    fi
+    if [[ -z "${PYTHON:-}" || -n "$base" ]]; then
+        # One at a time: the two commands may be started together on a fresh clone.
+        if command -v flock >/dev/null 2>&1; then
+            (flock 9 && setup_own_venv "$extras" "$base") 9<"$SETUP_ROOT" || return 1
+        else
+            (setup_own_venv "$extras" "$base") || return 1
+        fi
+        PYTHON="$venv"
+    fi
+    # Whatever the working directory, torchtitan is this checkout.
+    export PYTHONPATH="$SETUP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    export PYTHON
+}
+
+setup_own_venv() { # $1: extras, $2: the interpreter to make it with, or empty
+    local venv="$SETUP_ROOT/.venv/bin/python" base="$2" lacking status
+    if [[ ! -x "$venv" ]] || ! "$venv" -c '' >/dev/null 2>&1; then
+        [[ -n "$base" ]] || base="$(setup_find_base_python)" || return 1
+        setup_make_venv "$base" || return 1
+    elif [[ -n "$base" ]] && ! cmp -s <("$base" --version 2>&1) <("$venv" --version 2>&1); then
+        setup_say "./.venv was made with $("$venv" --version 2>&1), PYTHON=$base is $("$base" --version 2>&1): remove ./.venv to change"
+        return 1
+    fi
+    lacking="$(setup_lacks "$venv" "$1")" && status=0 || status=$?
+    if [[ $status -eq 3 ]]; then
+        setup_say "$lacking"
+        return 1
+    elif [[ $status -ne 0 ]]; then
+        setup_install "$venv" "$1" || return 1
+        if ! lacking="$(setup_lacks "$venv" "$1")"; then
+            setup_say "the installation is not complete: $lacking"
+            return 1
+        fi
+    fi
+}
+
+if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
+    set -euo pipefail
+    setup_env "${1:-}"
+    setup_say "$PYTHON"
+fi
