@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,13 +26,25 @@ class EventLog:
     def write(self, kind: str, *, level: int = logging.INFO, **fields: Any) -> None:
         """Log one event. level is that of the console line only."""
         line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, default=str)
-        with self._lock, self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self._lock:
+            append_line(self.path, line)
         logger.log(level, "%s %s", kind, " ".join(f"{name}={value}" for name, value in fields.items()))
 
     def read(self) -> list[dict[str, Any]]:
         """All events so far, oldest first; a line cut off by a kill is left out."""
         return read_json_lines(self.path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, on a line of its own also after one that a kill cut off. On the disk at return."""
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.checkpoint_folder import whole_steps
-from torchtitan.components.events import read_json_lines
+from torchtitan.components.events import append_line, read_json_lines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 
@@ -69,13 +69,7 @@ def mint_epoch(run_dir: str | Path) -> str:
     path = Path(run_dir) / EPOCHS_FILE
     number = len(read_json_lines(path)) + 1
     epoch = f"e{number}-{secrets.token_hex(4)}"
-    with path.open("a", encoding="utf-8") as file:
-        # A line that a kill cut off must not swallow this one.
-        if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
-            file.write("\n")
-        file.write(json.dumps({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()}))
     return epoch
 
 

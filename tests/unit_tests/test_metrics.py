@@ -1,0 +1,201 @@
+"""What a run writes about itself, read back as other tools would."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from torchtitan.components import console
+from torchtitan.components.events import EventLog, read_json_lines
+from torchtitan.components.metrics import REQUIRED_KEYS, MetricsLogger
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.types import VersionSpan
+from torchtitan.rollout.types import Batch, Group, Sample
+
+
+class Words:
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return " ".join(f"w{number}" for number in ids)
+
+
+def make_config(**settings: object) -> JobConfig:
+    config = JobConfig()
+    config.training.steps = 10
+    config.metrics.console = "plain"
+    config.metrics.enable_tensorboard = False
+    for name, value in settings.items():
+        setattr(config.metrics, name, value)
+    return config
+
+
+def make_batch() -> Batch:
+    spans = [VersionSpan("e1-x", 3, 0, 1), VersionSpan("e1-x", 4, 1, 2)]
+    samples = [Sample([1, 2], [3, 4], [0, 0], spans, "stop", float(i), {"exact": i, "fails": None}) for i in range(5)]
+    samples[0].advantage = -0.5
+    return Batch(version=5, groups=[Group(0, samples)])
+
+
+def figures(step: int) -> dict[str, float | None]:
+    return {"policy_version": step, "loss": 0.1 * step, "reward/mean": 0.5, "time/step_s": 0.25, "extra": 7.0}
+
+
+def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
+    logger = MetricsLogger(make_config(), tmp_path)
+    logger.log_evaluation(0, {"eval/pass@1": 0.25})
+    logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf})
+    # Every row is on the disk before the run goes on.
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    logger.close()
+    logger.close()
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    first, second = (json.loads(line, parse_constant=no_constant) for line in lines)
+    assert first == {"step": 0, "eval/pass@1": 0.25}
+    assert set(REQUIRED_KEYS) | {"extra"} == set(second)
+    assert second["loss"] is None and second["grad_norm"] is None and second["reward/mean"] == 0.5
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    logger = MetricsLogger(make_config(), tmp_path, rank=1)
+    logger.log_step(1, figures(1))
+    logger.log_evaluation(1, {"eval/pass@1": 1.0})
+    logger.log_completions(1, make_batch(), Words())
+    logger.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
+    logger = MetricsLogger(make_config(), tmp_path)
+    for step in range(1, 6):
+        logger.log_step(step, figures(step))
+        logger.log_evaluation(step, {"eval/pass@1": 0.1})
+        logger.log_completions(step, make_batch(), Words())
+    logger.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed in the middle of a line
+    resumed = MetricsLogger(make_config(), tmp_path, resumed_step=3)
+    resumed.log_step(4, figures(4) | {"loss": 99.0})
+    resumed.close()
+    rows = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 1, 2, 2, 3, 3, 4] and rows[-1]["loss"] == 99.0
+    assert {row["step"] for row in read_json_lines(tmp_path / "completions.jsonl")} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2, 2), (-1, 5), (0, 0)])
+def test_completions_in_words(tmp_path: Path, limit: int, expected: int) -> None:
+    logger = MetricsLogger(make_config(completions_per_step=limit), tmp_path)
+    logger.log_completions(6, make_batch(), Words())
+    logger.close()
+    rows = read_json_lines(tmp_path / "completions.jsonl")
+    assert len(rows) == expected
+    if rows:
+        assert rows[0] == {
+            "step": 6,
+            "trainer_version": 5,
+            "prompt": "w1 w2",
+            "completion": "w3 w4",
+            "reward": 0.0,
+            "rewards": {"exact": 0, "fails": None},
+            "advantage": -0.5,
+            "versions": [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 1}],
+            "finish_reason": "stop",
+            "tokens": 2,
+        }
+
+
+def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
+    logger = MetricsLogger(make_config(enable_tensorboard=True), tmp_path)
+    for step in (1, 2):
+        logger.log_step(step, figures(step))
+    logger.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, pytest.approx(0.1)),
+        (2, pytest.approx(0.2)),
+    ]
+    assert "grad_norm" not in events.Tags()["scalars"]  # null is not a point
+
+
+def test_wandb_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"torchtitan-grpo\[wandb\]"):
+        MetricsLogger(make_config(enable_wandb=True), tmp_path)
+    logged: list[tuple[int, dict]] = []
+    run = types.SimpleNamespace(
+        log=lambda row, step: logged.append((step, row)), finish=lambda: logged.append((-1, {}))
+    )
+    settings: dict = {}
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: (settings.update(given), run)[1])
+    )
+    logger = MetricsLogger(make_config(enable_wandb=True), tmp_path)
+    logger.log_step(1, figures(1))
+    logger.close()
+    assert settings["id"] == tmp_path.name and settings["config"]["training"]["steps"] == 10
+    assert logged == [(1, figures(1)), (-1, {})]
+
+
+def test_plain_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        logger = MetricsLogger(make_config(log_freq=2), tmp_path)
+        for step in (1, 2, 3):
+            logger.log_step(step, figures(step) | {"tokens_per_s": 12345.6})
+        logger.log_evaluation(3, {"eval/pass@1": 0.75, "eval/greedy": None})
+        logger.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and lines[0].startswith("step 2/10  reward 0.5  loss 0.2  entropy –")
+    assert "12,346 tok/s" in lines[0] and "\n" not in lines[0]
+    assert lines[1] == "eval after step 3  pass@1 0.75  greedy –"
+
+
+def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "120")
+    handler = logging.StreamHandler()
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        config = make_config(console="rich")
+        display = console.make_console(config.metrics, 10)
+        for step in (1, 2):
+            display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "READY v1"})
+        logging.getLogger("other").warning("a line from elsewhere")
+        display.close()
+        assert handler.stream is stream and sys.stderr is stream
+    finally:
+        root.removeHandler(handler)
+    text = stream.getvalue()
+    for expected in ("a line from elsewhere", "2/10", "actor-0 READY v1", "▁█", "version 2"):
+        assert expected in text
+
+
+def test_events_are_appended_whole(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("actor_evicted", actor="actor-1", phase="apply", level=logging.WARNING)
+    log.write("odd", path=tmp_path)
+    with log.path.open("a") as file:
+        file.write('{"kind": "cut o')
+    assert [event["kind"] for event in log.read()] == ["actor_evicted", "odd"]
+    EventLog(log.path).write("after_restart")
+    assert [event["kind"] for event in log.read()] == ["actor_evicted", "odd", "after_restart"]
+    assert log.read()[0]["actor"] == "actor-1" and log.read()[0]["time"] > 1e9
+
+
+def test_reading_rows_needs_no_torch() -> None:
+    code = "import sys, torchtitan.components.metrics; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,171 @@
+"""What a person sees while a run goes on: a live display on a terminal, else one line per step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torchtitan.config.job_config import Metrics as MetricsConfig
+
+logger = logging.getLogger("torchtitan.metrics")
+
+Row = Mapping[str, Any]
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Console(Protocol):
+    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
+        """Show a trained batch."""
+
+    def evaluation(self, step: int, row: Row) -> None:
+        """Show an evaluation."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+def make_console(config: MetricsConfig, total_steps: int, first_step: int = 0) -> Console:
+    """The console that metrics.console asks for; auto takes the live one on a terminal."""
+    if config.console == "rich" or (config.console == "auto" and sys.stderr.isatty()):
+        return LiveConsole(total_steps, first_step)
+    return PlainConsole(total_steps)
+
+
+class PlainConsole:
+    """One log line per step: readable in files, in CI and behind torchrun's --tee."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+
+    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
+        logger.info("step %d/%d  %s", step, self.total_steps, describe_step(row))
+
+    def evaluation(self, step: int, row: Row) -> None:
+        logger.info("eval after step %d  %s", step, describe_evaluation(row))
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+class LiveConsole:
+    """A display that stays in place, drawn anew with every step; log lines scroll above it."""
+
+    def __init__(self, total_steps: int, first_step: int = 0):
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._evaluation = ""
+        # The stream is taken now: Live puts a proxy in its place, and log handlers follow that below.
+        stream = sys.stderr
+        self._live = Live(
+            self._progress, console=RichConsole(file=stream, force_terminal=True), auto_refresh=False, transient=False
+        )
+        self._live.start()
+        self._handlers = [
+            handler
+            for handler in logging.getLogger().handlers
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+        ]
+        self._stream = stream
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
+
+    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.table import Table
+
+        self._progress.update(self._task, completed=step)
+        if row.get("reward/mean") is not None:
+            self._rewards.append(row["reward/mean"])
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        table.add_row("reward", f"{figure(row, 'reward/mean')} ± {figure(row, 'reward/std')}  {bars(self._rewards)}")
+        if self._evaluation:
+            table.add_row("evaluation", self._evaluation)
+        table.add_row(
+            "policy",
+            f"loss {figure(row, 'loss')}  entropy {figure(row, 'entropy')}  gradient {figure(row, 'grad_norm')}  "
+            f"mismatch KL {figure(row, 'mismatch_kl')}",
+        )
+        table.add_row("staleness", f"mean {figure(row, 'staleness/mean')}  max {figure(row, 'staleness/max')}")
+        table.add_row("speed", f"{figure(row, 'tokens_per_s')} tokens/s  {describe_times(row)}")
+        table.add_row("weights", describe_weights(row))
+        if actors:
+            table.add_row("actors", "  ".join(f"{name} {state}" for name, state in actors.items()))
+        self._live.update(Panel(Group(self._progress, table), title=f"version {row.get('policy_version')}"))
+        self._live.refresh()
+
+    def evaluation(self, step: int, row: Row) -> None:
+        self._evaluation = f"{describe_evaluation(row)}  (after step {step})"
+        logger.info("eval after step %d  %s", step, describe_evaluation(row))
+
+    def close(self) -> None:
+        self._live.stop()
+        for handler in self._handlers:
+            handler.setStream(self._stream)
+
+
+def figure(row: Row, key: str) -> str:
+    """A number in four significant digits, or a dash."""
+    value = row.get(key)
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def describe_step(row: Row) -> str:
+    """The figures of a step on one line."""
+    return (
+        f"reward {figure(row, 'reward/mean')}  loss {figure(row, 'loss')}  entropy {figure(row, 'entropy')}  "
+        f"kl {figure(row, 'mismatch_kl')}  grad {figure(row, 'grad_norm')}  "
+        f"stale {figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}  "
+        f"len {figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
+        f"{describe_times(row)}  {describe_weights(row)}"
+    )
+
+
+def describe_times(row: Row) -> str:
+    return (
+        f"{figure(row, 'time/step_s')} s (data {figure(row, 'time/data_wait_s')}, train {figure(row, 'time/train_s')}, "
+        f"snapshot {figure(row, 'time/snapshot_s')}, stall {figure(row, 'time/sync_stall_s')})"
+    )
+
+
+def describe_weights(row: Row) -> str:
+    return (
+        f"published {figure(row, 'weight_sync/versions_published')}, "
+        f"skipped {figure(row, 'weight_sync/versions_skipped')}"
+    )
+
+
+def describe_evaluation(row: Row) -> str:
+    """All eval/… figures on one line."""
+    names = [name for name in row if name.startswith("eval/")]
+    return "  ".join(f"{name.removeprefix('eval/')} {figure(row, name)}" for name in names)
+
+
+def bars(values: deque[float]) -> str:
+    """A line of block characters that shows the course of some values."""
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
