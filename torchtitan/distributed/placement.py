@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.distributed.device import device
 
 
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -19,11 +21,16 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return tuple(slice(0, 0) for _ in size)
-        shards = [(index, placement) for index, placement in enumerate(tensor.placements) if placement.is_shard()]
-        strided = [entry for entry in shards if hasattr(entry[1], "split_factor")]
-        plain = [entry for entry in shards if not hasattr(entry[1], "split_factor")]
-        for index, placement in plain + strided[::-1]:
-            dim = placement.dim % tensor.dim()
+        placements = list(enumerate(tensor.placements))
+        plain = [(index, placement.dim) for index, placement in placements if isinstance(placement, Shard)]
+        # A strided shard's is_shard() is False and its class is private: the split factor tells it.
+        strided: list[tuple[int, int]] = [
+            (index, getattr(placement, "dim", 0))
+            for index, placement in placements
+            if hasattr(placement, "split_factor")
+        ]
+        for index, shard_dim in plain + strided[::-1]:
+            dim = shard_dim % tensor.dim()
             # As torch.chunk cuts: every part but the last ones has the rounded-up size.
             part = -(-size[dim] // mesh.size(index))
             begin = min(coordinate[index] * part, size[dim])
@@ -33,5 +40,21 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on this rank; for a DTensor a collective of its mesh."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole tensor on this rank; for a DTensor a collective of its mesh, on the mesh's device."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if local.device.type != tensor.device_mesh.device_type:
+        # An offloaded parameter: its mesh's collectives run on the device.
+        local = local.to(device())
+        tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+    return tensor.full_tensor()
+
+
+@torch.no_grad()
+def copy_full_(target: torch.Tensor, full: torch.Tensor) -> None:
+    """Fill `target`, sharded or not, from the whole tensor; no communication."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    local.copy_(full[local_region(target)])

@@ -7,7 +7,10 @@ padding is computed there; attention runs per bucket of sequences of similar len
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,18 +78,68 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return out.transpose(1, 2)
 
 
+@functools.cache
+def _variable_length_kernel() -> Callable[..., torch.Tensor] | None:
+    """torch's flash attention over packed sequences as (q, k, v, cumulative, longest), where this torch has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    # The signature still moves between releases.
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known and "is_causal" not in known:
+        return None
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    grouped = "enable_gqa" in known
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cumulative: torch.Tensor, longest: int) -> Any:
+        repeats = q.shape[1] // k.shape[1]
+        if grouped:
+            return varlen_attn(q, k, v, cumulative, cumulative, longest, longest, enable_gqa=repeats > 1, **options)
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        return varlen_attn(q, k, v, cumulative, cumulative, longest, longest, **options)
+
+    return attend
+
+
+def packed_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The one choice of attention for packs: a variable-length kernel, or None for SDPA over buckets.
+
+    The kernel is flash attention: CUDA since Ampere, half precision, head sizes in steps of 8 up to 256.
+    """
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if q.shape[-1] % 8 or q.shape[-1] > 256 or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return None
+    return _variable_length_kernel()
+
+
 class PackedAttention:
     """Attention of a pack, as the decoder calls it: (layer, q [T, Hq, D], k [T, Hkv, D], v) -> [T, Hq, D].
 
     Padding inside a bucket lies to the right of its sequence: causality hides it from every real token.
+
+    Args:
+        layout: the sequences.
+        padding: positions at the end of the pack that belong to none of them; their output is zero.
     """
 
-    def __init__(self, layout: PackedLayout):
+    def __init__(self, layout: PackedLayout, padding: int = 0):
         self.layout = layout
+        self.padding = padding
 
     @torch.compiler.disable
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.padding:
+            total = self.layout.total
+            return F.pad(self._attend(q[:total], k[:total], v[:total]), (0, 0, 0, 0, 0, self.padding))
+        return self._attend(q, k, v)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         layout = self.layout
+        kernel = packed_kernel(q)
+        if kernel is not None:
+            return kernel(q, k, v, layout.cumulative, layout.longest)
         if layout.uniform:
             shape = (len(layout.lengths), layout.longest)
             return causal_attention(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape)).flatten(0, 1)

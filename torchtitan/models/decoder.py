@@ -47,8 +47,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, args.hidden_size, bias=False)
         self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
+        # For generation, see fused_projections.py; never set where the policy is trained.
+        self.fused: Callable[[torch.Tensor, RotaryTables], tuple[torch.Tensor, ...]] | None = None
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+        if self.fused is not None:
+            return self.o_proj(attend(self.index, *self.fused(x, rotary)).flatten(-2))
         # -1 heads: under tensor parallelism a rank sees its share of them.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -67,8 +71,11 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
         self.up_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
         self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+        self.fused: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused is not None:
+            return self.down_proj(self.fused(x))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -97,9 +104,17 @@ class DecoderStack(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(args, index) for index in range(args.num_hidden_layers))
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: AttentionFunction) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: AttentionFunction,
+        rotary: RotaryTables | None = None,
+    ) -> torch.Tensor:
+        """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary` where the caller has the tables already."""
         x = self.embed_tokens(token_ids)
-        rotary = rotary_tables(self.args, positions, x.dtype)
+        if rotary is None:
+            rotary = rotary_tables(self.args, positions, x.dtype)
         for layer in self.layers:
             x = layer(x, rotary, attend)
         return self.norm(x)
@@ -111,6 +126,8 @@ class Decoder(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
+        # Sequence parallelism cuts the pack into this many equal parts; `parallelize` sets it.
+        self.sequence_parts = 1
         self.model = DecoderStack(args)
         self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)
         self.tie_weights()
@@ -129,8 +146,13 @@ class Decoder(nn.Module):
         kept: KeptTokens | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T])."""
-        hidden = self.model(token_ids, layout.positions, PackedAttention(layout))
-        return self.lm_head(hidden, targets, temperature, kept)
+        positions, padding = layout.positions, -len(token_ids) % self.sequence_parts
+        if padding:
+            # No real token sees these: attention leaves them out and the head cuts them off.
+            token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
+        hidden = self.model(token_ids, positions, PackedAttention(layout, padding))
+        output = self.lm_head(hidden, targets, temperature, kept)
+        return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [B, T] -> logits [B, T, V]; every row is a sequence of its own, without padding."""
@@ -140,12 +162,12 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize_weights(self, seed: int, std: float = 0.02) -> None:
-        """Random weights as in GPT-2: normal for matrices, zero for biases, one for norms."""
-        generator = torch.Generator(device=self.model.embed_tokens.weight.device).manual_seed(seed)
+        """Random weights as in GPT-2: normal for matrices, zero for biases, one for norms; alike on any layout."""
+        from torchtitan.distributed.placement import copy_full_
+
+        generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, std, generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
+                copy_full_(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             else:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)

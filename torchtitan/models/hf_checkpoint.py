@@ -167,10 +167,8 @@ def export_policy(
             error = problem
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in _gathered(policy, names):
-            if staging is not None and error is None:
-                tensors[name] = tensor
+        keep = staging is not None and error is None
+        tensors = {name: tensor for name, tensor in _gathered(policy, names) if keep}
         if staging is not None and error is None:
             try:
                 save_file(tensors, staging / file_name, metadata={"format": "pt"})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 
 class KeptTokens:
@@ -19,12 +24,17 @@ class KeptTokens:
         self.offsets = offsets
         self.token_ids = token_ids
 
-    def mask_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Set logits [N, V] of tokens that were not kept to -inf (out of place, differentiable)."""
+    def mask_(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Set logits [N, V] of tokens that were not kept to -inf (out of place, differentiable).
+
+        `first` is the token id of the first column, where the logits are a part of the vocabulary.
+        """
         counts = self.offsets.diff()
         keep = (counts == 0)[:, None].expand_as(logits).clone()
         rows = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
-        keep[rows, self.token_ids] = True
+        columns = self.token_ids - first
+        inside = (columns >= 0) & (columns < logits.shape[-1])
+        keep[rows[inside], columns[inside]] = True
         return logits.masked_fill(~keep, float("-inf"))
 
 
@@ -56,6 +66,8 @@ class LogProbHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        # Set where tensor parallelism shards the vocabulary.
+        self.shard: VocabularyShard | None = None
 
     def forward(
         self,
@@ -65,6 +77,8 @@ class LogProbHead(nn.Module):
         kept: KeptTokens | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32."""
+        if self.shard is not None:
+            return self.shard(hidden, self.weight, targets, temperature, kept)
         logits = F.linear(hidden, self.weight)
         if targets is None:
             return logits

@@ -1,0 +1,95 @@
+"""The few collectives that the training loop needs beside FSDP's and tensor parallelism's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.distributed.device import device
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of `tensor` over all ranks, as a new tensor."""
+    total = tensor.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
+    """Bytes from rank `src` to every rank (others pass None). Nothing is unpickled."""
+    if not dist.is_initialized():
+        assert data is not None, "the only rank is the source"
+        return data
+    sends = dist.get_rank() == src
+    assert not sends or data is not None, "the source passes the bytes"
+    # On the CPU: gloo carries these, also beside NCCL.
+    length = torch.tensor([len(data) if sends and data is not None else 0], dtype=torch.int64)
+    dist.broadcast(length, src)
+    if length.item() == 0:
+        return b""
+    if sends and data is not None:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        payload = torch.empty(int(length.item()), dtype=torch.uint8)
+    dist.broadcast(payload, src)
+    return payload.numpy().tobytes()
+
+
+@torch.no_grad()
+def gradient_norm_and_votes(
+    parameters: Iterable[nn.Parameter], votes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """L2 norm of the whole gradient, and `votes` summed over all ranks, in one all-reduce.
+
+    Every element counts once, however it is sharded or replicated; a tied parameter is one parameter.
+
+    Args:
+        parameters: all trained parameters; those without a gradient count as zero.
+        votes: float [k].
+
+    Returns:
+        (norm [] fp32, summed votes [k] fp32), equal on every rank, on the rank's device.
+    """
+    squares = [torch.zeros((), dtype=torch.float64, device=device())]
+    for parameter in dict.fromkeys(parameters):
+        gradient = parameter.grad
+        if gradient is None or not _counts_here(gradient):
+            continue
+        norm = torch.linalg.vector_norm(_local(gradient), dtype=torch.float32)
+        squares.append(norm.to(device(), torch.float64).square())
+    payload = torch.cat((torch.stack(squares).sum()[None], votes.to(device(), torch.float64)))
+    payload = all_reduce_sum(payload)
+    return payload[0].sqrt().float(), payload[1:].float()
+
+
+@torch.no_grad()
+def clip_gradients_(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients by max_norm / norm where `norm` (from `gradient_norm_and_votes`) is larger than max_norm."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in dict.fromkeys(parameters):
+        if parameter.grad is not None:
+            local = _local(parameter.grad)
+            local.mul_(factor.to(local.device))
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _counts_here(gradient: torch.Tensor) -> bool:
+    """Of the ranks that hold the same elements, the first along every replicated mesh dimension counts them."""
+    if not isinstance(gradient, DTensor):
+        return not dist.is_initialized() or dist.get_rank() == 0
+    coordinate = gradient.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError(f"a gradient is not reduced yet: {gradient.placements}")
+    return all(
+        coordinate[index] == 0 for index, placement in enumerate(gradient.placements) if placement.is_replicate()
+    )

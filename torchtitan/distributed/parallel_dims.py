@@ -1,0 +1,108 @@
+"""How the ranks are laid out: replicas × shards × tensor parallelism. No torch until the mesh is made."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchtitan.config.job_config import Parallelism
+from torchtitan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class ParallelDims:
+    """Degrees of parallelism; their product is the world size.
+
+    Ranks are numbered with tensor parallelism fastest, then shards, then replicas, so that the ranks that talk most
+    are neighbours.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    world_size: int
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        degrees = {
+            "data_parallel_replicate_degree": self.dp_replicate,
+            "data_parallel_shard_degree": self.dp_shard,
+            "tensor_parallel_degree": self.tp,
+        }
+        problems = [f"parallelism.{key} = {value}: must be at least 1" for key, value in degrees.items() if value < 1]
+        if not problems and self.dp_replicate * self.dp_shard * self.tp != self.world_size:
+            product = " × ".join(f"{key} {value}" for key, value in degrees.items())
+            problems.append(f"parallelism: {product} does not make the {self.world_size} ranks that were started")
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_config(cls, parallelism: Parallelism, world_size: int, rank: int = 0) -> ParallelDims:
+        """Fill in the shard degree where it is -1. Raises ConfigError where the degrees do not fit the world size."""
+        replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+        shard = parallelism.data_parallel_shard_degree
+        if shard == -1 and replicate > 0 and tensor > 0:
+            shard = world_size // (replicate * tensor)
+            if shard * replicate * tensor != world_size:
+                raise ConfigError(
+                    [
+                        f"parallelism: data_parallel_replicate_degree {replicate} × tensor_parallel_degree {tensor} "
+                        f"does not divide the {world_size} ranks that were started"
+                    ]
+                )
+        return cls(replicate, shard, tensor, world_size, rank)
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks (or groups of tensor-parallel ranks) that work on different tokens."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the tokens this rank works on."""
+        return self.rank // self.tp
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """With several ranks FSDP2 always holds the parameters, if only to reduce gradients in one place."""
+        return self.world_size > 1
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh with dimensions dp_replicate, dp_shard and tp. Making it is a collective of all ranks."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from torchtitan.distributed.device import device, ensure_process_group
+
+        ensure_process_group()
+        shape = (self.dp_replicate, self.dp_shard, self.tp)
+        return init_device_mesh(device().type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What `fully_shard` gets: shards, or replicas × shards (HSDP)."""
+        return self.mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else self.mesh["dp_shard"]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        return self.mesh["tp"]
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Process groups of the mesh, for `device.set_timeouts`; none where no mesh was made."""
+        if "mesh" not in self.__dict__:
+            return []
+        return [self.mesh.get_group(name) for name in ("dp_replicate", "dp_shard", "tp")]

@@ -1,0 +1,94 @@
+"""One matrix product for query, key and value, and one for gate and up: fewer, larger kernels for generation.
+
+The separate weights become views into one storage, so names, loading and in-place copies stay as they are and both
+forms always compute with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.attention import rotate
+from torchtitan.models.decoder import MLP, Attention, Decoder, RotaryTables
+
+
+def _share_storage(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Concatenate parameters along their first dimension and make each a view of the result."""
+    joint = torch.cat([parameter.detach() for parameter in parameters])
+    pieces = joint.split([parameter.shape[0] for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece
+    return joint
+
+
+class FusedQueryKeyValue:
+    """x [T, hidden], rotary tables -> query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D], as the attention wants them.
+
+    Not a module: the parameters stay registered where they were.
+    """
+
+    def __init__(self, attention: Attention):
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.weight = _share_storage([projection.weight for projection in projections])
+        self.bias = None
+        if attention.q_proj.bias is not None:
+            self.bias = _share_storage([projection.bias for projection in projections])
+        self.head_dim = attention.head_dim
+        query_heads, key_heads, _ = (projection.out_features // attention.head_dim for projection in projections)
+        self.query_heads, self.rotated = query_heads, query_heads + key_heads
+        self.norms: torch.Tensor | None = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self.norms = _share_storage([attention.q_norm.weight, attention.k_norm.weight]).view(2, self.head_dim)
+            self.eps = attention.q_norm.eps
+            # Which of the two norms each head takes.
+            kinds = torch.tensor([0] * query_heads + [1] * key_heads)
+            self.norm_of_head = kinds.to(self.norms.device)
+
+    def __call__(self, x: torch.Tensor, rotary: RotaryTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
+        turning = heads[:, : self.rotated]
+        if self.norms is not None:
+            normed = F.rms_norm(turning, (self.head_dim,), None, self.eps)
+            turning = normed * self.norms.index_select(0, self.norm_of_head)
+        turning = rotate(turning, *rotary)
+        return turning[:, : self.query_heads], turning[:, self.query_heads :], heads[:, self.rotated :]
+
+
+class FusedGateUp:
+    """x [T, hidden] -> silu(gate) * up [T, intermediate]."""
+
+    def __init__(self, mlp: MLP):
+        self.weight = _share_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, self.weight).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def fuse_projections(policy: Decoder) -> None:
+    """Let `policy` (whole, not sharded) run with fused projections from now on. For inference only.
+
+    Weights may be overwritten in place afterwards; replacing a parameter or moving the policy undoes the sharing.
+    """
+    for layer in policy.model.layers:
+        layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
+        layer.mlp.fused = FusedGateUp(layer.mlp)
+
+
+@contextmanager
+def separate_projections(policy: Decoder) -> Iterator[None]:
+    """Run `policy` with the trainer's own products inside the block."""
+    modules = [module for layer in policy.model.layers for module in (layer.self_attn, layer.mlp)]
+    fused = [module.fused for module in modules]
+    for module in modules:
+        module.fused = None
+    try:
+        yield
+    finally:
+        for module, function in zip(modules, fused, strict=True):
+            module.fused = function

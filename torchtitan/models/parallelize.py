@@ -1,0 +1,174 @@
+"""From a decoder on the meta device to this rank's trainable policy: TP → AC → compile → FSDP2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
+from torchtitan.distributed.device import device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.flavors import find_flavor
+from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.vocabulary_parallel import VocabularyShard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
+    """The policy of `config`, laid out as `dims` says, with its weights, in training mode.
+
+    Weights come from model.hf_assets_path; with a model.flavor and no safetensors there, they are random
+    (training.seed). A collective: every rank calls it. Raises UserError where the checkpoint does not fit.
+    """
+    directory = config.model.hf_assets_path
+    if config.model.flavor:
+        args = find_flavor(config.model.name, config.model.flavor)
+    else:
+        args = read_model_args(directory)
+    with torch.device("meta"):
+        policy = Decoder(args).to(DTYPES[config.training.dtype])
+    parallelize(policy, dims, config)
+    policy.to_empty(device="cpu" if config.training.enable_cpu_offload else device())
+    # to_empty gave the embedding and the head a tensor each.
+    policy.tie_weights()
+    if config.model.flavor and not (directory and any(Path(directory).glob("*.safetensors"))):
+        policy.initialize_weights(config.training.seed)
+    else:
+        load_into(policy, directory)
+    return policy.train()
+
+
+def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
+    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 in place to a policy on meta.
+
+    Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
+    """
+    training = config.training
+    if dims.tp_size > 1:
+        apply_tensor_parallelism(policy, dims.tp_mesh)
+    if config.activation_checkpoint.mode != "none":
+        apply_activation_checkpointing(policy, config.activation_checkpoint)
+    if config.compile.enable:
+        for layer in policy.model.layers:
+            _replace_forward(layer, torch.compile(layer.forward, backend=config.compile.backend))
+    reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
+    # One rank needs FSDP2 only for what else it does.
+    if dims.fsdp_enabled or reduced or training.enable_cpu_offload:
+        apply_fsdp(policy, dims, config)
+    return policy
+
+
+def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
+    """Shard every layer over `mesh`; between layers the pack's tokens are sharded (sequence parallelism)."""
+    _check_divisible(policy.args, mesh.size())
+    plan: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "model.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "lm_head": VocabularyParallel(),
+    }
+    layer_plan: dict[str, ParallelStyle] = {
+        "input_layernorm": SequenceParallel(sequence_dim=0),
+        "self_attn": PrepareModuleInput(
+            input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(0)),
+        "post_attention_layernorm": SequenceParallel(sequence_dim=0),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    if policy.args.qk_norm:
+        # One weight for all heads, and the heads are what is sharded: [T, heads, D].
+        layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+        layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    parallelize_module(policy, mesh, plan)
+    for layer in policy.model.layers:
+        parallelize_module(layer, mesh, layer_plan)
+    policy.sequence_parts = mesh.size()
+    policy.tie_weights()
+
+
+class VocabularyParallel(ParallelStyle):
+    """Shards a LogProbHead's weight along the vocabulary, as the embedding's is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.shard = VocabularyShard(device_mesh)  # type: ignore[assignment]
+        return distribute_module(module, device_mesh, self._partition)
+
+    @staticmethod
+    def _partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        weight = module.get_parameter("weight")
+        module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+
+
+def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint) -> None:
+    """Recompute the activations of all layers (full) or of every n-th (selective) in the backward."""
+    every = config.selective_ac_option if config.mode == "selective" else 1
+    for layer in list(policy.model.layers)[::every]:
+        # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
+        _replace_forward(
+            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        )
+
+
+def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
+    """Shard parameters, gradients and optimizer state over the data-parallel ranks, layer by layer (FSDP2, HSDP)."""
+    training = config.training
+    offload = CPUOffloadPolicy(pin_memory=device().type == "cuda") if training.enable_cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": dims.fsdp_mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[training.mixed_precision_param], reduce_dtype=DTYPES[training.mixed_precision_reduce]
+        ),
+        "offload_policy": offload,
+    }
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    for layer in policy.model.layers:
+        # The backward starts with the last layer: freeing it would only mean to gather it again at once.
+        last = layer is policy.model.layers[-1]
+        fully_shard(layer, reshard_after_forward=reshard == "always" or (reshard == "default" and not last), **options)
+    # Embedding, final norm and head together: tied weights must be in one group.
+    fully_shard(policy, reshard_after_forward=reshard == "always", **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the tokens of all ranks. Factor 1 alone selects a pre-multiplied sum,
+            # which gloo lacks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    # setattr: to mypy a method is not assignable.
+    setattr(module, "forward", forward)  # noqa: B010
+
+
+def _check_divisible(args: ModelArgs, degree: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(args, name)
+        if size % degree:
+            raise UserError(f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {name} {size}")
