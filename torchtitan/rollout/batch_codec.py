@@ -40,9 +40,7 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
     samples = batch.samples
     epochs = sorted({span.epoch for sample in samples for span in sample.spans})
     number = {epoch: i for i, epoch in enumerate(epochs)}
-    spans = [
-        (number[span.epoch], span.version, span.start, span.end) for sample in samples for span in sample.spans
-    ]
+    spans = [(number[span.epoch], span.version, span.start, span.end) for sample in samples for span in sample.spans]
     prompts = [group.samples[0].prompt_ids for group in batch.groups]
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -63,7 +61,9 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
     if any(sample.advantage for sample in samples):
         data["advantages"] = [sample.advantage for sample in samples]
     if any(sample.kept_token_ids is not None for sample in samples):
-        data["kept"] = [None if sample.kept_token_ids is None else _pack_kept(sample.kept_token_ids) for sample in samples]
+        data["kept"] = [
+            None if sample.kept_token_ids is None else _pack_kept(sample.kept_token_ids) for sample in samples
+        ]
     return data
 
 

@@ -134,7 +134,9 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str) 
         for column, setting in wanted.items():
             if column not in row:
                 there = ", ".join(map(repr, row)) or "none"
-                raise UserError(f"{key} = {dataset!r}, row {number}: no column {column!r} ({setting}); there are {there}")
+                raise UserError(
+                    f"{key} = {dataset!r}, row {number}: no column {column!r} ({setting}); there are {there}"
+                )
         problem = _prompt_problem(row[config.rollout.prompt_column])
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
