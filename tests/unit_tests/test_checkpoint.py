@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed_launcher import run_distributed
 from torchtitan.components import checkpoint_folder
 from torchtitan.components.checkpoint import Checkpointer
 from torchtitan.components.lr_scheduler import build_lr_scheduler
@@ -36,6 +37,9 @@ class Run:
     def __init__(self, run_dir: Path, seed: int = 0, width: int = 6, **settings: object) -> None:
         torch.manual_seed(seed)
         self.policy = Policy(width)
+        self.attach(run_dir, **settings)
+
+    def attach(self, run_dir: Path, **settings: object) -> None:
         self.optimizer = build_optimizer(self.policy, Optimizer(lr=0.05, weight_decay=0.1))
         self.scheduler = build_lr_scheduler(
             self.optimizer, LRScheduler(warmup_steps=3, decay_type="cosine"), total_batches=20
@@ -43,7 +47,8 @@ class Run:
         config = Checkpoint(enable=True, interval=2, **settings)  # type: ignore[arg-type]
         self.checkpointer = Checkpointer(config, run_dir, self.policy, self.optimizer, self.scheduler)
 
-    def train(self, steps: int) -> list[float]:
+    def train(self, steps: int, without_dropout: bool = False) -> list[float]:
+        self.policy.train(not without_dropout)
         losses = []
         for _ in range(steps):
             loss = self.policy(torch.randn(4, 5)).square().mean()
@@ -190,3 +195,43 @@ def test_due_and_repeated_saves(tmp_path: Path) -> None:
     run.save(2)
     marker = run.checkpointer.folder / "step-2" / checkpoint_folder.MARKER
     assert marker.stat().st_mtime_ns == written and json.loads(marker.read_text())["ranks"] == 1
+
+
+def sharded_run(run_dir: str) -> dict[str, list]:
+    """On every rank: train with FSDP2, save in the background, go on; resume in the same layout and go on alike."""
+    from torch.distributed.fsdp import fully_shard
+
+    def build() -> Run:
+        run = Run.__new__(Run)
+        torch.manual_seed(0)
+        run.policy = Policy(width=7)  # does not divide by two
+        fully_shard(run.policy)
+        run.policy.set_force_sum_reduction_for_comms(True)
+        run.attach(Path(run_dir), async_mode="async")
+        return run
+
+    def full(run: Run) -> dict[str, list]:
+        return {name: parameter.full_tensor().tolist() for name, parameter in run.policy.named_parameters()}
+
+    run = build()
+    run.train(3, without_dropout=True)
+    run.save(3)
+    run.train(2, without_dropout=True)
+    run.checkpointer.close()
+    expected = full(run)
+    resumed = build()
+    restored = resumed.checkpointer.load()
+    assert (restored.rollout is not None) == (resumed.checkpointer.rank == 0)
+    resumed.train(2, without_dropout=True)
+    assert full(resumed) == expected
+    return expected
+
+
+def test_two_ranks_to_one(tmp_path: Path) -> None:
+    first, second = run_distributed("tests.unit_tests.test_checkpoint:sharded_run", 2, run_dir=str(tmp_path))
+    assert first == second
+    single = Run(tmp_path, seed=5, width=7)
+    assert single.checkpointer.load().step == 3
+    single.train(2, without_dropout=True)
+    for name, parameter in single.policy.named_parameters():
+        torch.testing.assert_close(parameter.detach(), torch.tensor(first[name]), rtol=1e-6, atol=1e-7)
