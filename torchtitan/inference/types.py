@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass
 class SamplingParameters:
-    """How completions of one prompt are sampled. temperature 0 is greedy (log-probs are then those at temperature 1)."""
+    """How completions of one prompt are sampled. temperature 0 is greedy; log-probs are then those at temperature 1."""
 
     max_tokens: int
     n: int = 1
@@ -21,6 +21,11 @@ class SamplingParameters:
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     """Sample i of the request draws from a stream seeded by (seed, i): independent of what else is running"""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are left out before sampling (greedy decoding leaves none out)."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass
@@ -46,7 +51,8 @@ class Completion:
     """With top-p / top-k / min-p: per token, the ids that truncation kept (empty list: all)"""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        # asdict copies every list element by element: a cost per token.
+        return {**vars(self), "spans": [dict(vars(span)) for span in self.spans]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Completion:

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from torchtitan.models.attention import rotate
-from torchtitan.models.decoder import MLP, Attention, Decoder, RotaryTables
+from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
 
 
-def _share_storage(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate parameters along their first dimension and make each a view of the result."""
     joint = torch.cat([parameter.detach() for parameter in parameters])
     pieces = joint.split([parameter.shape[0] for parameter in parameters])
@@ -27,7 +26,7 @@ def _share_storage(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 class FusedQueryKeyValue:
-    """x [T, hidden], rotary tables -> query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D], as the attention wants them.
+    """x [T, hidden], rotary tables -> query [T, Hq, D], key [T, Hkv, D] and value [T, Hkv, D], ready for attention.
 
     Not a module: the parameters stay registered where they were.
     """
@@ -70,12 +69,16 @@ class FusedGateUp:
         return F.silu(gate) * up
 
 
+def _layers(policy: Decoder) -> list[DecoderLayer]:
+    return [layer for layer in policy.model.layers if isinstance(layer, DecoderLayer)]
+
+
 def fuse_projections(policy: Decoder) -> None:
     """Let `policy` (whole, not sharded) run with fused projections from now on. For inference only.
 
     Weights may be overwritten in place afterwards; replacing a parameter or moving the policy undoes the sharing.
     """
-    for layer in policy.model.layers:
+    for layer in _layers(policy):
         layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
         layer.mlp.fused = FusedGateUp(layer.mlp)
 
@@ -83,12 +86,12 @@ def fuse_projections(policy: Decoder) -> None:
 @contextmanager
 def separate_projections(policy: Decoder) -> Iterator[None]:
     """Run `policy` with the trainer's own products inside the block."""
-    modules = [module for layer in policy.model.layers for module in (layer.self_attn, layer.mlp)]
-    fused = [module.fused for module in modules]
-    for module in modules:
-        module.fused = None
+    layers = _layers(policy)
+    fused = [(layer.self_attn.fused, layer.mlp.fused) for layer in layers]
+    for layer in layers:
+        layer.self_attn.fused = layer.mlp.fused = None
     try:
         yield
     finally:
-        for module, function in zip(modules, fused, strict=True):
-            module.fused = function
+        for layer, functions in zip(layers, fused, strict=True):
+            layer.self_attn.fused, layer.mlp.fused = functions

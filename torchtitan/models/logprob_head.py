@@ -38,6 +38,14 @@ class KeptTokens:
         return logits.masked_fill(~keep, float("-inf"))
 
 
+def scale_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Logits [N, V] in fp32, divided by the temperature (a number, or [N, 1])."""
+    scaled = logits.float()
+    if isinstance(temperature, torch.Tensor) or temperature != 1.0:
+        scaled = scaled / temperature
+    return scaled
+
+
 def log_probs_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, kept: KeptTokens | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,9 +53,7 @@ def log_probs_of_logits(
 
     The one definition for trainer and engine: behaviour and policy log-probs must agree.
     """
-    scaled = logits.float()
-    if temperature != 1.0:
-        scaled = scaled / temperature
+    scaled = scale_logits(logits, temperature)
     if kept is not None:
         scaled = kept.mask_(scaled)
     log_probs = torch.log_softmax(scaled, dim=-1)

@@ -1,0 +1,176 @@
+"""Keys and values of running sequences, and the attention functions that read and write them.
+
+Rows [0, B) are in use, without gaps, so a step reads them as one slice and gathers nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.model_args import ModelArgs
+
+FIRST_ROWS = 16
+FIRST_LENGTH = 64
+
+
+class KeyValueCache:
+    """Keys and values [layers, rows × heads, length, head_dim], grown in powers of two up to the limits.
+
+    Args:
+        args: the model's shape.
+        max_rows: sequences at a time.
+        max_length: tokens of one sequence, prompt and completion.
+        max_bytes: memory limit; 0 for none.
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        max_rows: int,
+        max_length: int,
+        max_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.layers, self.heads, self.head_dim = args.num_hidden_layers, args.num_key_value_heads, args.head_dim
+        self.max_rows, self.max_length, self.max_bytes = max_rows, max_length, max_bytes
+        self.dtype, self.device = dtype, device
+        self.rows = self.length = 0
+        self._allocate(min(FIRST_ROWS, max_rows), min(FIRST_LENGTH, max_length))
+
+    def bytes_of(self, rows: int, length: int) -> int:
+        """Memory that rows × length takes."""
+        return 2 * self.layers * rows * self.heads * length * self.head_dim * self.dtype.itemsize
+
+    def room(self, length: int, used_rows: int) -> int:
+        """Rows that the limits allow in all, when `length` tokens have to fit beside `used_rows` rows as they are."""
+        if not self.max_bytes:
+            return self.max_rows
+        return min(self.max_rows, self.max_bytes // self.bytes_of(1, max(length, self.length) if used_rows else length))
+
+    def reserve(self, rows: int, length: int, used_rows: int) -> None:
+        """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
+        if rows <= self.rows and length <= self.length:
+            return
+        needed_length = max(length, self.length) if used_rows else length
+        shape = (
+            min(_power_of_two(max(rows, self.rows)), self.max_rows),
+            min(_power_of_two(max(length, self.length)), self.max_length),
+        )
+        if self.max_bytes and self.bytes_of(*shape) > self.max_bytes:
+            shape = (rows, needed_length)
+        keys, values, visible = self.keys, self.values, self.visible
+        used, old_length = used_rows * self.heads, self.length
+        self._allocate(*shape)
+        if used:
+            self.keys[:, :used, :old_length] = keys[:, :used]
+            self.values[:, :used, :old_length] = values[:, :used]
+            self.visible[:used, :old_length] = visible[:used]
+
+    def _allocate(self, rows: int, length: int) -> None:
+        shape = (self.layers, rows * self.heads, length, self.head_dim)
+        # Zeros, not garbage: a masked position still enters the products, and NaN would come through.
+        self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # What attention adds to the scores: 0 for positions a row has, -inf beyond.
+        self.visible = torch.full(shape[1:3], float("-inf"), dtype=self.dtype, device=self.device)
+        self._flat_keys = self.keys.view(self.layers, -1, self.head_dim)
+        self._flat_values = self.values.view(self.layers, -1, self.head_dim)
+        self._base = (torch.arange(rows * self.heads, device=self.device) * length).view(rows, self.heads)
+        self.rows, self.length = rows, length
+
+    def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [N, heads, D] at flat places `index` [N × heads] (from `places`)."""
+        self._flat_keys[layer].index_copy_(0, index, k.reshape(-1, self.head_dim))
+        self._flat_values[layer].index_copy_(0, index, v.reshape(-1, self.head_dim))
+
+    def places(self, rows: torch.Tensor | slice, positions: torch.Tensor) -> torch.Tensor:
+        """Flat places [N × heads] of `positions` [N] in `rows` [N]."""
+        return (self._base[rows] + positions[:, None]).view(-1)
+
+    def show(self, index: torch.Tensor) -> None:
+        """Make the positions at flat places `index` visible to attention."""
+        self.visible.view(-1).index_fill_(0, index, 0.0)
+
+    def start_rows(self, first: int, count: int, length: int) -> None:
+        """Rows [first, first + count) begin with `length` visible positions."""
+        rows = self.visible[first * self.heads : (first + count) * self.heads]
+        rows[:, :length] = 0.0
+        rows[:, length:] = float("-inf")
+
+    def copy_row(self, source: int, first: int, count: int, length: int) -> None:
+        """Copy the first `length` positions of row `source` to rows [first, first + count)."""
+        for tensor in (self.keys, self.values):
+            rows = tensor.view(self.layers, self.rows, self.heads, self.length, self.head_dim)
+            rows[:, first : first + count, :, :length] = rows[:, source : source + 1, :, :length]
+
+    @torch.inference_mode()
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Row `source`, of `length` positions, takes the place of row `target`."""
+        self.copy_row(source, target, 1, length)
+        visible = self.visible.view(self.rows, self.heads, self.length)
+        visible[target] = visible[source]
+
+    @torch.inference_mode()
+    def clear_row(self, row: int) -> None:
+        """Forget what a row holds, NaN included."""
+        for tensor in (self.keys, self.values):
+            tensor[:, row * self.heads : (row + 1) * self.heads].zero_()
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class PrefillAttention:
+    """Attention of whole sequences as the trainer computes it, which also stores their keys and values in rows."""
+
+    def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int]):
+        self._attend = PackedAttention(layout)
+        self._cache = cache
+        row_of_token = torch.from_numpy(np.repeat(rows, layout.lengths)).to(cache.device)
+        self._index = cache.places(row_of_token, layout.positions)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer, self._index, k, v)
+        return self._attend(layer, q, k, v)
+
+
+class DecodeAttention:
+    """Attention of one new token per row [0, B) over everything the row holds, itself included.
+
+    Args:
+        cache: the cache.
+        positions: [B] int64, place of each row's new token.
+        longest: the highest of them, plus one.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: torch.Tensor, longest: int):
+        self._cache = cache
+        self._rows, self._longest = len(positions), longest
+        self._index = cache.places(slice(0, self._rows), positions)
+        cache.show(self._index)
+        self._used = self._rows * cache.heads
+        self._visible = cache.visible[: self._used, None, :longest]
+        self._scale = cache.head_dim**-0.5
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cache = self._cache
+        cache.write(layer, self._index, k, v)
+        keys, values = (
+            cache.keys[layer, : self._used, : self._longest],
+            cache.values[layer, : self._used, : self._longest],
+        )
+        # The query heads that share a key head are the rows of one small product.
+        q_grouped = q.reshape(self._used, -1, cache.head_dim)
+        if q.dtype == torch.float32:
+            scores = torch.baddbmm(self._visible, q_grouped, keys.transpose(1, 2), alpha=self._scale)
+            return torch.bmm(torch.softmax(scores, -1), values).view(q.shape)
+        # Half precision: scores have to stay in fp32, which the fused kernel does.
+        out = F.scaled_dot_product_attention(
+            q_grouped[:, None], keys[:, None], values[:, None], attn_mask=self._visible[:, None]
+        )
+        return out.reshape(q.shape)

@@ -1,0 +1,451 @@
+"""The embedded engine: continuous batching over the trainer's own decoder.
+
+    engine = Engine(load_policy(directory), max_sequences=256, max_length=2048)
+    completions = engine.generate([GenerateRequest("a", prompt_ids, SamplingParameters(max_tokens=48, n=8))])
+
+One thread drives it: `submit`, then `step` until everything is finished; weights change between two steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchtitan.inference.embedded.cache import DecodeAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
+from torchtitan.inference.embedded.rescore import rescore
+from torchtitan.inference.embedded.sampler import BatchSampler
+from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from torchtitan.models.attention import PackedLayout, rotary_tables
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.fused_projections import fuse_projections
+
+# Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
+PREFILL_TOKENS = 8192
+
+Finished = list[tuple[str, list[Completion]]]
+
+
+class Poisoned(Exception):
+    """A weight update failed half-way: nothing may be sampled until a whole version was applied."""
+
+
+class NonFiniteLogits(Exception):
+    """The weights in use gave NaN."""
+
+
+@dataclass
+class Statistics:
+    """Counters since the engine was made."""
+
+    steps: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    versions_applied: int = 0
+    apply_seconds: float = 0.0
+
+
+class Engine:
+    """Samples completions with log-probs, many sequences at a time.
+
+    Log-probs are those of the trainer: same modules, same log-softmax over fp32 logits divided by the temperature, over
+    the kept tokens where sampling is truncated. The cached attention sums in another order than the trainer's packed
+    one. `exact` rescores every completion that one version sampled with the trainer's forward when it finishes.
+    Measured against a packed forward of all completions, fp32 on a CPU: see docs of `rescore`.
+
+    Args:
+        policy: whole, on the device it will run on. The engine takes it over: its projections are fused.
+        max_sequences: sequences that generate at a time; more wait.
+        max_length: tokens of prompt and completion together.
+        eos_token_ids: tokens that end a completion; the model's own by default.
+        in_flight_kv: what running sequences do with keys and values of older weights.
+        cache_bytes: limit of the cache's memory; 0 for none.
+    """
+
+    def __init__(
+        self,
+        policy: Decoder,
+        max_sequences: int = 256,
+        max_length: int = 4096,
+        eos_token_ids: tuple[int, ...] | None = None,
+        *,
+        in_flight_kv: Literal["keep", "recompute"] = "keep",
+        exact: bool = False,
+        cache_bytes: int = 0,
+    ):
+        self.policy = policy.eval().requires_grad_(False)
+        fuse_projections(policy)
+        self.args = policy.args
+        self.device, self.dtype = policy.lm_head.weight.device, policy.lm_head.weight.dtype
+        self.max_length, self.in_flight_kv, self.exact = max_length, in_flight_kv, exact
+        self.eos_token_ids = frozenset(self.args.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        # Tied weights have two names; a version needs one of them.
+        self._parameters = dict(policy.named_parameters())
+        self._aliases = dict(policy.named_parameters(remove_duplicate=False))
+        self.epoch, self.version = "", 0
+        self.paused = self.poisoned = False
+        self.statistics = Statistics()
+        self._waiting: deque[Running] = deque()
+        self._requests: dict[str, Running] = {}
+        self._sequences: list[Sequence] = []
+        self._finished: list[Running] = []
+        self._ended: list[tuple[Running, Completion]] = []
+        self._failures: dict[str, str] = {}
+        self._updates = 0
+        with torch.inference_mode():
+            self._cache = KeyValueCache(self.args, max_sequences, max_length, cache_bytes, self.dtype, self.device)
+            positions = torch.arange(max_length, device=self.device)
+            self._cosine, self._sine = rotary_tables(self.args, positions, self.dtype)
+        # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
+        self._lengths = np.zeros(max_sequences, np.int64)
+        self._generated = np.zeros(max_sequences, np.int64)
+        self._limits = np.zeros(max_sequences, np.int64)
+        self._last = np.zeros(max_sequences, np.int64)
+        self._keys = np.zeros(max_sequences, np.uint64)
+        self._tokens = np.zeros((max_sequences, 64), np.int64)
+        self._log_probs = np.zeros((max_sequences, 64), np.float32)
+        self._sampler: BatchSampler | None = None
+
+    # Requests
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a row."""
+        return len(self._sequences)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a row."""
+        return sum(one.request.sampling.n - one.next_sample for one in self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._requests)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises InvalidRequest for one that cannot be served, ValueError for an id in use."""
+        check_request(request, self.args.vocab_size, self.max_length)
+        length = len(request.prompt_ids) + request.sampling.max_tokens
+        if self._cache.max_bytes and self._cache.bytes_of(1, length) > self._cache.max_bytes:
+            raise TooLong(f"{length} tokens do not fit into the cache's {self._cache.max_bytes} bytes")
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id!r} is running already")
+        running = Running.start(request, self.eos_token_ids)
+        self._requests[request.request_id] = running
+        self._waiting.append(running)
+
+    def abort(self, request_id: str) -> list[Completion]:
+        """Drop a request. Returns what it had: finished samples, and begun ones with finish reason "abort"."""
+        running = self._requests.get(request_id)
+        if running is None:
+            return []
+        for sequence in list(running.sequences):
+            self._release(sequence, "abort")
+        del self._requests[request_id]
+        if running in self._waiting:
+            self._waiting.remove(running)
+        self.statistics.aborted_requests += 1
+        return [completion for completion in running.completions if completion is not None]
+
+    def abort_all(self) -> list[str]:
+        """Drop every request; returns their ids."""
+        aborted = list(self._requests)
+        for request_id in aborted:
+            self.abort(request_id)
+        return aborted
+
+    def pause(self) -> None:
+        """Make `step` do nothing until `resume`; requests are kept."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.paused = False
+
+    def generate(self, requests: list[GenerateRequest]) -> list[list[Completion]]:
+        """Submit and run to the end: per request, its n completions. Raises NonFiniteLogits where one failed."""
+        for request in requests:
+            self.submit(request)
+        wanted = {request.request_id for request in requests}
+        done: dict[str, list[Completion]] = {}
+        while wanted - done.keys():
+            if self.paused:
+                raise RuntimeError("the engine is paused")
+            done.update(self.step())
+            failures = self.take_failures()
+            if failures:
+                raise NonFiniteLogits("; ".join(failures.values()))
+        return [done[request.request_id] for request in requests]
+
+    # Steps
+
+    def step(self) -> Finished:
+        """Admit what fits, give every running sequence one more token, and return the requests that are finished.
+
+        Requests whose log-probs are not finite are dropped; `take_failures` tells them. Raises Poisoned after a failed
+        weight update.
+        """
+        if self.poisoned:
+            raise Poisoned("a weight update failed half-way; waiting for a whole version")
+        if self.paused:
+            return []
+        with torch.inference_mode():
+            if self._waiting:
+                self._admit()
+            if self._sequences:
+                self._decode()
+            if self._ended:
+                self._rescore()
+        self.statistics.steps += 1
+        finished, self._finished = self._finished, []
+        self.statistics.finished_requests += len(finished)
+        return [(one.request.request_id, [done for done in one.completions if done is not None]) for one in finished]
+
+    def take_failures(self) -> dict[str, str]:
+        """Requests that failed since the last call, with the reason."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _admit(self) -> None:
+        """Give waiting samples rows, compute their prompts (each prompt once) and sample their first tokens."""
+        first = len(self._sequences)
+        prefill: list[tuple[Running, int]] = []
+        copies: list[tuple[int, int, int, int]] = []
+        origins: list[tuple[Running, int]] = []
+        tokens = 0
+        while self._waiting:
+            running = self._waiting[0]
+            prompt, sampling = running.request.prompt_ids, running.request.sampling
+            used = len(self._sequences)
+            length = len(prompt) + sampling.max_tokens
+            count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
+            if count <= 0:
+                break
+            sibling = next((one for one in running.sequences if one.prefilled_under == self._updates), None)
+            if sibling is None:
+                tokens += len(prompt)
+                if prefill and tokens > PREFILL_TOKENS:
+                    break
+                prefill.append((running, used))
+                if count > 1:
+                    copies.append((used, used + 1, count - 1, len(prompt)))
+            else:
+                copies.append((sibling.row, used, count, len(prompt)))
+            self._cache.reserve(used + count, length, used)
+            self._start_rows(running, count)
+            origins.append((running, count))
+            if running.next_sample == sampling.n:
+                self._waiting.popleft()
+        if not origins:
+            return
+        if prefill:
+            logits = self._forward_prompts([(one.request.prompt_ids, row) for one, row in prefill])
+            for (running, _), row_logits in zip(prefill, logits, strict=True):
+                running.prompt_logits = row_logits
+        for copy in copies:
+            self._cache.copy_row(*copy)
+        new_logits = []
+        for running, count in origins:
+            assert running.prompt_logits is not None
+            new_logits.append(running.prompt_logits.expand(count, -1))
+            if running.next_sample == running.request.sampling.n:
+                running.prompt_logits = None
+        self._sampler = None
+        self._emit(first, self._make_sampler(first), torch.cat(new_logits))
+
+    def _start_rows(self, running: Running, count: int) -> None:
+        """The next `count` samples of a request take the rows after the last one in use."""
+        sampling, length = running.request.sampling, len(running.request.prompt_ids)
+        begin = len(self._sequences)
+        rows = slice(begin, begin + count)
+        self._cache.start_rows(begin, count, length)
+        self._lengths[rows], self._generated[rows], self._limits[rows] = length, 0, sampling.max_tokens
+        self._keys[rows] = running.keys[running.next_sample : running.next_sample + count]
+        if sampling.max_tokens > self._tokens.shape[1]:
+            wider = ((0, 0), (0, sampling.max_tokens - self._tokens.shape[1]))
+            self._tokens, self._log_probs = np.pad(self._tokens, wider), np.pad(self._log_probs, wider)
+        for row in range(begin, begin + count):
+            marks = [(self.epoch, self.version, 0)]
+            sequence = Sequence(
+                running, running.next_sample, row, marks, self._updates, [] if sampling.truncated else None
+            )
+            running.next_sample += 1
+            running.sequences.append(sequence)
+            self._sequences.append(sequence)
+
+    def _forward_prompts(self, prompts: list[tuple[list[int], int]]) -> torch.Tensor:
+        """Fill the cache rows of whole sequences (tokens, row) in one packed forward -> logits after each [N, V]."""
+        layout = PackedLayout([len(tokens) for tokens, _ in prompts], self.device)
+        attention = PrefillAttention(self._cache, layout, [row for _, row in prompts])
+        token_ids = torch.tensor([token for tokens, _ in prompts for token in tokens], device=self.device)
+        hidden = self.policy.model(token_ids, layout.positions, attention, self._rotary(layout.positions))
+        self.statistics.prefilled_tokens += layout.total
+        return self.policy.lm_head(hidden[layout.cumulative[1:].long() - 1])
+
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
+
+    def _decode(self) -> None:
+        """One more token for every row."""
+        used = len(self._sequences)
+        if self._sampler is None:
+            self._sampler = self._make_sampler(0)
+        positions = torch.from_numpy(self._lengths[:used].copy()).to(self.device)
+        token_ids = torch.from_numpy(self._last[:used]).to(self.device)
+        attention = DecodeAttention(self._cache, positions, int(self._lengths[:used].max()) + 1)
+        hidden = self.policy.model(token_ids, positions, attention, self._rotary(positions))
+        logits = self.policy.lm_head(hidden)
+        self._lengths[:used] += 1
+        self._emit(0, self._sampler, logits)
+
+    def _make_sampler(self, first: int) -> BatchSampler:
+        parameters = [one.owner.request.sampling for one in self._sequences[first:]]
+        return BatchSampler(parameters, self._keys[first : len(self._sequences)].copy(), self.device)
+
+    def _emit(self, first: int, sampler: BatchSampler, logits: torch.Tensor) -> None:
+        """Sample rows [first, B) from logits, record the tokens, and release the rows that are finished."""
+        used = len(self._sequences)
+        generated = self._generated[first:used]
+        choice = sampler(logits, generated)
+        rows = np.arange(first, used)
+        self._tokens[rows, generated] = choice.token_ids
+        self._log_probs[rows, generated] = choice.log_probs
+        self._last[first:used] = choice.token_ids
+        generated += 1
+        self.statistics.generated_tokens += used - first
+        sequences = self._sequences[first:]
+        if choice.kept is not None:
+            for sequence, kept in zip(sequences, choice.kept, strict=True):
+                if sequence.kept is not None:
+                    sequence.kept.append(kept)
+        if not np.isfinite(choice.log_probs).all():
+            broken = [one for one, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
+            self._fail(broken)
+            sequences = self._sequences[first:]
+        stopped = [one for one in sequences if int(self._last[one.row]) in one.owner.stops]
+        for sequence in stopped:
+            self._release(sequence, "stop")
+        full = np.nonzero(self._generated[first : len(self._sequences)] >= self._limits[first : len(self._sequences)])[
+            0
+        ]
+        # From the end, so that no row that is still to be released is moved.
+        for row in full[::-1]:
+            self._release(self._sequences[first + row], "length")
+
+    def _fail(self, broken: list[Sequence]) -> None:
+        message = f"log-probs under version {self.version} are not finite"
+        for sequence in broken:
+            self._cache.clear_row(sequence.row)
+        for request_id in {one.owner.request.request_id for one in broken}:
+            self.abort(request_id)
+            self._failures[request_id] = message
+
+    def _release(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sample is over: make its completion, and let the last row take its row's place."""
+        row, last, running = sequence.row, len(self._sequences) - 1, sequence.owner
+        count = int(self._generated[row])
+        starts = [start for _, _, start in sequence.marks] + [count]
+        completion = Completion(
+            token_ids=self._tokens[row, :count].tolist(),
+            log_probs=self._log_probs[row, :count].tolist(),
+            finish_reason=reason,
+            spans=[
+                VersionSpan(epoch, version, start, end)
+                for (epoch, version, start), end in zip(sequence.marks, starts[1:], strict=True)
+                if end > start
+            ],
+            kept_token_ids=sequence.kept,
+        )
+        running.completions[sequence.index] = completion
+        running.sequences.remove(sequence)
+        if row != last:
+            moved = self._sequences[last]
+            self._cache.move_row(last, row, int(self._lengths[last]))
+            for state in (self._lengths, self._generated, self._limits, self._last, self._keys, self._tokens):
+                state[row] = state[last]
+            self._log_probs[row] = self._log_probs[last]
+            moved.row = row
+            self._sequences[row] = moved
+        self._sequences.pop()
+        self._sampler = None
+        if reason == "abort":
+            return
+        if self.exact and len(completion.spans) == 1:
+            self._ended.append((running, completion))
+        running.unfinished -= 1
+        if running.unfinished == 0:
+            del self._requests[running.request.request_id]
+            self._finished.append(running)
+
+    def _rescore(self) -> None:
+        ended, self._ended = self._ended, []
+        rescore(self.policy, [(one.request.prompt_ids, done, one.request.sampling.temperature) for one, done in ended])
+
+    # Weights
+
+    def apply_weights(self, epoch: str, version: int, tensors: dict[str, torch.Tensor]) -> float:
+        """Replace all weights, between two steps; returns the seconds it took.
+
+        tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both.
+        Raises ValueError, with nothing changed, where names or shapes are not the model's. Anything that fails later
+        poisons the engine until a whole version has been applied.
+        """
+        begin = time.perf_counter()
+        self._check_version(tensors)
+        self.poisoned = True
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self._aliases[name].copy_(tensor)
+        self.epoch, self.version = epoch, version
+        self._updates += 1
+        for sequence in self._sequences:
+            generated = int(self._generated[sequence.row])
+            sequence.marks = [mark for mark in sequence.marks if mark[2] < generated]
+            sequence.marks.append((epoch, version, generated))
+        if self.in_flight_kv == "recompute":
+            self._recompute()
+        self.poisoned = False
+        seconds = time.perf_counter() - begin
+        self.statistics.versions_applied += 1
+        self.statistics.apply_seconds += seconds
+        return seconds
+
+    def _check_version(self, tensors: dict[str, torch.Tensor]) -> None:
+        given = {id(self._aliases[name]) for name in tensors if name in self._aliases}
+        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in given]
+        unknown = [name for name in tensors if name not in self._aliases]
+        wrong = [
+            f"{name} {tuple(tensor.shape)} instead of {tuple(self._aliases[name].shape)}"
+            for name, tensor in tensors.items()
+            if name in self._aliases and tensor.shape != self._aliases[name].shape
+        ]
+        problems = [("lacks", missing), ("has unknown", unknown), ("has shapes", wrong)]
+        said = [f"{what} {', '.join(names[:3])}{' …' * (len(names) > 3)}" for what, names in problems if names]
+        if said:
+            raise ValueError(f"this version does not fit the model: it {'; it '.join(said)}")
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Keys and values of all rows anew, under the weights in use."""
+        batch: list[tuple[list[int], int]] = []
+        total = 0
+        for sequence in self._sequences:
+            row = sequence.row
+            # The last token is not in the cache yet: the next step puts it there.
+            made = self._tokens[row, : self._generated[row] - 1].tolist()
+            tokens = sequence.owner.request.prompt_ids + made
+            if batch and total + len(tokens) > PREFILL_TOKENS:
+                self._forward_prompts(batch)
+                batch, total = [], 0
+            batch.append((tokens, row))
+            total += len(tokens)
+        if batch:
+            self._forward_prompts(batch)

@@ -1,0 +1,97 @@
+"""A request on its way through the engine, and what makes one invalid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torchtitan.errors import UserError
+from torchtitan.inference.embedded.sampler import stream_keys
+from torchtitan.inference.types import Completion, GenerateRequest
+
+
+class InvalidRequest(UserError):
+    """The request cannot be served by any engine with this model: the message says what is wrong."""
+
+
+class TooLong(InvalidRequest):
+    """The request needs more tokens than the engine was started for."""
+
+
+def _integers(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
+def check_request(request: GenerateRequest, vocab_size: int, max_length: int) -> None:
+    """Raise InvalidRequest or TooLong for a request that cannot be served; types are checked too (it may be JSON)."""
+    sampling, prompt = request.sampling, request.prompt_ids
+    if not _integers(prompt) or not prompt:
+        raise InvalidRequest("prompt_ids must be a non-empty list of token ids")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise InvalidRequest(f"prompt_ids must lie in 0..{vocab_size - 1}, got {min(prompt)}..{max(prompt)}")
+    if not _integers(sampling.stop_token_ids):
+        raise InvalidRequest("stop_token_ids must be a list of token ids")
+    integers: Mapping[str, tuple[int, int]] = {
+        "max_tokens": (sampling.max_tokens, 1),
+        "n": (sampling.n, 1),
+        "top_k": (sampling.top_k, 0),
+    }
+    for name, (value, least) in integers.items():
+        if type(value) is not int or value < least:
+            raise InvalidRequest(f"{name} must be an integer of at least {least}, got {value!r}")
+    if type(sampling.seed) is not int:
+        raise InvalidRequest(f"seed must be an integer, got {sampling.seed!r}")
+    numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    for name, number in numbers.items():
+        if type(number) not in (int, float) or not 0 <= number < float("inf"):
+            raise InvalidRequest(f"{name} must be a finite number of at least 0, got {number!r}")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
+    if sampling.min_p > 1:
+        raise InvalidRequest(f"min_p must be at most 1, got {sampling.min_p}")
+    needed = len(prompt) + sampling.max_tokens
+    if needed > max_length:
+        raise TooLong(
+            f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {needed} exceeds the engine's "
+            f"max_length {max_length}"
+        )
+
+
+@dataclass
+class Running:
+    """A request that was accepted and is not finished."""
+
+    request: GenerateRequest
+    stops: frozenset[int]
+    keys: np.ndarray
+    """[n] uint64, the stream of each sample"""
+    completions: list[Completion | None]
+    next_sample: int = 0
+    unfinished: int = 0
+    prompt_logits: torch.Tensor | None = None
+    """[V], after the prompt; kept while samples of the request wait for a row"""
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, request: GenerateRequest, eos_token_ids: frozenset[int]) -> Running:
+        """Accept a checked request."""
+        n = request.sampling.n
+        stops = eos_token_ids | frozenset(request.sampling.stop_token_ids)
+        return cls(request, stops, stream_keys(request.sampling.seed, n), [None] * n, unfinished=n)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample that holds a row of the cache."""
+
+    owner: Running
+    index: int
+    row: int
+    marks: list[tuple[str, int, int]]
+    """(epoch, version, first token sampled under it)"""
+    prefilled_under: int
+    """Count of weight updates when the prompt's keys and values were computed"""
+    kept: list[list[int]] | None

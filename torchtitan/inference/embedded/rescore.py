@@ -1,0 +1,78 @@
+"""Log-probs of finished completions with the trainer's own forward."""
+
+from __future__ import annotations
+
+import torch
+
+from torchtitan.inference.types import Completion
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.fused_projections import separate_projections
+from torchtitan.models.logprob_head import KeptTokens
+
+# Matrix kernels sum in another order for very few rows: smaller packs are filled up to the trainer's usual kernels.
+LEAST_TOKENS = 64
+MOST_TOKENS = 8192
+
+Scored = tuple[list[int], Completion, float]
+
+
+@torch.inference_mode()
+def rescore(policy: Decoder, finished: list[Scored]) -> None:
+    """Overwrite the log-probs of completions (prompt, completion, sampling temperature) with the trainer's."""
+    by_temperature: dict[float, list[Scored]] = {}
+    for scored in finished:
+        by_temperature.setdefault(scored[2] or 1.0, []).append(scored)
+    with separate_projections(policy):
+        for temperature, group in by_temperature.items():
+            pack: list[Scored] = []
+            total = 0
+            for scored in group:
+                length = len(scored[0]) + len(scored[1].token_ids)
+                if pack and total + length > MOST_TOKENS:
+                    _rescore_pack(policy, pack, temperature)
+                    pack, total = [], 0
+                pack.append(scored)
+                total += length
+            _rescore_pack(policy, pack, temperature)
+
+
+def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> None:
+    token_ids: list[int] = []
+    targets: list[int] = []
+    counts: list[int] = []
+    kept: list[int] = []
+    lengths: list[int] = []
+    places: list[slice] = []
+    for prompt, completion, _ in pack:
+        sequence = prompt + completion.token_ids
+        # Position t predicts token t + 1; the last predicts nothing.
+        begin = len(token_ids) + len(prompt) - 1
+        places.append(slice(begin, begin + len(completion.token_ids)))
+        token_ids += sequence
+        targets += [*sequence[1:], 0]
+        lengths.append(len(sequence))
+        kept_rows: list[list[int]] = completion.kept_token_ids or [[]] * len(completion.token_ids)
+        counts += [0] * (len(prompt) - 1) + [len(ids) for ids in kept_rows] + [0]
+        kept += [token for ids in kept_rows for token in ids]
+    missing = LEAST_TOKENS - len(token_ids)
+    if missing > 0:
+        token_ids += [0] * missing
+        targets += [0] * missing
+        counts += [0] * missing
+        lengths.append(missing)
+    device = policy.lm_head.weight.device
+    keep = None
+    if kept:
+        offsets = torch.tensor([0, *counts], device=device).cumsum(0)
+        keep = KeptTokens(offsets, torch.tensor(kept, device=device))
+    log_probs, _ = policy(
+        torch.tensor(token_ids, device=device),
+        PackedLayout(lengths, device),
+        torch.tensor(targets, device=device),
+        temperature,
+        keep,
+    )
+    values = log_probs.cpu()
+    for (_, completion, _), place in zip(pack, places, strict=True):
+        completion.log_probs = values[place].tolist()
