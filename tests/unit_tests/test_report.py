@@ -1,0 +1,149 @@
+"""The report: one whole page that needs nothing from outside, however little a run has logged."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from torchtitan.components.metrics import REQUIRED_KEYS
+from torchtitan.components.report import main, write_report
+from torchtitan.components.run_dir import config_to_toml
+from torchtitan.config.job_config import JobConfig
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+TITLES = (
+    "Reward",
+    "Evaluation on",
+    "Loss",
+    "Entropy",
+    "Mismatch KL",
+    "Staleness",
+    "Seconds per step",
+    "Tokens per second",
+)
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order and collects what they refer to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href", "data")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def write_run(run_dir: Path, steps: int, offset: float = 0.0) -> Path:
+    run_dir.mkdir()
+    config = JobConfig()
+    config.job.description = 'adds <two> & "more"'
+    (run_dir / "config.toml").write_text(config_to_toml(config))
+    rows: list[dict] = [{"step": 0, "eval/pass@1": 0.2, "eval/pass@4": 0.5, "eval/greedy": 0.3, "eval/version": 0}]
+    rows += [
+        dict.fromkeys(REQUIRED_KEYS, offset + 0.1 + step / 1000) | {"step": step, "time/step_s": 1.0}
+        for step in range(1, steps + 1)
+    ]
+    rows.append({"step": steps, "eval/pass@1": 0.9, "eval/pass@4": 1.0, "eval/greedy": None, "eval/version": steps})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "cut')
+    (run_dir / "events.jsonl").write_text(
+        '{"time": 1, "kind": "actor_evicted", "actor": "<script>alert(1)</script>"}\n'
+    )
+    sample = {"step": steps, "prompt": "<b>1+1=", "completion": "2", "reward": 1.0, "advantage": None, "versions": []}
+    (run_dir / "completions.jsonl").write_text(json.dumps(sample) + "\n")
+    return run_dir
+
+
+def check(path: Path) -> tuple[str, Page]:
+    text = path.read_text()
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert all(reference.startswith("#") for reference in page.references)  # within the page
+    assert not re.search(r"@import|url\((?!#)", text)
+    return text, page
+
+
+def test_page_of_a_long_run(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=2000)
+    started = time.perf_counter()
+    path = write_report(run_dir)
+    assert time.perf_counter() - started < 5
+    text, page = check(path)
+    assert page.tags.count("svg") == 10
+    for expected in (
+        *TITLES,
+        "data wait",
+        "sync stall",
+        "actor_evicted",
+        "&lt;script&gt;",
+        "&lt;b&gt;1+1=",
+        "0.2 → 0.9",
+    ):
+        assert expected in text
+    assert "max_staleness = 2" in text  # the configuration
+    assert len(text) < 3_000_000
+    identifiers = re.findall(r' id="([^"]+)"', text)
+    shared = {name for name in identifiers if identifiers.count(name) > 1 and f"#{name}" in text}
+    assert not shared  # a plot must not borrow another one's clip path
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 0, "eval/pass@1": None}], [dict.fromkeys(REQUIRED_KEYS) | {"step": 1}]])
+def test_little_or_nothing_logged(tmp_path: Path, rows: list[dict]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check(write_report(tmp_path))
+    (tmp_path / "metrics.jsonl").unlink()
+    text, _ = check(write_report(tmp_path))
+    assert "No step has been logged yet" in text
+
+
+def test_one_step(tmp_path: Path) -> None:
+    _, page = check(write_report(write_run(tmp_path / "run", steps=1)))
+    assert page.tags.count("svg") == 10
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))
+    ]
+    command = [sys.executable, "-m", "torchtitan.components.report", runs[0]]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() == f"{runs[0]}/report.html"
+    )
+    svg = tmp_path / "figures" / "both.svg"
+    assert main(["--compare", *runs, "--labels", "asynchronous", "blocking", "--output", str(svg)]) == 0
+    texts = "".join(ElementTree.parse(svg).getroot().itertext())
+    assert "asynchronous" in texts and "blocking" in texts and "Held-out pass@1" in texts
+    assert main(["--compare", *runs, "--output", str(tmp_path / "both.png")]) == 0
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for arguments, message in (
+        (["no/such/run"], "there is no run folder"),
+        (["--compare", str(tmp_path)], "has no rows"),
+        (["--compare", *runs, "--labels", "one"], "--labels names 1 runs"),
+        (["--compare", *runs, "--output", "figure.gif"], "must be a .svg or a .png"),
+    ):
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
