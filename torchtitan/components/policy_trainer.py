@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan.components.lr_scheduler import BatchLRScheduler
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gradient_norm_and_votes
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -46,7 +47,7 @@ class PolicyTrainer:
         config: JobConfig,
         policy: Decoder,
         optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        scheduler: BatchLRScheduler,
         dims: ParallelDims,
         device: torch.device,
     ):
