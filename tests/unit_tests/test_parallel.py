@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import WorkerFailure, run_distributed
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, Parallelism
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor, local_region
+from torchtitan.distributed.placement import full_tensor
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models import export_policy, hf_checkpoint
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import KeptTokens
-from torchtitan.models.parallelize import build_policy
+from torchtitan.models.parallelize import apply_tensor_parallelism, build_policy
 
 # Odd and even totals, for one data-parallel rank and for two and four.
 LENGTHS = [5, 9, 3, 12, 8, 4, 6, 2]
@@ -75,12 +76,9 @@ def _data(vocabulary: int) -> list[dict[str, torch.Tensor]]:
     for length in LENGTHS:
         targets = torch.randint(0, vocabulary, (length,), generator=generator)
         kept = [
-            torch.cat((target[None], torch.randint(0, vocabulary, (5,), generator=generator))).unique()
-            if place % 3 == 0
-            else target[:0]
-            for place, target in enumerate(targets.split(1))
-            for target in [target[0] if place % 3 == 0 else target]
+            torch.cat((target, torch.randint(0, vocabulary, (5,), generator=generator))) for target in targets.split(1)
         ]
+        kept = [row.unique() if place % 3 == 0 else row[:0] for place, row in enumerate(kept)]
         sequences.append(
             {
                 "tokens": torch.randint(0, vocabulary, (length,), generator=generator),
@@ -116,6 +114,7 @@ def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
 
 def compare_layouts(directory: str, layouts: list[Layout], reference: str, scratch: str) -> list[dict[str, Any]]:
     """On every rank: for each layout load, export, step, and how far the result is from the reference."""
+    _check_collectives(Path(scratch))
     expected = load_file(reference)
     original = load_file(Path(directory) / "model.safetensors")
     report = []
@@ -155,7 +154,45 @@ def compare_layouts(directory: str, layouts: list[Layout], reference: str, scrat
                 and all(torch.equal(exported[name], original[name]) for name in original),
             }
         )
+    _check_deadline(dims)
     return report
+
+
+def _check_deadline(dims: ParallelDims) -> None:
+    """The last thing that these ranks do together: a collective that a rank stays away from ends in time."""
+    device.set_timeouts(1, dims.groups)
+    started = time.monotonic()
+    if device.rank() == 0:
+        with pytest.raises(RuntimeError):
+            collectives.all_reduce_sum(torch.ones(1))
+        assert time.monotonic() - started < 20
+    else:
+        time.sleep(2)
+
+
+def _check_collectives(scratch: Path) -> None:
+    """What needs several ranks and no model of its own."""
+    rank, ranks = device.rank(), device.world_size()
+    for data in (b"", b"x", bytes(range(256)) * 1000):
+        assert collectives.broadcast_bytes(data if rank == 1 else None, src=1) == data
+    value = torch.tensor([rank + 1.0])
+    assert collectives.all_reduce_sum(value).item() == ranks * (ranks + 1) / 2 and value.item() == rank + 1
+    with pytest.raises(ConfigError, match="does not divide the"):
+        ParallelDims.from_config(Parallelism(tensor_parallel_degree=3), ranks, rank)
+    # Rank 0 alone sees that the export cannot be written; all ranks must hear of it.
+    dims = ParallelDims(1, ranks, 1, ranks, rank)
+    config = JobConfig()
+    config.model.name, config.model.flavor = "qwen3", "debug"
+    policy = build_policy(config, dims)
+    target = scratch / "a file"
+    target.write_text("not a directory")
+    with pytest.raises(UserError, match="is a file" if rank == 0 else "failed on rank 0"):
+        export_policy(policy, target)
+    # Random weights do not depend on the layout.
+    alone = Decoder(policy.args)
+    alone.initialize_weights(config.training.seed)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(full_tensor(parameter.detach()), alone.get_parameter(name)), name
 
 
 def _counted_reads() -> list[int]:
@@ -219,3 +256,73 @@ def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[L
             # Every rank reads what it holds and no more.
             assert row["read"] == row["held"], message
         assert len({(row["loss"], row["norm"]) for row in rows}) == 1, "ranks disagree"
+
+
+def fail(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def test_launcher_reports_tracebacks_and_keeps_its_deadline() -> None:
+    with pytest.raises(WorkerFailure, match="RuntimeError: one of one"):
+        run_distributed("tests.unit_tests.test_parallel:fail", 1, message="one of one")
+    with pytest.raises(WorkerFailure, match=r"ran past 1\.0 s"):
+        run_distributed("tests.unit_tests.test_parallel:sleep", 1, timeout=1.0)
+
+
+def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "checkpoint", "llama3", True)
+    dims = ParallelDims(1, 1, 1, world_size=1)
+    expected = _step(build_policy(_config(str(directory), {}), dims), dims)
+    layout = {"training.mixed_precision_param": "bfloat16", "training.enable_cpu_offload": True}
+    try:
+        policy = build_policy(_config(str(directory), layout), dims)
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        values = _step(policy, dims)
+        assert values != expected and values == pytest.approx(expected, rel=0.05)
+    finally:
+        device.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "expected"),
+    [
+        ((1, -1, 1), 1, (1, 1, 1)),
+        ((1, -1, 2), 8, (1, 4, 2)),
+        ((2, -1, 2), 8, (2, 2, 2)),
+        ((2, 2, 1), 4, (2, 2, 1)),
+        ((1, 2, 1), 4, "does not make the 4 ranks"),
+        ((3, -1, 1), 4, "does not divide the 4 ranks"),
+        ((1, -1, 8), 4, "does not divide the 4 ranks"),
+        ((0, -1, 1), 4, "data_parallel_replicate_degree = 0: must be at least 1"),
+        ((1, -2, 1), 4, "data_parallel_shard_degree = -2"),
+    ],
+)
+def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected: tuple[int, int, int] | str) -> None:
+    replicate, shard, tensor = degrees
+    parallelism = Parallelism(replicate, shard, tensor)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            ParallelDims.from_config(parallelism, world_size)
+        return
+    ranks = [ParallelDims.from_config(parallelism, world_size, rank) for rank in range(world_size)]
+    assert (ranks[0].dp_replicate, ranks[0].dp_shard, ranks[0].tp) == expected
+    assert [(dims.dp_rank, dims.tp_rank) for dims in ranks] == [
+        (data, part) for data in range(expected[0] * expected[1]) for part in range(expected[2])
+    ]
+    assert ranks[0].fsdp_enabled == (world_size > 1)
+
+
+def test_tensor_parallel_degree_must_divide_the_heads(tiny_checkpoint: Callable[..., Path]) -> None:
+    with torch.device("meta"):
+        policy = Decoder(hf_checkpoint.read_model_args(tiny_checkpoint("qwen3", True)))
+
+    class Mesh:
+        def size(self) -> int:
+            return 4
+
+    with pytest.raises(UserError, match="tensor_parallel_degree = 4 does not divide .* num_key_value_heads 2"):
+        apply_tensor_parallelism(policy, Mesh())  # type: ignore[arg-type]

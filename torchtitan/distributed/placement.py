@@ -21,14 +21,13 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return tuple(slice(0, 0) for _ in size)
-        placements = list(enumerate(tensor.placements))
-        plain = [(index, placement.dim) for index, placement in placements if isinstance(placement, Shard)]
-        # A strided shard's is_shard() is False and its class is private: the split factor tells it.
-        strided: list[tuple[int, int]] = [
-            (index, getattr(placement, "dim", 0))
-            for index, placement in placements
-            if hasattr(placement, "split_factor")
-        ]
+        plain, strided = [], []
+        for index, placement in enumerate(tensor.placements):
+            if hasattr(placement, "split_factor"):
+                # A strided shard: its class is private and its is_shard() is False.
+                strided.append((index, placement.dim))  # type: ignore[attr-defined]
+            elif isinstance(placement, Shard):
+                plain.append((index, placement.dim))
         for index, shard_dim in plain + strided[::-1]:
             dim = shard_dim % tensor.dim()
             # As torch.chunk cuts: every part but the last ones has the rounded-up size.

@@ -135,7 +135,7 @@ class Decoder(nn.Module):
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the model ties them. Call again after replacing parameters."""
         if self.args.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.model.embed_tokens.get_parameter("weight")
 
     def forward(
         self,

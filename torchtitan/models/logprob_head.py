@@ -57,7 +57,8 @@ def log_probs_of_logits(
     if kept is not None:
         scaled = kept.mask_(scaled)
     log_probs = torch.log_softmax(scaled, dim=-1)
-    chosen = log_probs.gather(-1, targets[:, None]).squeeze(-1)
+    # Not gather and squeeze: FSDP warns about outputs that are views.
+    chosen = -F.nll_loss(log_probs, targets, reduction="none")
     with torch.no_grad():
         entropy = torch.special.entr(log_probs.exp()).sum(-1)
     return chosen, entropy

@@ -74,7 +74,7 @@ class _ShardedLogProbs(torch.autograd.Function):
         sums = torch.stack((chosen, torch.special.entr(probabilities).sum(-1)))
         dist.all_reduce(sums, group=group)
         ctx.save_for_backward(probabilities, columns, inside)
-        entropy = sums[1]
+        entropy = sums[1].clone()
         ctx.mark_non_differentiable(entropy)
         return sums[0] - log_normalizer, entropy
 

@@ -1,0 +1,309 @@
+"""The decoder and its checkpoints against transformers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import FAMILIES
+from torchtitan.errors import UserError
+from torchtitan.models import attention, export_policy, load_policy
+from torchtitan.models.attention import PackedAttention, PackedLayout, causal_attention
+from torchtitan.models.hf_checkpoint import read_model_args
+from torchtitan.models.logprob_head import KeptTokens, log_probs_of_logits
+
+Checkpoints = Callable[..., Path]
+ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]
+
+
+def _transformers_logits(directory: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(token_ids).logits
+
+
+@torch.no_grad()
+def _logits(directory: Path, token_ids: torch.Tensor) -> torch.Tensor:
+    return load_policy(directory).logits(token_ids)
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(("family", "tied"), ALL_SIX)
+def test_logits_and_export_agree_with_transformers(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, tied: bool
+) -> None:
+    directory = tiny_checkpoint(family, tied)
+    # Longer than llama3's original context, so that its scaling counts.
+    token_ids = _tokens(3, 100)
+    expected = _transformers_logits(directory, token_ids)
+    assert expected.abs().max() > 3
+    policy = load_policy(directory)
+    with torch.no_grad():
+        assert (policy.logits(token_ids) - expected).abs().max() <= 1e-5
+    exported = tmp_path / "exported"
+    export_policy(policy, exported)
+    assert (_transformers_logits(exported, token_ids) - expected).abs().max() <= 1e-5
+    original, written = load_file(directory / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert original.keys() == written.keys() and ("lm_head.weight" in written) != tied
+    assert all(torch.equal(original[name], written[name]) for name in original)
+    assert read_model_args(exported) == read_model_args(directory)
+    assert {name for name, _ in policy.named_parameters()} == set(original)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_equal_separate_rows(tiny_checkpoint: Checkpoints, family: str) -> None:
+    policy = load_policy(tiny_checkpoint(family, True))
+    rows = _tokens(60).split([7, 1, 30, 22])
+    layout = PackedLayout([len(row) for row in rows])
+    with torch.no_grad():
+        packed = policy(torch.cat(rows), layout)
+        separate = torch.cat([policy.logits(row[None])[0] for row in rows])
+    assert (packed - separate).abs().max() < 1e-5
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), padding=st.integers(0, 3), seed=st.integers(0, 99)
+)
+def test_packed_attention_sees_its_own_sequence_only(lengths: list[int], padding: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = PackedLayout(lengths)
+    q = torch.randn(sum(lengths) + padding, 4, 8, generator=generator)
+    k, v = torch.randn(2, sum(lengths) + padding, 2, 8, generator=generator)
+    output = PackedAttention(layout, padding)(0, q, k, v)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        expected = causal_attention(q[None, rows], k[None, rows], v[None, rows])[0]
+        assert torch.allclose(output[rows], expected, atol=1e-5)
+        assert layout.positions[rows].tolist() == list(range(length))
+        start += length
+    assert output.shape == q.shape and not output[start:].any()
+
+
+def test_variable_length_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
+    layout = PackedLayout([5, 4, 3])
+    expected = PackedAttention(layout)(0, q, k, v)
+    assert attention.packed_kernel(q) is None
+
+    def grouped(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
+        assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k == 5
+        bounds = cu_seq_q.tolist()
+        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        return torch.cat([causal_attention(q[None, part], k[None, part], v[None, part])[0] for part in parts])
+
+    def older(*arguments: Any, is_causal: bool = False) -> torch.Tensor:
+        assert is_causal
+        return grouped(*arguments, window_size=(-1, 0))
+
+    for stand_in in (grouped, older):
+        monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+        attention._variable_length_kernel.cache_clear()
+        kernel = attention._variable_length_kernel()
+        assert kernel is not None
+        monkeypatch.setattr(attention, "packed_kernel", lambda q, kernel=kernel: kernel)
+        assert torch.allclose(PackedAttention(layout)(0, q, k, v), expected, atol=1e-6)
+    attention._variable_length_kernel.cache_clear()
+
+
+def test_log_probs_and_entropy() -> None:
+    logits, targets = torch.randn(4, 9) * 3, torch.tensor([1, 0, 8, 3])
+    kept = KeptTokens(torch.tensor([0, 2, 2, 5, 6]), torch.tensor([1, 4, 8, 2, 0, 3]))
+    log_probs, entropy = log_probs_of_logits(logits, targets, 0.5, kept)
+    for row, choices in enumerate([[1, 4], list(range(9)), [8, 2, 0], [3]]):
+        distribution = torch.distributions.Categorical(logits=logits[row, choices] / 0.5)
+        expected = distribution.log_prob(torch.tensor(choices.index(int(targets[row]))))
+        assert log_probs[row].item() == pytest.approx(expected.item(), abs=1e-5)
+        assert entropy[row].item() == pytest.approx(distribution.entropy().item(), abs=1e-5)
+
+
+def test_dtype_is_cast(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    policy = load_policy(tiny_checkpoint("qwen3", True), torch.bfloat16)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+    export_policy(policy, tmp_path / "half")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    again = load_policy(tmp_path / "half")
+    for name, parameter in again.named_parameters():
+        assert parameter.dtype is torch.float32 and torch.equal(parameter, policy.get_parameter(name).float())
+
+
+def test_many_files_with_index(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    directory = tiny_checkpoint("llama3", False)
+    export_policy(load_policy(directory), tmp_path / "many", max_file_bytes=40_000)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    token_ids = _tokens(1, 20)
+    expected = _logits(directory, token_ids)
+    assert torch.equal(_logits(tmp_path / "many", token_ids), expected)
+    assert (_transformers_logits(tmp_path / "many", token_ids) - expected).abs().max() <= 1e-5
+    (tmp_path / "many" / files[1]).unlink()
+    with pytest.raises(UserError, match=f"{files[1]}: file missing, though .*index.json names it"):
+        load_policy(tmp_path / "many")
+
+
+def _damaged(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_damaged_checkpoints_say_what_is_wrong(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    source = tiny_checkpoint("qwen2", True)
+    norm, bias = "model.norm.weight", "model.layers.1.self_attn.k_proj.bias"
+
+    def wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[norm] = torch.ones(65)
+
+    def missing(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[bias]
+
+    def unknown(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(96, 64)
+
+    with pytest.raises(UserError, match=rf"{norm} has shape \[65\], but config.json asks for \[64\]"):
+        load_policy(_damaged(source, tmp_path / "shape", wrong_shape))
+    with pytest.raises(UserError, match=f"lack {bias}, which config.json asks for"):
+        load_policy(_damaged(source, tmp_path / "missing", missing))
+    with pytest.raises(UserError, match=r"hold model\.layers\.2\.mlp\.up_proj\.weight, which the model"):
+        load_policy(_damaged(source, tmp_path / "unknown", unknown))
+
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_policy(cut)
+    (cut / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no \*.safetensors files"):
+        load_policy(cut)
+    (cut / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json is not readable JSON"):
+        load_policy(cut)
+    (cut / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 3}')
+    with pytest.raises(UserError, match="config.json lacks hidden_size, intermediate_size"):
+        load_policy(cut)
+    with pytest.raises(UserError, match="nowhere/config.json: no such file"):
+        load_policy(tmp_path / "nowhere")
+
+
+def test_tensors_that_follow_from_others_are_ignored(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    source = tiny_checkpoint("llama3", True)
+    token_ids = _tokens(1, 9)
+    assert torch.equal(_logits(_damaged(source, tmp_path / "more", change), token_ids), _logits(source, token_ids))
+
+
+def test_export_replaces_a_checkpoint_and_nothing_else(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    policy = load_policy(tiny_checkpoint("qwen3", True))
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "tokenizer.json").write_text('{"from": "assets"}')
+    (assets / "secret.txt").write_text("not a tokenizer file")
+    target = tmp_path / "deep" / "export"
+    export_policy(policy, target, assets_from=assets)
+    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    with torch.no_grad():
+        policy.model.norm.weight.add_(1)
+    (target / "notes.txt").write_text("kept")
+    export_policy(policy, target, max_file_bytes=30_000)
+    export_policy(policy, target)
+    names = {path.name for path in target.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
+    assert torch.equal(load_policy(target).model.norm.weight, policy.model.norm.weight)
+    assert [path.name for path in target.parent.iterdir()] == ["export"], "leftovers beside the export"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds files but no config.json"):
+        export_policy(policy, other)
+    assert (other / "thesis.tex").exists()
+    with pytest.raises(UserError, match="no such directory to copy tokenizer files from"):
+        export_policy(policy, tmp_path / "fresh", assets_from=tmp_path / "missing")
+
+
+def test_failed_export_leaves_the_old_one(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(tiny_checkpoint("qwen3", True))
+    target = tmp_path / "export"
+    export_policy(policy, target)
+    before = (target / "model.safetensors").read_bytes()
+
+    def no_space(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torchtitan.models.hf_checkpoint.save_file", no_space)
+    with pytest.raises(UserError, match="export failed: .*No space left"):
+        export_policy(policy, target)
+    assert (target / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_gradients_flow_to_every_parameter(tiny_checkpoint: Checkpoints) -> None:
+    policy = load_policy(tiny_checkpoint("qwen3", True))
+    tokens = _tokens(11)
+    log_probs, entropy = policy(tokens, PackedLayout([4, 7]), tokens.roll(1), 1.0)
+    assert not entropy.requires_grad
+    expected = F.cross_entropy(policy(tokens, PackedLayout([4, 7])), tokens.roll(1), reduction="sum")
+    assert -log_probs.sum().item() == pytest.approx(expected.item(), rel=1e-6)
+    log_probs.sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' in config.json is not supported; supported: llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+    ],
+)
+def test_unsupported_switches(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((tiny_checkpoint("qwen3", True) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        read_model_args(tmp_path)
+
+
+def test_end_tokens_of_the_generation_config_count(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    shutil.copy(tiny_checkpoint("qwen3", True) / "config.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert read_model_args(tmp_path).eos_token_ids == (1, 7)
