@@ -4,8 +4,8 @@
     receiver.start()
 
 `apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
-weights (between two decode steps) and serves them, and may return the seconds that generation paused. Raising means that
-the engine may hold half a version: the receiver is poisoned until a version has been applied.
+weights (between two decode steps) and serves them, and may return the seconds that generation paused. Raising means
+that the engine may hold half a version: the receiver is poisoned until a version has been applied.
 """
 
 from __future__ import annotations

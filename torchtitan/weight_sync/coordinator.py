@@ -1,0 +1,235 @@
+"""The coordinator's process, beside rank 0: sockets, clock and journal around states.coordinator. No torch.
+
+python -m torchtitan.weight_sync.coordinator '{"epoch": ..., ...}'      (started by rank 0, see launch.py)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.event_loop import Connection, EventLoop, Server
+from torchtitan.weight_sync.manifest import LayoutError, content_digest, merge_layouts
+from torchtitan.weight_sync.states.coordinator import (
+    Command,
+    CoordinatorMachine,
+    Disconnect,
+    Record,
+    Settings,
+    ToActor,
+    ToCourier,
+)
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.coordinator")
+
+TICK_SECONDS = 0.1
+STATUS_SECONDS = 0.01
+
+
+class Coordinator:
+    """Maps connections to the machine's events, and its commands to messages."""
+
+    def __init__(self, arguments: dict[str, Any], token: str):
+        self.epoch: str = arguments["epoch"]
+        settings = Settings(**arguments["settings"])
+        self.machine = CoordinatorMachine(settings, arguments["term"])
+        self._world_size = settings.world_size
+        self._loop = EventLoop()
+        self._bell = socket.socket(fileno=arguments["bell_fd"])
+        self._bell.setblocking(False)
+        self._server = Server(
+            self._loop, socket.socket(fileno=arguments["listen_fd"]), token, self._admit, self._on_peer
+        )
+        self._journal = Path(arguments["journal"]).open("a", buffering=1)
+        self._couriers: dict[int, Connection] = {}
+        self._layouts: dict[int, Message] = {}
+        self._actors: dict[tuple[str, int], Connection] = {}
+        self._trainer: Connection | None = None
+        self._sessions = 0
+        self._failure = ""
+        self._last_status: Message = {}
+        self._status_due = False
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Work until rank 0 is gone."""
+        self._loop.watch(self._bell, selectors.EVENT_READ, self._bell_rung)
+        self._tick()
+        self._write("start", {"pid": os.getpid()})
+        self._loop.run()
+
+    def _bell_rung(self, _events: int) -> None:
+        if not self._bell.recv(4096):
+            self._loop.stop()
+
+    def _tick(self) -> None:
+        self._loop.call_later(TICK_SECONDS, self._tick)
+        if os.getppid() != self._parent:
+            self._loop.stop()
+        self._execute(self.machine.tick(time.monotonic()))
+
+    # Peers
+
+    def _admit(self, role: str, fields: Message) -> Message:
+        if fields.get("epoch") != self.epoch:
+            raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
+        if role == "courier":
+            if not isinstance(fields.get("rank"), int) or not 0 <= fields["rank"] < self._world_size:
+                raise ProtocolError(f"no rank {fields.get('rank')!r} among {self._world_size}")
+        elif role == "actor":
+            served = fields.get("served")
+            if not isinstance(fields.get("actor"), str) or not isinstance(fields.get("data"), str):
+                raise ProtocolError("an actor says its name and its data address")
+            wire.parse_address(fields["data"])
+            if served is not None and [type(part) for part in served] != [str, int, str]:
+                raise ProtocolError("served is [epoch, version, digest]")
+        elif role != "trainer":
+            raise ProtocolError(f"unknown role {role!r}")
+        return {"term": self.machine.term}
+
+    def _on_peer(self, connection: Connection, role: str, fields: Message) -> None:
+        if role == "courier":
+            self._on_courier(connection, fields["rank"])
+        elif role == "actor":
+            self._on_actor(connection, fields)
+        else:
+            if self._trainer is not None:
+                self._trainer.close("replaced")
+            self._trainer = connection
+            connection.on_message, connection.on_close = self._on_trainer_message, self._on_trainer_lost
+            self._send_status()
+
+    def _on_courier(self, connection: Connection, rank: int) -> None:
+        old = self._couriers.get(rank)
+        if old is not None:
+            old.close("replaced")
+        self._couriers[rank] = connection
+        connection.on_message = partial(self._on_courier_message, rank)
+        connection.on_close = partial(self._on_courier_lost, rank)
+        self._execute(self.machine.courier_joined(rank, time.monotonic()))
+
+    def _on_courier_lost(self, rank: int, connection: Connection, reason: str) -> None:
+        if self._couriers.get(rank) is connection:
+            del self._couriers[rank]
+            logger.warning("courier of rank %d lost: %s", rank, reason)
+            self._execute(self.machine.courier_lost(rank, time.monotonic()))
+
+    def _on_courier_message(self, rank: int, _connection: Connection, message: Message) -> None:
+        if message["type"] == "layout":
+            self._on_layout(rank, message["layout"])
+        elif message["type"] in ("snapped", "failed", "need_slot", "broken"):
+            self._execute(self.machine.courier_message(rank, message, time.monotonic()))
+        else:
+            raise ProtocolError(f"a courier does not send {message['type']!r}")
+
+    def _on_layout(self, rank: int, layout: Message) -> None:
+        self._layouts[rank] = layout
+        if self.machine.layout is not None or len(self._layouts) < self._world_size:
+            return
+        try:
+            whole = merge_layouts([self._layouts[number] for number in range(self._world_size)])
+        except LayoutError as error:
+            self._failure = f"the ranks' shards do not fit together: {error}"
+            logger.error("%s", self._failure)
+            self._write("failure", {"reason": self._failure})
+            self._send_status()
+            return
+        layout_id = whole.layout_id()
+        self._write("layout", {"layout_id": layout_id, "bytes": whole.total_bytes})
+        digest = partial(content_digest, layout_id)
+        self._execute(self.machine.layout_known(whole.to_json(), layout_id, digest, time.monotonic()))
+
+    def _on_actor(self, connection: Connection, fields: Message) -> None:
+        self._sessions += 1
+        name, session = fields["actor"], self._sessions
+        self._actors[name, session] = connection
+        connection.on_message = partial(self._on_actor_message, name, session)
+        connection.on_close = partial(self._on_actor_lost, name, session)
+        self._execute(self.machine.actor_joined(name, session, fields, time.monotonic()))
+
+    def _on_actor_message(self, name: str, session: int, _connection: Connection, message: Message) -> None:
+        kinds = ("ping", "ready", "accept", "decline", "progress", "staged", "refused", "applied", "poisoned")
+        if message["type"] not in kinds:
+            raise ProtocolError(f"an actor does not send {message['type']!r}")
+        self._execute(self.machine.actor_message(name, session, message, time.monotonic()))
+
+    def _on_actor_lost(self, name: str, session: int, _connection: Connection, reason: str) -> None:
+        if self._actors.pop((name, session), None) is not None:
+            self._execute(self.machine.actor_lost(name, session, reason, time.monotonic()))
+
+    def _on_trainer_message(self, _connection: Connection, message: Message) -> None:
+        if message["type"] not in ("pin", "unpin"):
+            raise ProtocolError(f"a trainer does not send {message['type']!r}")
+        self._execute(self.machine.pin(message.get("version"), time.monotonic()))
+
+    def _on_trainer_lost(self, connection: Connection, _reason: str) -> None:
+        if self._trainer is connection:
+            self._trainer = None
+
+    # Commands
+
+    def _execute(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, ToCourier):
+                self._to_couriers(command)
+            elif isinstance(command, ToActor):
+                connection = self._actors.get((command.actor, command.session))
+                if connection is not None:
+                    connection.send(self._stamped(command.message))
+            elif isinstance(command, Disconnect):
+                connection = self._actors.pop((command.actor, command.session), None)
+                if connection is not None:
+                    connection.close("evicted")
+            elif isinstance(command, Record):
+                self._write(command.event, command.fields)
+        if commands and not self._status_due:
+            self._status_due = True
+            self._loop.call_later(STATUS_SECONDS, self._send_status)
+
+    def _to_couriers(self, command: ToCourier) -> None:
+        ranks = list(self._couriers) if command.rank is None else [command.rank]
+        for rank in ranks:
+            connection = self._couriers.get(rank)
+            if connection is not None:
+                connection.send(self._stamped(command.message))
+
+    def _stamped(self, message: Message) -> Message:
+        return {**message, "epoch": self.epoch, "term": self.machine.term}
+
+    def _send_status(self) -> None:
+        self._status_due = False
+        status = {**self.machine.status(), "couriers": len(self._couriers), "failure": self._failure}
+        if self._trainer is not None and (status != self._last_status or not self._trainer_told):
+            self._trainer.send(self._stamped(status))
+        self._trainer_told = self._trainer is not None
+        self._last_status = status
+
+    _trainer_told = False
+
+    def _write(self, event: str, fields: Message) -> None:
+        line = {"time": time.time(), "term": self.machine.term, "event": event, **fields}
+        self._journal.write(json.dumps(line) + "\n")
+
+
+def main() -> int:
+    """Entry point; the arguments are one JSON object, the token comes by environment."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # The trainer decides when this process ends: a terminal's Ctrl-C goes to the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Coordinator(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

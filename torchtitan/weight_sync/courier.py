@@ -1,0 +1,235 @@
+"""A rank's background worker, a process of its own: takes that rank's slots to actors. No torch.
+
+    python -m torchtitan.weight_sync.courier '{"rank": 0, ...}'      (started by the rank, see launch.py)
+
+It computes the checksums that the trainer does not wait for, reports snapshots, streams buckets to actors that accepted
+an offer, and frees slots. A slow actor only fills its own socket.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.courier_link import CourierLink, Delivery
+from torchtitan.weight_sync.event_loop import Connection, EventLoop, dial
+from torchtitan.weight_sync.faults import Faults
+from torchtitan.weight_sync.manifest import Layout, bucket_checksum
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.courier")
+
+RETRY_SECONDS = 0.1
+PARENT_CHECK_SECONDS = 1.0
+
+
+class Courier:
+    """Everything between one rank's slots, the coordinator and the actors."""
+
+    def __init__(self, arguments: dict[str, Any], token: str):
+        self.rank: int = arguments["rank"]
+        self.epoch: str = arguments["epoch"]
+        self.coordinator: str = arguments["coordinator"]
+        self._connect_timeout_s: float = arguments["progress_timeout_s"]
+        self._token = token
+        self._layout_json = json.loads(Path(arguments["layout_file"]).read_text())
+        self.layout = Layout.from_json(self._layout_json)
+        self._slots = SharedSlots(
+            arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], self.layout.ranks[0].slot_bytes
+        )
+        self._keeper = self._slots.keeper()
+        self._bell = socket.socket(fileno=arguments["bell_fd"])
+        self._bell.setblocking(False)
+        self._loop = EventLoop()
+        self._faults = Faults.from_environment()
+        self._control: Connection | None = None
+        self._term = 0
+        self._links: dict[str, CourierLink] = {}
+        self._checksums: dict[int, list[str]] = {}
+        self._hashing: set[int] = set()
+        self._to_hash: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._failed_serial = 0
+        self._misses = self._slots.misses
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Work until the trainer is gone."""
+        threading.Thread(target=self._hash, name="checksums", daemon=True).start()
+        self._loop.watch(self._bell, selectors.EVENT_READ, self._rung)
+        self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
+        self._dial()
+        self._look()
+        self._loop.run()
+
+    # Trainer
+
+    def _check_parent(self) -> None:
+        self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
+        if os.getppid() != self._parent:
+            self._loop.stop()
+
+    def _rung(self, _events: int) -> None:
+        try:
+            if not self._bell.recv(4096):
+                self._loop.stop()
+                return
+        except BlockingIOError:
+            pass
+        self._look()
+
+    def _look(self) -> None:
+        """Read what the trainer has done from the shared words."""
+        filled = self._keeper.filled()
+        for serial in list(self._checksums):
+            if serial not in filled:
+                del self._checksums[serial]
+        for serial, (index, _version) in sorted(filled.items()):
+            if serial not in self._checksums and serial not in self._hashing:
+                self._hashing.add(serial)
+                self._keeper.hold(serial, "checksum")
+                self._to_hash.put((serial, index))
+        serial, version = self._slots.failed
+        if serial > self._failed_serial and self._control is not None:
+            self._failed_serial = serial
+            self._tell({"type": "failed", "serial": serial, "version": version})
+        if self._slots.misses != self._misses:
+            self._misses = self._slots.misses
+            self._tell({"type": "need_slot"})
+
+    def _hash(self) -> None:
+        while True:
+            serial, index = self._to_hash.get()
+            memory, step = self._slots.slot(index), self.layout.bucket_bytes
+            sums = [bucket_checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
+            self._loop.call_from_thread(lambda done=(serial, sums): self._hashed(*done))
+
+    def _hashed(self, serial: int, checksums: list[str]) -> None:
+        self._hashing.discard(serial)
+        self._checksums[serial] = checksums
+        self._tell_snapped(serial)
+        self._keeper.let_go(serial, "checksum")
+
+    def _tell_snapped(self, serial: int) -> None:
+        found = self._keeper.filled().get(serial)
+        if found is not None:
+            sums = self._checksums[serial]
+            self._tell({"type": "snapped", "serial": serial, "version": found[1], "checksums": sums})
+
+    # Coordinator
+
+    def _tell(self, message: Message) -> None:
+        if self._control is not None:
+            self._control.send({**message, "epoch": self.epoch, "term": self._term})
+
+    def _dial(self) -> None:
+        fields = {"rank": self.rank, "epoch": self.epoch}
+        dial(self._loop, self.coordinator, self._token, "courier", fields, self._welcomed, self._out_of_reach)
+
+    def _out_of_reach(self, reason: str) -> None:
+        # Without an end of its own: rank 0 bounds the coordinator's restarts, and this process ends with its rank.
+        logger.info("coordinator out of reach: %s", reason)
+        self._loop.call_later(RETRY_SECONDS, self._dial)
+
+    def _welcomed(self, connection: Connection, fields: Message) -> None:
+        self._term = int(fields["term"])
+        self._control = connection
+        connection.on_message, connection.on_close = self._on_message, self._on_control_lost
+        self._tell({"type": "layout", "layout": self._layout_json})
+        for serial in sorted(self._checksums):
+            self._tell_snapped(serial)
+        self._failed_serial = 0
+        self._look()
+
+    def _on_control_lost(self, _connection: Connection, reason: str) -> None:
+        logger.info("coordinator connection over: %s", reason)
+        self._control = None
+        for link in self._links.values():
+            link.abort()
+        self._keeper.end_all_leases()
+        self._loop.call_later(RETRY_SECONDS, self._dial)
+
+    def _on_message(self, _connection: Connection, message: Message) -> None:
+        if message.get("epoch") != self.epoch or message.get("term") != self._term:
+            logger.warning("dropped a %s of another epoch or term", message["type"])
+            return
+        kind = message["type"]
+        if kind == "publish":
+            self._keeper.publish(message["serial"])
+        elif kind == "drop":
+            self._keeper.drop(message["serial"])
+        elif kind == "lease":
+            for attempt, _actor in message["attempts"]:
+                if not self._keeper.lease(message["serial"], attempt):
+                    self._tell({"type": "broken", "attempt": attempt, "reason": "no such snapshot here"})
+        elif kind == "send":
+            self._send(message)
+        elif kind == "abort":
+            self._abort(message["attempt"])
+        elif kind == "release":
+            self._keeper.end_lease(message["attempt"])
+        else:
+            raise ProtocolError(f"a coordinator does not send {kind!r} to a courier")
+
+    # Actors
+
+    def _send(self, message: Message) -> None:
+        attempt, serial, actor = message["attempt"], message["serial"], message["actor"]
+        found = self._keeper.filled().get(serial)
+        if found is None or attempt not in self._keeper.leases(serial):
+            self._tell({"type": "broken", "attempt": attempt, "reason": "the slot is not leased"})
+            return
+        memory = self._slots.slot(found[0])
+        if len(memory) == 0:
+            return  # this rank's parameters are all sent by others
+        self._keeper.hold(serial, f"attempt {attempt}")
+        link = self._links.get(actor)
+        if link is None or link.address != message["data"]:
+            if link is not None:
+                link.disconnect()
+            fields = {"rank": self.rank, "epoch": self.epoch, "actor": actor}
+            link = self._links[actor] = CourierLink(
+                self._loop,
+                message["data"],
+                self._token,
+                fields,
+                self.rank,
+                self._faults,
+                self._connect_timeout_s,
+                self._delivered,
+            )
+        link.send(Delivery(attempt, serial, found[1], memory, self.layout.bucket_bytes))
+
+    def _delivered(self, delivery: Delivery, error: str | None) -> None:
+        self._keeper.let_go(delivery.serial, f"attempt {delivery.attempt}")
+        if error:
+            self._tell({"type": "broken", "attempt": delivery.attempt, "reason": error})
+
+    def _abort(self, attempt: int) -> None:
+        for link in self._links.values():
+            if link.delivery is not None and link.delivery.attempt == attempt:
+                link.abort()
+        self._keeper.end_lease(attempt)
+
+
+def main() -> int:
+    """Entry point; the arguments are one JSON object, the token comes by environment."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # The trainer decides when this process ends: a terminal's Ctrl-C goes to the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Courier(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

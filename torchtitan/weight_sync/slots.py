@@ -1,0 +1,89 @@
+"""Slots in memory that the trainer and its courier share, and the words that say whose each is. No torch.
+
+The memory has no name (memfd, or an unlinked file in the run folder), so nothing is left behind however a process dies.
+State words are 64-bit and aligned: one store each, no lock. The doorbell after a store is a system call, which also
+orders the slot's bytes before it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from torchtitan.weight_sync.states.slot import SlotKeeper, SlotView, SlotWriter
+
+_PAGE = mmap.PAGESIZE
+_WORD_BYTES = 8
+# After the slots' words: the last snapshot that this rank could not take, and how often a slot was missed.
+_EXTRA_WORDS = 2
+
+
+class SharedSlots:
+    """`count` slots of `slot_bytes` each."""
+
+    def __init__(self, words_fd: int, data_fd: int, count: int, slot_bytes: int):
+        self.words_fd, self.data_fd, self.count, self.slot_bytes = words_fd, data_fd, count, slot_bytes
+        self.stride = max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
+        self._words_map = mmap.mmap(words_fd, (count + _EXTRA_WORDS) * _WORD_BYTES)
+        self.map = mmap.mmap(data_fd, count * self.stride)
+        self._words = memoryview(self._words_map).cast("Q")
+        self._memory = memoryview(self.map)
+
+    @classmethod
+    def create(cls, count: int, slot_bytes: int, folder: Path) -> SharedSlots:
+        """New slots, all free and zero."""
+        stride = max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
+        words_fd = _anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
+        data_fd = _anonymous_file("weight-sync-slots", count * stride, folder)
+        return cls(words_fd, data_fd, count, slot_bytes)
+
+    def writer(self) -> SlotWriter:
+        """The trainer's side."""
+        return SlotWriter(self._words[: self.count])
+
+    def keeper(self) -> SlotKeeper:
+        """The courier's side."""
+        return SlotKeeper(self._words[: self.count])
+
+    def offset(self, index: int) -> int:
+        """First byte of a slot in `map`."""
+        return index * self.stride
+
+    def slot(self, index: int) -> memoryview:
+        """A slot's bytes."""
+        return self._memory[self.offset(index) : self.offset(index) + self.slot_bytes]
+
+    @property
+    def failed(self) -> tuple[int, int]:
+        """(serial, version) of the last snapshot that this rank could not take; serial 0 when there is none."""
+        view = SlotView.unpack(self._words[self.count])
+        return view.serial, view.version
+
+    def set_failed(self, serial: int, version: int) -> None:
+        self._words[self.count] = (version << 30) | serial
+
+    @property
+    def misses(self) -> int:
+        """How often the trainer found no free slot."""
+        return self._words[self.count + 1]
+
+    def count_miss(self) -> None:
+        self._words[self.count + 1] += 1
+
+    def close_files(self) -> None:
+        """Close the descriptors; the mapping lives as long as somebody uses it."""
+        os.close(self.words_fd)
+        os.close(self.data_fd)
+
+
+def _anonymous_file(name: str, size: int, folder: Path) -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(name)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=name, dir=folder)
+        os.unlink(path)
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -1,0 +1,108 @@
+"""What the coordinator knows about one actor. Pure.
+
+JOINING → READY → OFFERED → RECEIVING → STAGED → APPLYING → READY; SUSPECT (a deadline passed) → EVICTED → JOINING; and
+POISONED (apply failed), which serves nothing until a full version has been applied.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.weight_sync.states.attempt import Attempt
+
+
+class ActorState(enum.Enum):
+    JOINING = "JOINING"
+    READY = "READY"
+    OFFERED = "OFFERED"
+    RECEIVING = "RECEIVING"
+    STAGED = "STAGED"
+    APPLYING = "APPLYING"
+    SUSPECT = "SUSPECT"
+    EVICTED = "EVICTED"
+    POISONED = "POISONED"
+
+
+_S = ActorState
+_NEXT = {
+    _S.JOINING: {_S.READY, _S.POISONED, _S.EVICTED},
+    _S.READY: {_S.OFFERED, _S.SUSPECT, _S.EVICTED},
+    # An aborted, declined or refused attempt leads back to where the actor was.
+    _S.OFFERED: {_S.RECEIVING, _S.READY, _S.POISONED, _S.SUSPECT, _S.EVICTED},
+    _S.RECEIVING: {_S.STAGED, _S.READY, _S.POISONED, _S.SUSPECT, _S.EVICTED},
+    _S.STAGED: {_S.APPLYING, _S.EVICTED},
+    _S.APPLYING: {_S.READY, _S.POISONED, _S.EVICTED},
+    _S.SUSPECT: {_S.READY, _S.POISONED, _S.EVICTED},
+    _S.EVICTED: set(),
+    _S.POISONED: {_S.OFFERED, _S.SUSPECT, _S.EVICTED},
+}
+
+NO_VERSION = -1
+
+
+@dataclass
+class Actor:
+    """One connection's life of one actor; a rejoin makes a new one."""
+
+    name: str
+    session: int
+    data: str
+    """host:port that couriers send to"""
+    heard_at: float
+    since: float
+    state: ActorState = ActorState.JOINING
+    version: int = NO_VERSION
+    """Served version of this epoch, NO_VERSION when it serves none"""
+    digest: str = ""
+    poisoned: bool = False
+    mailbox: bool = False
+    """A version waits: always the newest (depth one, latest wins)"""
+    attempt: Attempt | None = None
+    unanswered_since: float | None = None
+    """First offer that got no answer; outlives attempts that are aborted for want of slots"""
+    shortage_aborts: int = 0
+    """Consecutive attempts aborted for want of slots although they made progress"""
+    missed_deadlines: int = 0
+    failures: int = 0
+    """Consecutive attempts that ended in corruption, a broken connection or a failed apply"""
+    pinned: bool = False
+    reason: str = ""
+    evictions: int = 0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def idle_state(self) -> ActorState:
+        """Where an ended attempt leads back to."""
+        return ActorState.POISONED if self.poisoned else ActorState.READY
+
+    @property
+    def idle(self) -> bool:
+        """Can be offered a version."""
+        return self.state in (ActorState.READY, ActorState.POISONED)
+
+    @property
+    def serves(self) -> bool:
+        """May be sent prompts: some version of this epoch is whole in it."""
+        return self.version != NO_VERSION and not self.poisoned and self.state is not ActorState.EVICTED
+
+    def move(self, state: ActorState, now: float) -> None:
+        """Raises RuntimeError for a step that the protocol does not have."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"actor {self.name} cannot go from {self.state.value} to {state.value}")
+        self.state, self.since = state, now
+
+    def status(self) -> dict[str, Any]:
+        """For the trainer and the logs; JSON."""
+        return {
+            "state": self.state.value,
+            "version": self.version,
+            "digest": self.digest,
+            "serves": self.serves,
+            "poisoned": self.poisoned,
+            "pinned": self.pinned,
+            "reason": self.reason,
+            "evictions": self.evictions,
+            "figures": self.figures,
+        }
