@@ -36,7 +36,7 @@ for argument in "$@"; do
 done
 
 # The debug checkpoint is the one input that is made here; it is made once, and read like any other afterwards.
-to_make="$(check --can-make assets/debug_arithmetic)"
+to_make="$(check --missing-assets)"
 if [[ -n "$to_make" ]]; then
     echo "[run] making the debug checkpoint $to_make" >&2
     "$PYTHON" "$root/scripts/make_debug_checkpoint.py" --output "$to_make"

@@ -86,7 +86,7 @@ def main() -> int:
     other = other_torchtitan()
     if other is not None:
         print(
-            f"`torchtitan` resolves to {other}, not to this checkout ({ROOT}); uninstall that one or use another venv"
+            f"`torchtitan` resolves to {other}, not to this checkout ({ROOT}): uninstall it or use another venv"
         )
         return 3
     requirements = read_requirements([extra for extra in arguments.extras.split(",") if extra])

@@ -15,7 +15,7 @@ import pytest
 
 from torchtitan.components.metrics import REQUIRED_KEYS
 from torchtitan.components.report import main, write_report
-from torchtitan.components.run_dir import config_to_toml
+from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from torchtitan.components import checkpoint_folder
 from torchtitan.components.events import read_json_lines
-from torchtitan.components.run_dir import config_to_toml, mint_epoch, open_run_directory
+from torchtitan.components.run_dir import mint_epoch, open_run_directory
+from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 

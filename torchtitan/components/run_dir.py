@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import secrets
 import time
 from pathlib import Path
-from typing import Any
 
 from torchtitan.components.checkpoint_folder import whole_steps
 from torchtitan.components.events import append_line, read_json_lines
+from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 
@@ -71,26 +70,6 @@ def mint_epoch(run_dir: str | Path) -> str:
     epoch = f"e{number}-{secrets.token_hex(4)}"
     append_line(path, json.dumps({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()}))
     return epoch
-
-
-def config_to_toml(config: JobConfig) -> str:
-    """The whole configuration as TOML that loads to the same configuration."""
-    lines = []
-    for table in dataclasses.fields(config):
-        lines.append(f"[{table.name}]")
-        section = getattr(config, table.name)
-        lines += [f"{key.name} = {_toml_value(getattr(section, key.name))}" for key in dataclasses.fields(section)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, float):
-        return repr(value)  # 1e-06, 0.5, inf and nan are TOML as they are
-    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _fresh(root: Path, name: str) -> Path:

@@ -1,0 +1,130 @@
+"""The model's shape before anything is loaded: from config.json or the table of flavors, checked against the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan.config.fields import Problem, nearest, show
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.models.flavors import FLAVORS, find_flavor
+from torchtitan.models.model_args import ModelArgs
+
+# What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
+DEBUG_ASSETS = "assets/debug_arithmetic"
+
+
+def is_missing_debug_checkpoint(config: JobConfig) -> bool:
+    """Whether the one checkpoint that run_grpo.sh makes by itself is named and not there yet."""
+    directory = Path(config.model.hf_assets_path)
+    return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
+
+
+def read_shape(config: JobConfig) -> ModelArgs | None:
+    """The shape of the policy, or None while the debug checkpoint has not been made.
+
+    Raises:
+        UserError: unknown flavor; no, unreadable or unsupported config.json. Its message names key and value.
+    """
+    model = config.model
+    if model.flavor:
+        return find_flavor(model.name, model.flavor)
+    if is_missing_debug_checkpoint(config):
+        return None
+    path = Path(model.hf_assets_path).expanduser() / "config.json"
+    try:
+        args = ModelArgs.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
+        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path}: {error}") from error
+    except KeyError as error:
+        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path} lacks the key {error}") from error
+    named = _hf_family(model.name)
+    if model.name != "auto" and args.family != named:
+        raise UserError(
+            f'model.name = "{model.name}" is not allowed: the checkpoint in {model.hf_assets_path} is of family '
+            f"{args.family}; set model.name to auto"
+        )
+    return args
+
+
+def check_model(config: JobConfig, planning: bool) -> Iterator[Problem]:
+    """Problems of [model] and of what must fit its shape. `planning`: no checkpoint files are needed."""
+    model = config.model
+    key = "model.hf_assets_path"
+    directory = Path(model.hf_assets_path).expanduser()
+    if model.flavor:
+        known = [name for family in FLAVORS if model.name in ("auto", family) for name in FLAVORS[family]]
+        if model.flavor not in known:
+            allowed = f"must be one of {', '.join(known)}{nearest(model.flavor, known)}"
+            yield Problem("model.flavor", f"model.flavor = {show(model.flavor)} is not allowed: {allowed}")
+            return
+    if planning and (model.flavor or is_missing_debug_checkpoint(config)):
+        pass
+    elif not model.hf_assets_path:
+        yield Problem(key, f'{key} = "": must be a Hugging Face checkpoint directory (config.json, tokenizer.json)')
+        return
+    elif not directory.is_dir():
+        yield Problem(key, f"{key} = {show(model.hf_assets_path)} is no directory{_how_to_make(config)}")
+        return
+    else:
+        problem = _missing_file(config, directory)
+        if problem is not None:
+            yield Problem(key, f"{key} = {show(model.hf_assets_path)}: {problem}")
+            return
+    try:
+        args = read_shape(config)
+    except UserError as error:
+        yield Problem(key, str(error))
+        return
+    if args is not None:
+        yield from _check_shape(config, args)
+
+
+def _missing_file(config: JobConfig, directory: Path) -> str | None:
+    if not config.model.flavor and not (directory / "config.json").is_file():
+        return "there is no config.json in it"
+    # A replay without evaluation never sees text.
+    if not (directory / "tokenizer.json").is_file() and (config.eval.enable or not config.rollout.replay):
+        return "there is no tokenizer.json in it"
+    if not config.model.flavor and not any(directory.glob("*.safetensors")):
+        return "there are no *.safetensors in it (training from random weights: set model.flavor)"
+    return None
+
+
+def _how_to_make(config: JobConfig) -> str:
+    path = config.model.hf_assets_path
+    if is_missing_debug_checkpoint(config):
+        return f"; make it: python scripts/make_debug_checkpoint.py --output {path} (./run_grpo.sh does so by itself)"
+    parent = Path(path).expanduser().parent
+    siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
+    return f" (looked in {Path.cwd()}){nearest(Path(path).name, siblings)}"
+
+
+def _hf_family(name: str) -> str:
+    return {"llama3": "llama"}.get(name, name)
+
+
+def _check_shape(config: JobConfig, args: ModelArgs) -> Iterator[Problem]:
+    degree = config.parallelism.tensor_parallel_degree
+    counts = {
+        "attention heads": args.num_attention_heads,
+        "key-value heads": args.num_key_value_heads,
+        "feed-forward columns (intermediate_size)": args.intermediate_size,
+    }
+    undivided = [f"{count} {what}" for what, count in counts.items() if degree > 1 and count % degree]
+    if undivided:
+        common = math.gcd(*counts.values())
+        allowed = ", ".join(str(number) for number in range(1, min(common, 64) + 1) if common % number == 0)
+        text = f"must divide the model's {' and '.join(undivided)} (allowed: {allowed})"
+        key = "parallelism.tensor_parallel_degree"
+        yield Problem(key, f"{key} = {degree} is not allowed: {text}")
+    if config.training.seq_len > args.max_position_embeddings:
+        text = f"must be at most the model's max_position_embeddings = {args.max_position_embeddings}"
+        yield Problem("training.seq_len", f"training.seq_len = {config.training.seq_len} is not allowed: {text}")
+    outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
+    if outside:
+        text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"
+        yield Problem("rollout.stop_token_ids", f"rollout.stop_token_ids: {outside} is not allowed: {text}")

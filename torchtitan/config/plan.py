@@ -1,0 +1,176 @@
+"""What a job will do, from its configuration alone: ranks, mesh, actors, tokens, bytes. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.fields import config_to_toml
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.model_shape import read_shape
+from torchtitan.config.validate import global_batch_size, world_size
+from torchtitan.models.model_args import ModelArgs
+
+__all__ = ["MemoryEstimate", "Plan", "describe_plan", "make_plan", "world_size"]
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one trainer rank.
+
+    Parameters, gradients and the two AdamW moments are exact but for rounding: the rank's share (parameters / shards /
+    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. The rest is
+    rough:
+
+    - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
+      largest unit is a layer, or the root with embedding and head.
+    - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
+      projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
+      among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
+    - logits: T × vocabulary in fp32, four such tensors alive at the peak (scaled logits, log-probs, their exponential
+      and the entropy's terms), over the tensor-parallel ranks.
+    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, in shared host memory.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+    slots: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of a job. Those that need the model's shape are None while that is not known."""
+
+    ranks: int
+    replicate: int
+    shard: int
+    tensor: int
+    batch: int
+    """Completions per batch"""
+    groups: int
+    max_tokens: int
+    """Upper bound of prompt and completion tokens per batch"""
+    max_generated_tokens: int
+    parameters: int | None = None
+    version_bytes: int | None = None
+    """Bytes of one full set of weights as the actors get it"""
+    memory: MemoryEstimate | None = None
+
+
+def make_plan(config: JobConfig, ranks: int) -> Plan:
+    """The figures of `config` on that many ranks.
+
+    Raises:
+        UserError: the model's shape cannot be read.
+    """
+    parallelism = config.parallelism
+    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+    shard = parallelism.data_parallel_shard_degree
+    if shard == -1:
+        shard = max(1, ranks // (replicate * tensor))
+    batch = global_batch_size(config, ranks)
+    args = read_shape(config)
+    parameters = None if args is None else args.num_parameters()
+    return Plan(
+        ranks=ranks,
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        batch=batch,
+        groups=batch // config.grpo.group_size,
+        max_tokens=batch * config.training.seq_len,
+        max_generated_tokens=batch * config.rollout.max_completion_tokens,
+        parameters=parameters,
+        version_bytes=None if parameters is None else parameters * BYTES[config.inference.dtype],
+        memory=None if args is None else estimate_memory(config, args, shard, tensor, ranks),
+    )
+
+
+def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int, ranks: int) -> MemoryEstimate:
+    """See MemoryEstimate for the reasoning."""
+    training = config.training
+    share = -(-args.num_parameters() // (shard * tensor))
+    master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
+    query = args.num_attention_heads * args.head_dim
+    key_value = args.num_key_value_heads * args.head_dim
+    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
+    layer = (args.num_parameters() - root) // args.num_hidden_layers
+    kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * args.intermediate_size
+    whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
+    per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
+    tokens = training.tokens_per_micro_batch
+    # Without FSDP2 (one rank) parameters are used where they lie.
+    gathered = 2 * max(root, layer) * computed // tensor if ranks > 1 else 0
+    return MemoryEstimate(
+        parameters=share * master,
+        gradients=share * master,
+        optimizer=2 * share * master,
+        gathered=gathered,
+        activations=tokens * per_token * computed // tensor,
+        logits=4 * tokens * args.vocab_size * 4 // tensor,
+        slots=config.weight_sync.num_slots * share * BYTES[config.inference.dtype],
+    )
+
+
+def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
+    """(layers that keep their activations, layers that recompute them)."""
+    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    checkpointed = {"none": 0, "selective": layers // every, "full": layers}[mode]
+    return layers - checkpointed, checkpointed
+
+
+def describe_plan(config: JobConfig, world_size: int) -> str:
+    """The resolved configuration as TOML, and under it the plan as TOML comments: the whole loads as a config file.
+
+    Raises:
+        UserError: the model's shape cannot be read.
+    """
+    plan = make_plan(config, world_size)
+    lines = [
+        f"ranks: {plan.ranks}",
+        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel",
+        f"actors: {_actors(config)}",
+        f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
+        f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
+        f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
+    ]
+    if plan.parameters is None or plan.version_bytes is None or plan.memory is None:
+        lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
+    else:
+        memory = plan.memory
+        lines += [
+            f"model: {plan.parameters:,} parameters",
+            f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
+            f"slots per rank: {config.weight_sync.num_slots}, together {_size(memory.slots)} of shared memory",
+            f"memory estimate per rank: {_size(memory.total)}",
+            *(f"  {part}: {_size(size)}" for part, size in vars(memory).items()),
+        ]
+    return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _actors(config: JobConfig) -> str:
+    inference = config.inference
+    if config.rollout.replay:
+        return f"none, rollouts are replayed from {config.rollout.replay}"
+    if inference.servers:
+        return f"{len(inference.servers)} running already: {', '.join(inference.servers)}"
+    update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
+    return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}), {update}"
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"

@@ -1,0 +1,246 @@
+"""What a configuration must satisfy as a whole. No torch here; nothing is started, only small files are read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchtitan.config.fields import Problem, nearest, show
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.model_shape import check_model
+from torchtitan.config.ranges import NAMES, RANGES
+from torchtitan.rewards import BUILTIN
+
+
+def world_size() -> int:
+    """Ranks of this job: torchrun's WORLD_SIZE, or 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_batch_size(config: JobConfig, ranks: int) -> int:
+    """Completions per batch over all ranks."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    return config.training.local_batch_size * max(1, ranks // config.parallelism.tensor_parallel_degree)
+
+
+def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
+    """All problems of `config` for world_size() ranks; empty where there are none.
+
+    With `planning` nothing will be trained: a shape from model.flavor is enough, without checkpoint files.
+    """
+    values = list(_check_values(config))
+    wrong = {problem.key for problem in values}
+    ranks = world_size()
+    combinations = [
+        *_check_parallelism(config, ranks, wrong),
+        *_check_batch(config, ranks, wrong),
+        *_check_lengths(config),
+        *_check_rollout(config),
+        *_check_rewards(config),
+        *_check_inference(config),
+        *_check_evaluation(config),
+        *_check_files(config),
+        *check_model(config, planning),
+    ]
+    # Where a value alone is wrong, what follows from it says nothing new.
+    return values + [problem for problem in combinations if problem.key not in wrong]
+
+
+def get(config: JobConfig, key: str) -> object:
+    """The value of `table.key`."""
+    table, _, name = key.partition(".")
+    return getattr(getattr(config, table), name)
+
+
+def refuse(config: JobConfig, key: str, allowed: str) -> Problem:
+    """The problem of a key, with its value and what is allowed."""
+    return Problem(key, f"{key} = {show(get(config, key))} is not allowed: {allowed}")
+
+
+def _check_values(config: JobConfig) -> Iterator[Problem]:
+    """Every value by itself: numbers in their range, names among the known."""
+    for key, allowed in RANGES.items():
+        value = get(config, key)
+        if isinstance(value, (int, float)) and value not in allowed:
+            yield refuse(config, key, f"must be {allowed}")
+    for key, names in NAMES.items():
+        value = str(get(config, key))
+        if value not in names:
+            yield refuse(config, key, f"must be {' or '.join(names)}{nearest(value, names)}")
+    for key in ("checkpoint.folder", "profiling.save_traces_folder", "metrics.save_tb_folder"):
+        folder = Path(str(get(config, key)))
+        if not folder.name or folder.is_absolute() or ".." in folder.parts:
+            yield refuse(config, key, "must be a relative folder name, inside the run folder")
+    if not re.fullmatch(r"[\w.+-]+", config.job.name) or config.job.name.startswith("."):
+        yield refuse(config, "job.name", "must be made of letters, digits, `_`, `.`, `+` and `-` (it names a folder)")
+
+
+def _check_parallelism(config: JobConfig, ranks: int, wrong: set[str]) -> Iterator[Problem]:
+    parallelism = config.parallelism
+    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+    shard = parallelism.data_parallel_shard_degree
+    if any(key.startswith("parallelism.") for key in wrong):
+        return
+    started = f"{ranks} rank{'s' if ranks > 1 else ''} (NGPU)"
+    if shard == -1:
+        if ranks % (replicate * tensor):
+            key = "parallelism.tensor_parallel_degree" if tensor > 1 else "parallelism.data_parallel_replicate_degree"
+            text = f"data_parallel_replicate_degree {replicate} × tensor_parallel_degree {tensor} must divide {started}"
+            yield refuse(config, key, text)
+    elif replicate * shard * tensor != ranks:
+        text = f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
+        text += f"tensor_parallel_degree {tensor} = {replicate * shard * tensor} must equal {started}"
+        yield refuse(config, "parallelism.data_parallel_shard_degree", text)
+
+
+def _check_batch(config: JobConfig, ranks: int, wrong: set[str]) -> Iterator[Problem]:
+    training, grpo = config.training, config.grpo
+    sizes = {"training.global_batch_size", "training.local_batch_size", "grpo.group_size", "grpo.num_minibatches"}
+    if wrong & sizes or config.parallelism.tensor_parallel_degree < 1:
+        return
+    size = global_batch_size(config, ranks)
+    if training.global_batch_size != -1:
+        key, what = "training.global_batch_size", f"{size}"
+    else:
+        key = "training.local_batch_size"
+        what = f"{size} completions per batch ({training.local_batch_size} × {size // training.local_batch_size} ranks)"
+    if size % grpo.group_size:
+        yield refuse(config, key, f"{what} must be divisible by grpo.group_size = {grpo.group_size}")
+    elif (groups := size // grpo.group_size) % grpo.num_minibatches:
+        text = f"must divide the {groups} groups of a batch ({what} / grpo.group_size = {grpo.group_size})"
+        yield refuse(config, "grpo.num_minibatches", text)
+    elif 0 < config.rollout.max_groups_in_flight < groups:
+        text = f"must be 0, or at least the {groups} groups of one batch"
+        yield refuse(config, "rollout.max_groups_in_flight", text)
+
+
+def _check_lengths(config: JobConfig) -> Iterator[Problem]:
+    training, rollout = config.training, config.rollout
+    if rollout.max_completion_tokens >= training.seq_len:
+        text = f"must be less than training.seq_len = {training.seq_len}, which holds prompt and completion"
+        yield refuse(config, "rollout.max_completion_tokens", text)
+    if training.tokens_per_micro_batch < training.seq_len:
+        text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"
+        yield refuse(config, "training.tokens_per_micro_batch", text)
+    if config.lr_scheduler.warmup_steps > training.steps:
+        yield refuse(config, "lr_scheduler.warmup_steps", f"must be at most training.steps = {training.steps}")
+    if 0 < config.grpo.delta <= 1 + config.grpo.epsilon_high:
+        text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {1 + config.grpo.epsilon_high:g}"
+        yield refuse(config, "grpo.delta", text)
+
+
+def _check_rollout(config: JobConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    if not rollout.replay:
+        yield from _check_dataset(config, "rollout.dataset")
+    if config.eval.enable and config.eval.dataset:
+        yield from _check_dataset(config, "eval.dataset")
+    if rollout.system_prompt and not rollout.chat_template:
+        yield refuse(config, "rollout.system_prompt", "needs rollout.chat_template = true")
+    for key in ("rollout.prompt_column", "rewards.answer_column"):
+        if not get(config, key):
+            yield refuse(config, key, "must name a column")
+
+
+def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
+    name = str(get(config, key))
+    what = "must be arithmetic, a .jsonl or .parquet file, or a Hugging Face dataset name"
+    path = Path(name).expanduser()
+    if name == "arithmetic":
+        return
+    if not name:
+        yield refuse(config, key, what)
+    elif path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            found = [other.name for other in path.parent.glob("*") if other.suffix in (".jsonl", ".parquet")]
+            yield refuse(config, key, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
+        elif path.suffix == ".parquet" and find_spec("pyarrow") is None:
+            yield refuse(config, key, "a .parquet file needs pyarrow: pip install 'torchtitan-grpo[data]'")
+    elif path.exists() or name.startswith((".", "/", "~")):
+        yield refuse(config, key, what)
+    elif find_spec("datasets") is None:
+        text = f"{what}, which needs an extra: pip install 'torchtitan-grpo[data]'{nearest(name, ['arithmetic'])}"
+        yield refuse(config, key, text)
+
+
+def _check_rewards(config: JobConfig) -> Iterator[Problem]:
+    rewards = config.rewards
+    if not rewards.functions:
+        yield refuse(config, "rewards.functions", f"must name at least one of {', '.join(BUILTIN)}")
+    for name in rewards.functions:
+        if not _is_reward(name):
+            yield _unknown_reward("rewards.functions", name)
+    if len(set(rewards.functions)) < len(rewards.functions):
+        yield refuse(config, "rewards.functions", "every function may be named once")
+    if rewards.weights and len(rewards.weights) != len(rewards.functions):
+        text = f"must be empty, or have one weight for each of rewards.functions = {show(rewards.functions)}"
+        yield refuse(config, "rewards.weights", text)
+    if any(weight != weight or abs(weight) == float("inf") for weight in rewards.weights):
+        yield refuse(config, "rewards.weights", "every weight must be a finite number")
+    if config.eval.enable and config.eval.reward_function and not _is_reward(config.eval.reward_function):
+        yield _unknown_reward("eval.reward_function", config.eval.reward_function)
+
+
+def _is_reward(name: str) -> bool:
+    return name in BUILTIN or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name) is not None
+
+
+def _unknown_reward(key: str, name: str) -> Problem:
+    allowed = f"must be one of {', '.join(BUILTIN)}, or package.module:function"
+    return Problem(key, f"{key}: unknown reward function {show(name)}: {allowed}{nearest(name, BUILTIN)}")
+
+
+def _check_inference(config: JobConfig) -> Iterator[Problem]:
+    inference, sync = config.inference, config.weight_sync
+    if inference.mode == "colocate" and inference.backend == "embedded":
+        yield refuse(config, "inference.mode", "inference.backend embedded runs with inference.mode server only")
+    for server in inference.servers:
+        if not re.fullmatch(r"https?://[^/\s:]+(:\d{1,5})?/?", server):
+            text = f"inference.servers: {show(server)} is not allowed: must be a URL such as http://127.0.0.1:8000"
+            yield Problem("inference.servers", text)
+    if not inference.host.strip():
+        yield refuse(config, "inference.host", "must be an address of this machine, such as 127.0.0.1")
+    if inference.health_timeout_s <= inference.health_interval_s:
+        text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
+        yield refuse(config, "inference.health_timeout_s", text)
+    if sync.blocking_timeout_s < sync.apply_timeout_s:
+        text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
+        yield refuse(config, "weight_sync.blocking_timeout_s", text)
+
+
+def _check_evaluation(config: JobConfig) -> Iterator[Problem]:
+    evaluation = config.eval
+    if not evaluation.enable:
+        return
+    if not evaluation.pass_at_k:
+        yield refuse(config, "eval.pass_at_k", "must name at least one k")
+    if any(not 1 <= k <= evaluation.samples_per_prompt for k in evaluation.pass_at_k):
+        text = f"every k must be 1 to eval.samples_per_prompt = {evaluation.samples_per_prompt}"
+        yield refuse(config, "eval.pass_at_k", text)
+    if not evaluation.dataset and config.rollout.held_out_fraction == 0:
+        text = "must be greater than 0 where eval.enable = true and no eval.dataset is named"
+        yield refuse(config, "rollout.held_out_fraction", text)
+
+
+def _check_files(config: JobConfig) -> Iterator[Problem]:
+    """Folders that are read or written."""
+    dump_folder = Path(config.job.dump_folder).expanduser()
+    if not config.job.dump_folder or (dump_folder.exists() and not dump_folder.is_dir()):
+        yield refuse(config, "job.dump_folder", "must be a folder, or a path where one can be made")
+    if config.rollout.replay and not (Path(config.rollout.replay).expanduser() / "journal.jsonl").is_file():
+        yield refuse(config, "rollout.replay", "must be a run folder with a journal.jsonl")
+    resume = config.checkpoint.resume
+    if resume:
+        folder = dump_folder / "latest" if resume == "latest" else Path(resume).expanduser()
+        if not folder.is_dir():
+            yield refuse(config, "checkpoint.resume", f"there is no run folder {folder}")
+        elif not any((folder / config.checkpoint.folder).glob("step-*")):
+            yield refuse(config, "checkpoint.resume", f"there is no checkpoint in {folder / config.checkpoint.folder}")
+    elif config.checkpoint.load_step != -1:
+        yield refuse(config, "checkpoint.load_step", "needs checkpoint.resume")
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        yield refuse(config, "metrics.enable_wandb", "needs an extra: pip install 'torchtitan-grpo[wandb]'")
