@@ -8,8 +8,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
-from torchtitan.rollout.journal import decode_batch, encode_batch
+from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch
 
 
@@ -36,6 +37,8 @@ class Order:
 
 def share_order(order: Order | None) -> Order:
     """Collective: rank 0 passes its order, the others None; all get rank 0's. Without other ranks, a no-op."""
+    if device.world_size() == 1 and order is not None:
+        return order
     if order is None:
         payload = broadcast_bytes(None)
         kind = Kind(payload[:1])

@@ -1,0 +1,173 @@
+"""Rank 0's part of a run: it decides what all ranks do next, evaluates, and writes down what happens."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan.components.evaluation import Evaluator
+from torchtitan.components.events import EventLog
+from torchtitan.components.metrics import Figure, MetricsLogger
+from torchtitan.components.orders import Kind, Order
+from torchtitan.components.report import write_report
+from torchtitan.components.signals import SignalFlags
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.weights import WeightPath
+from torchtitan.config.job_config import JobConfig
+from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.source import RolloutSource, open_rollouts
+from torchtitan.rollout.types import Batch
+
+logger = logging.getLogger(__name__)
+
+# How long rank 0 looks for a batch before it looks at signals and owed versions again.
+POLL_S = 0.05
+# Without free slots an owed version is not tried again for this long.
+SNAPSHOT_PAUSE_S = 0.25
+
+
+class Director:
+    """Context manager; lives on rank 0 only."""
+
+    def __init__(self, config: JobConfig, run_dir: Path, epoch: str, token: str, signals: SignalFlags):
+        self.config = config
+        self.run_dir = run_dir
+        self.epoch = epoch
+        self.token = token
+        self.signals = signals
+        self._closing = contextlib.ExitStack()
+        self._evaluation: concurrent.futures.Future[dict[str, float]] | None = None
+        self._evaluation_seconds = 0.0
+        self._resumed_step: int | None = None
+        self._last_snapshot_try = 0.0
+        # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
+        self._keep_alive_s = config.comm.train_timeout_seconds / 4
+
+    def __enter__(self) -> Director:
+        config = self.config
+        with contextlib.ExitStack() as stack:
+            self.tokenizer = Tokenizer(config.model.hf_assets_path)
+            self.events = EventLog(self.run_dir / "events.jsonl")
+            self.journal = Journal(self.run_dir)
+            stack.callback(self.journal.close)
+            self.rollout: RolloutSource = open_rollouts(
+                config, self.tokenizer, self.journal, self.events, self.run_dir, self.epoch, self.token
+            )
+            stack.callback(self.rollout.close)
+            self.rollout.launch()
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def resume(self, version: int, rollout: bytes | None) -> None:
+        """Go on after the checkpoint of `version`, with the rollouts that it held."""
+        self.journal.resume_at(version)
+        self._resumed_step = version
+        if rollout is not None:
+            self.rollout.restore_state(rollout)
+        logger.info("resuming at version %d", version)
+
+    def connect(self, weights: WeightPath) -> None:
+        """Give the actors the way by which weights come."""
+        self.weights = weights
+        self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
+        self._closing.callback(self.metrics.close)
+        if weights.coordinator_address is not None:
+            self.rollout.connect_weights(weights.coordinator_address)
+
+    def start(self, version: int) -> None:
+        """Start the rollouts of version `version`, which has just been published, and the first evaluation."""
+        self.journal.append_decision(version, published=True)
+        self.rollout.start(version)
+        if self._resumed_step is None:
+            self._evaluate(version)
+
+    def decide(self, version: int) -> Order:
+        """The next order. Returns within a quarter of comm.train_timeout_seconds.
+
+        Raises:
+            UserError: no data came for too long, or the rollouts cannot go on.
+        """
+        give_up = time.monotonic() + self._keep_alive_s
+        while True:
+            if self.signals.stop_requested:
+                return Order(Kind.STOP)
+            if self.signals.take_export_request():
+                return Order(Kind.EXPORT)
+            if self._evaluation is not None:
+                self._look_at_evaluation(version)
+            elif version >= self.config.training.steps:
+                return Order(Kind.STOP)
+            else:
+                batch = self.rollout.next_batch(version, timeout=0.0 if self.weights.owed else POLL_S)
+                if batch is not None:
+                    return Order(Kind.BATCH, batch)
+            now = time.monotonic()
+            if self.weights.owed and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+                self._last_snapshot_try = now
+                return Order(Kind.SNAPSHOT)
+            if now > give_up:
+                return Order(Kind.WAIT)
+
+    def published(self, version: int, published: bool) -> None:
+        """Record the decision on a version; in blocking mode, wait until the live actors have it."""
+        self.journal.append_decision(version, published)
+        if published and not self.config.grpo.async_weight_update:
+            self.weights.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
+        self.rollout.set_version(version)
+        interval = self.config.eval.interval
+        if version >= self.config.training.steps or (interval > 0 and version % interval == 0):
+            self._evaluate(version)
+
+    def take_evaluation_seconds(self) -> float:
+        """Seconds of evaluation since the last call; they belong to no step."""
+        seconds, self._evaluation_seconds = self._evaluation_seconds, 0.0
+        return seconds
+
+    def log_step(self, version: int, batch: Batch, figures: Mapping[str, Figure]) -> None:
+        step_s = figures["time/step_s"]
+        tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
+        rate = {"tokens_per_s": tokens / step_s} if step_s else {}
+        actors = {name: str(state) for name, state in self.weights.actors().items()}
+        self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, actors)
+        self.metrics.log_completions(version, batch, self.tokenizer)
+
+    def finish(self) -> None:
+        """Close the record and draw the report."""
+        self.metrics.close()
+        logger.info("report: %s", write_report(self.run_dir))
+
+    def _evaluate(self, version: int) -> None:
+        """Start an evaluation in the background; orders wait for its end, so the weights stand still meanwhile."""
+        if not self.config.eval.enable or not self.rollout.has_actors or self._evaluation is not None:
+            return
+        self._evaluation_started = time.monotonic()
+        self._evaluation = self._executor.submit(self._run_evaluation, version)
+
+    def _run_evaluation(self, version: int) -> dict[str, float]:
+        deadline = time.monotonic() + self.config.eval.timeout_s
+        self.weights.wait_until_applied(self.weights.newest_published, self.config.eval.timeout_s / 2)
+        evaluator = Evaluator(self.config, self.rollout.held_out_prompts(), self.rollout, self.tokenizer)
+        return evaluator.evaluate(version, max(deadline - time.monotonic(), 1.0))
+
+    def _look_at_evaluation(self, version: int) -> None:
+        assert self._evaluation is not None
+        done, _ = concurrent.futures.wait([self._evaluation], timeout=POLL_S)
+        if not done:
+            return
+        evaluation, self._evaluation = self._evaluation, None
+        self._evaluation_seconds += time.monotonic() - self._evaluation_started
+        figures = evaluation.result()
+        if figures:
+            self.metrics.log_evaluation(version, figures)

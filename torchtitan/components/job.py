@@ -1,0 +1,178 @@
+"""One run on one rank: puts the parts together, and takes them apart in reverse order whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan.components.checkpoint import Checkpointer
+from torchtitan.components.director import Director
+from torchtitan.components.logs import set_up_logging
+from torchtitan.components.lr_scheduler import build_lr_scheduler
+from torchtitan.components.optimizer import build_optimizer
+from torchtitan.components.orders import Kind, Order, share_order
+from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
+from torchtitan.components.run_dir import mint_epoch, open_run_directory
+from torchtitan.components.signals import SignalFlags
+from torchtitan.components.weights import NoWeightSync, WeightPath, start_weight_sync
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.models.parallelize import build_policy
+from torchtitan.rollout.types import Batch
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """Context manager around a run. The same on every rank, but for `director`, which only rank 0 has."""
+
+    director: Director | None = None
+
+    def __init__(self, config: JobConfig):
+        self.config = config
+        self.version = 0
+        self._closing = contextlib.ExitStack()
+        self._waited = 0.0
+
+    def __enter__(self) -> Job:
+        try:
+            self._build()
+        except BaseException:
+            self._closing.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal that stopped the run."""
+        return self.signals.exit_code
+
+    def start(self) -> None:
+        """Publish the initial weights, then start the rollouts."""
+        self.weights.reserve()
+        self.weights.commit(self.version, votes_against=0)
+        if self.director is not None:
+            self.director.start(self.version)
+        device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
+        self._boundary = time.perf_counter()
+
+    def next_order(self) -> Order:
+        """What all ranks do next, as rank 0 decides."""
+        started = time.perf_counter()
+        order = share_order(None if self.director is None else self.director.decide(self.version))
+        self._waited += time.perf_counter() - started
+        if order.kind is Kind.STOP and self.version < self.config.training.steps:
+            self.signals.start_deadline()
+        return order
+
+    def publish(self, result: BatchResult) -> None:
+        """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
+        if not result.last_step_applied:
+            self.weights.release()
+        published = self.weights.commit(
+            self.version, votes_against=result.votes_against, skip=not result.last_step_applied
+        )
+        if self.director is not None:
+            self.director.published(self.version, published)
+
+    def save_if_due(self) -> None:
+        if self.checkpointer.due(self.version):
+            self._save()
+
+    def log_step(self, batch: Batch, result: BatchResult) -> None:
+        """Close the books on a step: everything since the last call belongs to it, evaluations left out."""
+        now = time.perf_counter()
+        evaluation = 0.0 if self.director is None else self.director.take_evaluation_seconds()
+        times = {
+            "time/step_s": now - self._boundary - evaluation,
+            "time/data_wait_s": max(self._waited - evaluation, 0.0),
+        }
+        self._boundary, self._waited = now, 0.0
+        if self.director is not None:
+            statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
+            self.director.log_step(self.version, batch, statistics)
+
+    def export(self) -> None:
+        """Write the policy as a Hugging Face checkpoint directory (collective)."""
+        self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
+
+    def finish(self) -> None:
+        """What is owed at the end of a run: its last checkpoint, the export, the report."""
+        if self.config.checkpoint.enable:
+            self._save()
+            self.checkpointer.wait()
+        if self.config.checkpoint.last_save_in_hf and self.version >= self.config.training.steps:
+            self.export()
+        if self.director is not None:
+            self.director.finish()
+
+    def _save(self) -> None:
+        # Only rank 0 has rollouts to keep; data positions are in there too.
+        rollout = None if self.director is None else self.director.rollout.export_state()
+        self.checkpointer.save(self.version, self.version, data={}, rollout=rollout)
+
+    def _build(self) -> None:
+        config = self.config
+        device.init_process_group(config.comm)
+        self._closing.callback(device.shutdown)
+        rank, ranks = device.rank(), device.world_size()
+        self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s))
+        facts = self._agree_on_facts()
+        self.run_dir = Path(facts["run_dir"])
+        set_up_logging(self.run_dir, rank)
+        actors = 0 if config.rollout.replay or config.inference.servers else config.inference.num_actors
+        device.set_threads(config.training.threads, processes=ranks + actors)
+        device.seed_everything(config.training.seed, config.training.deterministic)
+        self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
+        if rank == 0:
+            # Actors need as long to start as the trainer does: let them start side by side.
+            self.director = self._closing.enter_context(
+                Director(config, self.run_dir, facts["epoch"], facts["token"], self.signals)
+            )
+        policy = build_policy(config, self.dims)
+        optimizer = build_optimizer(policy, config.optimizer)
+        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
+        self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler)
+        self._closing.callback(self.checkpointer.close)
+        if config.checkpoint.resume:
+            restored = self.checkpointer.load(config.checkpoint.load_step)
+            self.version = restored.version
+            if self.director is not None:
+                self.director.resume(restored.version, restored.rollout)
+        self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device())
+        self.weights: WeightPath
+        if config.rollout.replay:
+            self.weights = NoWeightSync()
+        else:
+            self.weights = self._closing.enter_context(
+                start_weight_sync(config, policy, facts["epoch"], facts["token"], self.run_dir)
+            )
+        if self.director is not None:
+            self.director.connect(self.weights)
+        if rank == 0:
+            logger.info("run folder %s", self.run_dir)
+
+    def _agree_on_facts(self) -> dict[str, str]:
+        """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""
+        if device.rank() != 0:
+            return json.loads(broadcast_bytes(None))
+        run_dir = open_run_directory(self.config)
+        facts = {
+            "run_dir": str(run_dir.resolve()),
+            "epoch": mint_epoch(run_dir),
+            "token": secrets.token_urlsafe(32),
+        }
+        broadcast_bytes(json.dumps(facts).encode())
+        return facts
