@@ -30,8 +30,8 @@ def cosine_length(
     max_completion_tokens: int,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Correctness scaled by length (Yeo et al. 2025): a right answer earns 1 (short) to 0.5 (at the token limit), a wrong
-    one -1 (short) to -0.5, along a cosine. None where the reference answer cannot be read."""
+    """Correctness scaled by length (Yeo et al. 2025), along a cosine: a right answer earns 1 (short) to 0.5 (at the
+    token limit), a wrong one -1 (short) to -0.5. None where the reference answer cannot be read."""
     rewards: list[float | None] = []
     for right, ids in zip(accuracy(completions=completions, answer=answer), completion_ids, strict=True):
         share = min(1.0, len(ids) / max_completion_tokens)
@@ -47,8 +47,8 @@ def length(
     answer: Sequence[Any],
     **kwargs: Any,
 ) -> list[float | None]:
-    """The length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest; wrong answers
-    earn at most 0. None where the reference answer cannot be read."""
+    """The length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest; wrong
+    answers earn at most 0. None where the reference answer cannot be read."""
     counts = [len(ids) for ids in completion_ids]
     shortest, spread = min(counts), max(counts) - min(counts)
     rewards: list[float | None] = []

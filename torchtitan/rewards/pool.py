@@ -117,13 +117,15 @@ class RewardPool:
                 values.append(self._lost(name, failure))
         return values
 
-    def _lost(self, name: str, failure: CallFailed) -> None:
+    def _lost(self, name: str, failure: CallFailed) -> float | None:
+        """Count a sample's lost reward; returns what stands for it."""
         self.statistics["failures"] += 1
         self.last_failure = f"reward function {name!r}: {failure.kind} ({failure})"
         self._logged += 1
         if self._logged <= LOGGED_FAILURES:
             silence = "; further ones are only counted" if self._logged == LOGGED_FAILURES else ""
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
+        return None
 
     async def _call(
         self,

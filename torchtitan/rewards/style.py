@@ -12,7 +12,7 @@ THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*
 REPETITION_NGRAM = 4
 
 
-def format(*, completions: Sequence[Completion], **kwargs: Any) -> list[float | None]:  # noqa: A001
+def format(*, completions: Sequence[Completion], **kwargs: Any) -> list[float | None]:
     """1 where the completion is `<think>…</think>` once and then an answer, else 0."""
     return [float(_thinks_then_answers(text)) for text in texts(completions)]
 
@@ -25,7 +25,7 @@ def _thinks_then_answers(text: str) -> bool:
 
 
 def repetition(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
-    """Minus the share of the completion's 4-grams of tokens that occurred before in it: 0 (none) to almost -1 (a loop)."""
+    """Minus the share of the completion's token 4-grams that occurred before in it: 0 (none) to almost -1 (a loop)."""
     return [-_repeated_share(ids) for ids in completion_ids]
 
 

@@ -1,8 +1,9 @@
 """A reward worker process: length-prefixed JSON calls on standard input, replies on standard output.
 
-First comes {"functions": [names], "path": [folders to import from], "memory_limit_mb": int}, answered by {"ready": true}
-or {"error": text}; then any number of {"function": name, "samples": {…}}, each answered by {"values": [number or null],
-"invalid": [indices]} or {"error": text}. Functions run in the main thread, where signal-based time limits work.
+First comes {"functions": [names], "path": [folders to import from], "memory_limit_mb": int}, answered by
+{"ready": true} or {"error": text}; then any number of {"function": name, "samples": {…}}, each answered by
+{"values": [number or null], "invalid": [indices]} or {"error": text}. Functions run in the main thread, where
+signal-based time limits work.
 """
 
 from __future__ import annotations

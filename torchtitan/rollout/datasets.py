@@ -1,4 +1,4 @@
-"""Rows of prompts: the built-in task, a .jsonl or .parquet file, or a Hugging Face dataset; and their held-out share."""
+"""Rows of prompts (the built-in task, a .jsonl or .parquet file, a Hugging Face dataset) and their held-out share."""
 
 from __future__ import annotations
 

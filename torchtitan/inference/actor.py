@@ -1,0 +1,293 @@
+"""One actor as the pool sees it: its state, its requests, and the loop that starts, probes, evicts and restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import Inference
+from torchtitan.inference.handler import ActorError, ActorHandler, ActorHealth, ActorNotReady
+from torchtitan.inference.types import Completion, GenerateRequest
+
+# Between two probes of an actor that somebody waits for, and of one that is about to join.
+FAST_PROBE_S = 0.02
+JOINING_PROBE_S = 0.1
+BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+# An actor that has served for this long has its restarts forgiven.
+STABLE_S = 600.0
+# A process whose connections broke is given this long to be recognised as dead.
+REAP_S = 0.3
+
+
+class ActorState(enum.Enum):
+    STARTING = "starting"
+    JOINING = "joining"
+    """alive, but without weights of this epoch"""
+    READY = "ready"
+    SUSPECT = "suspect"
+    """a request failed; the next probe decides"""
+    EVICTED = "evicted"
+    GAVE_UP = "gave up"
+
+
+class Process(Protocol):
+    """What the actor needs of actor_process.ActorProcess."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def start(self) -> str: ...
+
+    async def wait(self) -> None: ...
+
+    def describe_end(self) -> str: ...
+
+    async def stop(self, grace_s: float = ...) -> None: ...
+
+
+class Actor:
+    """Supervises one actor. `changed()` is called after everything that may let a waiting request go on."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Inference,
+        epoch: str,
+        events: EventLog,
+        make_handler: Callable[[str], ActorHandler],
+        changed: Callable[[], None],
+        process: Process | None = None,
+        url: str = "",
+    ):
+        self.name = name
+        self.state = ActorState.STARTING
+        self.version: int | None = None
+        """Newest version that the actor is known to serve"""
+        self.load = 0
+        """Sequences that are being generated for us"""
+        self.restarts = 0
+        self.evictions = 0
+        self.starved = False
+        """Somebody waits for a newer version than this actor is known to serve: probe it often"""
+        self.last_reason = ""
+        self.coordinator: str | None = None
+        self._connected = False
+        self._config = config
+        self._epoch = epoch
+        self._events = events
+        self._make_handler = make_handler
+        self._changed = changed
+        self._process = process
+        self._handler = make_handler(url) if process is None else None
+        self._started_once = False
+        self._requests = self._failed_requests = 0
+        self._evicted_at = self._ready_at = 0.0
+        self._wake = asyncio.Event()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def connect(self, coordinator: str) -> None:
+        """Fetch weights from this coordinator from now on."""
+        self.coordinator, self._connected = coordinator, False
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Probe now."""
+        self._wake.set()
+
+    @property
+    def gave_up(self) -> bool:
+        return self.state is ActorState.GAVE_UP
+
+    def serves(self, min_version: int) -> bool:
+        return self.state is ActorState.READY and self.version is not None and self.version >= min_version
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Raises ActorError when the actor fails or is evicted meanwhile."""
+        if self._handler is None:
+            raise ActorError("generate", "the actor has not started")
+        self._requests += 1
+        work = asyncio.ensure_future(self._handler.generate(request, self._config.request_timeout_s))
+        try:
+            either: set[asyncio.Future[Any]] = {work, self._lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ActorError("generate", f"evicted: {self._lost.result()}")
+            completions = work.result()
+            self._check(completions)
+        except ActorNotReady:
+            if self.state is ActorState.READY:
+                self._set_state(ActorState.JOINING)
+            self._wake.set()
+            raise
+        except ActorError:
+            if self.state in (ActorState.READY, ActorState.SUSPECT):
+                self._failed_requests += 1
+                self._set_state(ActorState.SUSPECT)
+            self._wake.set()
+            raise
+        finally:
+            self._requests -= 1
+            work.cancel()
+        # The answer is newer than the last probe.
+        served = max((span.version for completion in completions for span in completion.spans), default=0)
+        if self.version is not None and served > self.version:
+            self.version = served
+            self._changed()
+        return completions
+
+    async def supervise(self) -> None:
+        """Run until the actor is given up or the task is cancelled."""
+        try:
+            while not self.gave_up:
+                try:
+                    if self._process is not None and not self._process.alive:
+                        await self._start_process(self._process)
+                    if not self.gave_up:
+                        await self._probe()
+                except ActorError as error:
+                    await self._failed(error)
+                if not self.gave_up:
+                    await self._sleep()
+        except Exception as error:
+            self._give_up(f"its supervision failed: {error!r}")
+            raise
+
+    async def close(self) -> None:
+        if self._handler is not None:
+            await self._handler.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    def _check(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            if completion.finish_reason == "abort":
+                raise ActorError("generate", "the engine aborted the request")
+            for span in completion.spans:
+                if span.epoch != self._epoch:
+                    raise ActorError("generate", f"sampled under epoch {span.epoch!r}, this one is {self._epoch!r}")
+
+    async def _start_process(self, process: Process) -> None:
+        if self._started_once:
+            if self.state is not ActorState.EVICTED:
+                self._evict("exit", process.describe_end())
+            if self._ready_at and time.monotonic() - self._ready_at > STABLE_S:
+                self.restarts = 0
+            if self.restarts >= self._config.max_restarts:
+                self._give_up(f"restarted {self.restarts} times (inference.max_restarts); last: {self.last_reason}")
+                return
+            await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, LONGEST_BACKOFF_S))
+            self.restarts += 1
+            self._events.write("actor_restarting", actor=self.name, restart=self.restarts)
+        self._started_once = True
+        self.state = ActorState.STARTING
+        if self._handler is not None:
+            await self._handler.close()
+        self._connected, self.version, self._ready_at = False, None, 0.0
+        self._handler = self._make_handler(await process.start())
+        self._set_state(ActorState.JOINING)
+
+    async def _probe(self) -> None:
+        assert self._handler is not None
+        health = await self._handler.health(self._config.health_timeout_s)
+        if self.state is ActorState.EVICTED:
+            # It may have missed anything: a fresh connection and a full version.
+            self._connected = False
+            self._events.write("actor_rejoining", actor=self.name)
+            self._set_state(ActorState.JOINING)
+        if self.coordinator is not None and not self._connected:
+            await self._handler.connect_weights(self.coordinator, self.name, self._epoch, self._config.health_timeout_s)
+            self._connected = True
+            health = await self._handler.health(self._config.health_timeout_s)
+        self._failed_requests = 0
+        self._apply(health)
+
+    def _apply(self, health: ActorHealth) -> None:
+        ours = health.serves and health.version is not None and health.epoch == self._epoch
+        before = self.version
+        self.version = health.version if ours else None
+        if ours and self.state is not ActorState.READY:
+            if self.state is ActorState.JOINING:
+                self._ready_at = time.monotonic()
+                self._events.write("actor_ready", actor=self.name, version=health.version)
+            self._set_state(ActorState.READY)
+        elif not ours and self.state is not ActorState.JOINING:
+            self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
+            self._set_state(ActorState.JOINING)
+        elif self.version != before:
+            self._changed()
+
+    async def _failed(self, error: ActorError) -> None:
+        if self._process is not None and error.phase != "startup":
+            await self._first_of([self._process.wait()], timeout=REAP_S)
+            if not self._process.alive:
+                self._evict("exit", self._process.describe_end())
+                return
+        self._evict(error.phase, str(error))
+        frozen_s = time.monotonic() - self._evicted_at
+        if self._process is not None and self._process.alive and frozen_s > self._config.startup_timeout_s:
+            self._events.write("actor_killed", actor=self.name, reason=f"no sign of life for {frozen_s:.0f} s")
+            await self._process.stop(grace_s=0.0)
+
+    def _evict(self, noticed_by: str, reason: str) -> None:
+        """Take the actor out; its requests are redone elsewhere. Does nothing where it is out already."""
+        self.last_reason = reason
+        if self.state is ActorState.EVICTED:
+            return
+        unfinished = self._failed_requests + self._requests
+        phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
+        self.evictions += 1
+        self._evicted_at = time.monotonic()
+        self.version = None
+        self._events.write(
+            "actor_evicted",
+            level=logging.WARNING,
+            actor=self.name,
+            phase=phase,
+            noticed_by=noticed_by,
+            reason=reason,
+            unfinished_requests=unfinished,
+        )
+        self._failed_requests = 0
+        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+        lost.set_result(reason)
+        self._set_state(ActorState.EVICTED)
+
+    def _give_up(self, reason: str) -> None:
+        self.last_reason = reason
+        self._events.write("actor_gave_up", level=logging.ERROR, actor=self.name, reason=reason)
+        self._set_state(ActorState.GAVE_UP)
+
+    def _set_state(self, state: ActorState) -> None:
+        self.state = state
+        self._changed()
+
+    async def _sleep(self) -> None:
+        """Until the next probe is due, somebody asks for one, or the process ends."""
+        interval = self._config.health_interval_s
+        if self.state is ActorState.JOINING:
+            interval = min(interval, JOINING_PROBE_S)
+        if self.starved:
+            interval = min(interval, FAST_PROBE_S)
+        waits: list[Coroutine[None, None, object]] = [self._wake.wait()]
+        if self._process is not None and self._process.alive:
+            waits.append(self._process.wait())
+        await self._first_of(waits, interval)
+        if self._wake.is_set():
+            self._wake.clear()
+            await asyncio.sleep(FAST_PROBE_S)  # whoever wakes us often must not make us busy
+
+    @staticmethod
+    async def _first_of(waits: list[Coroutine[None, None, object]], timeout: float) -> None:
+        """Wait until one of them is done, at most `timeout` seconds, and cancel the others."""
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -1,0 +1,138 @@
+"""One inference actor that we start ourselves: a process, its port and its log file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from pathlib import Path
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.handler import ActorError
+from torchtitan.tools.subprocesses import helper_environment
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
+POLL_S = 0.05
+TERMINATE_GRACE_S = 5.0
+KILL_GRACE_S = 10.0
+LOG_TAIL_BYTES = 1500
+
+
+def threads_per_actor(config: JobConfig) -> int:
+    """inference.threads_per_actor, or else an equal share of this process's cores."""
+    if config.inference.threads_per_actor > 0:
+        return config.inference.threads_per_actor
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, config.inference.num_actors))
+
+
+def actor_command(config: JobConfig, port_file: Path) -> list[str]:
+    """The command line of an embedded actor that reports its port in `port_file` and serves nothing before it got its
+    first weights version."""
+    inference = config.inference
+    command = [
+        sys.executable, "-m", "torchtitan.inference.embedded",
+        "--model", config.model.hf_assets_path,
+        "--host", inference.host,
+        "--port", "0",
+        "--port-file", str(port_file),
+        "--max-sequences", str(inference.max_sequences),
+        "--max-length", str(config.training.seq_len),
+        "--dtype", inference.dtype,
+        "--threads", str(threads_per_actor(config)),
+        "--in-flight-kv", inference.in_flight_kv,
+        "--token-env", TOKEN_VARIABLE,
+        "--parent-pid", str(os.getpid()),
+        "--require-version",
+    ]  # fmt: skip
+    return [*command, "--exact"] if inference.exact else command
+
+
+class ActorProcess:
+    """Starts and stops one actor. Belongs to one asyncio loop."""
+
+    def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path):
+        self.name = name
+        self.log_file = run_dir / "logs" / f"{name}.log"
+        self._config = config
+        self._token = token
+        self._port_file = run_dir / "logs" / f"{name}.port"
+        self._process: Process | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def start(self) -> str:
+        """Start the process; returns its URL once it listens.
+
+        Raises:
+            ActorError: it ended or did not listen within inference.startup_timeout_s.
+        """
+        await self.stop()
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self._port_file.unlink(missing_ok=True)
+        environment = helper_environment(threads_per_actor(self._config), **{TOKEN_VARIABLE: self._token})
+        with self.log_file.open("ab") as log:
+            # In a session of its own, so that Ctrl-C reaches the trainer alone, which then stops its actors in order.
+            self._process = await asyncio.create_subprocess_exec(
+                *actor_command(self._config, self._port_file),
+                stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + self._config.inference.startup_timeout_s
+        while time.monotonic() < deadline:
+            if not self.alive:
+                raise ActorError("startup", f"{self.describe_end()}; {self.log_file} ends with: {self._log_tail()}")
+            if (port := self._read_port()) is not None:
+                return f"http://{self._config.inference.host}:{port}"
+            await asyncio.sleep(POLL_S)
+        await self.stop()
+        limit = self._config.inference.startup_timeout_s
+        raise ActorError("startup", f"not listening after inference.startup_timeout_s = {limit:g} s ({self.log_file})")
+
+    async def wait(self) -> None:
+        """Return when the process has ended (at once where there is none)."""
+        if self._process is not None:
+            await self._process.wait()
+
+    def describe_end(self) -> str:
+        code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            return f"the process was killed by {signal.Signals(-code).name}"
+        return f"the process ended with exit code {code}"
+
+    async def stop(self, grace_s: float = TERMINATE_GRACE_S) -> None:
+        """Terminate the process, and kill it where it has not gone after `grace_s` (a frozen one never does)."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        try:
+            process.terminate()
+            await asyncio.wait_for(process.wait(), grace_s)
+        except ProcessLookupError:
+            await process.wait()  # it went by itself just now
+        except asyncio.TimeoutError:
+            logger.warning("%s did not end within %g s after SIGTERM, killing it", self.name, grace_s)
+            process.kill()
+            await asyncio.wait_for(process.wait(), KILL_GRACE_S)
+
+    def _read_port(self) -> int | None:
+        try:
+            text = self._port_file.read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            return None
+        return int(text) if text.isdigit() else None
+
+    def _log_tail(self) -> str:
+        data = self.log_file.read_bytes()[-LOG_TAIL_BYTES:]
+        return data.decode(errors="replace").strip() or "(nothing)"

@@ -1,0 +1,186 @@
+"""All inference actors of a run: starts or finds them, routes whole groups to the least loaded, redoes what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor import Actor, ActorState
+from torchtitan.inference.actor_process import TOKEN_VARIABLE, ActorProcess
+from torchtitan.inference.embedded_handling import EmbeddedHandler
+from torchtitan.inference.handler import ActorError, ActorHandler, ActorNotReady, RequestRefused
+from torchtitan.inference.types import Completion, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Waiter:
+    sequences: int
+    min_version: int
+    actor: asyncio.Future[Actor]
+
+
+class InferencePool:
+    """Actors that we started (inference.num_actors) or that run already (inference.servers).
+
+    All methods belong to one asyncio loop. `statistics` counts requests that were redone, evictions and restarts.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        epoch: str,
+        token: str,
+        run_dir: Path,
+        events: EventLog,
+        make_handler: Callable[[str, str], ActorHandler] = EmbeddedHandler,
+    ):
+        """`token` authorises us at the actors that we start; servers that run already know the one in the environment
+        variable TORCHTITAN_ACTOR_TOKEN, or else the same one."""
+        self._config = config
+        self._epoch = epoch
+        self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
+        self._run_dir = run_dir
+        self._events = events
+        self._make_handler = make_handler
+        self._actors: list[Actor] = []
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._waiting: list[_Waiter] = []
+        self._redone = 0
+
+    @property
+    def statistics(self) -> Counter[str]:
+        return Counter(
+            requests_redone=self._redone,
+            evictions=sum(actor.evictions for actor in self._actors),
+            restarts=sum(actor.restarts for actor in self._actors),
+        )
+
+    @property
+    def actors(self) -> dict[str, str]:
+        """Actor -> state, for people."""
+        return {actor.name: actor.state.value for actor in self._actors}
+
+    def serving_version(self) -> int | None:
+        """The newest version that some ready actor is known to serve."""
+        return max(
+            (actor.version for actor in self._actors if actor.serves(0) and actor.version is not None), default=None
+        )
+
+    async def start(self) -> None:
+        """Begin to start all actors; returns at once. Actors that do not come up are reported where they are needed."""
+        servers = self._config.inference.servers
+        for i in range(len(servers) or self._config.inference.num_actors):
+            name = f"actor-{i}"
+            self._actors.append(
+                Actor(
+                    name,
+                    self._config.inference,
+                    self._epoch,
+                    self._events,
+                    make_handler=lambda url: self._make_handler(url, self._token),
+                    changed=self._dispatch,
+                    process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir),
+                    url=servers[i] if servers else "",
+                )
+            )
+        self._supervisors = [asyncio.create_task(actor.supervise()) for actor in self._actors]
+
+    async def connect_weights(self, coordinator: str) -> None:
+        """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
+        for actor in self._actors:
+            actor.connect(coordinator)
+
+    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+        """Sample a request on an actor that serves at least `min_version`; redone elsewhere where an actor fails.
+
+        Waits for such an actor for as long as it takes, so the caller sets the deadline.
+
+        Raises:
+            UserError: all actors have been given up, the request was refused, or it failed on
+                1 + inference.max_retries actors.
+        """
+        failures: list[str] = []
+        while True:
+            actor = await self._acquire(request.sampling.n, min_version)
+            try:
+                return await actor.generate(request)
+            except ActorNotReady as error:
+                logger.debug("%s is not ready: %s", actor.name, error)
+            except RequestRefused as error:
+                raise UserError(f"{actor.name} refused request {request.request_id}: {error}") from error
+            except ActorError as error:
+                failures.append(f"{actor.name}: {error}")
+                if len(failures) > self._config.inference.max_retries:
+                    raise UserError(
+                        f"request {request.request_id} failed {len(failures)} times (inference.max_retries = "
+                        f"{self._config.inference.max_retries}): {'; '.join(failures)}"
+                    ) from error
+                self._redone += 1
+            finally:
+                actor.load -= request.sampling.n
+                self._dispatch()
+
+    async def close(self) -> None:
+        """Stop everything; actors that we started are terminated."""
+        for task in self._supervisors:
+            task.cancel()
+        results = await asyncio.gather(*self._supervisors, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                logger.error("an actor's supervision had failed: %r", result)
+        await asyncio.gather(*(actor.close() for actor in self._actors))
+
+    async def _acquire(self, sequences: int, min_version: int) -> Actor:
+        waiter = _Waiter(sequences, min_version, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._dispatch()
+        try:
+            return await waiter.actor
+        except asyncio.CancelledError:
+            if waiter.actor.done() and not waiter.actor.cancelled() and waiter.actor.exception() is None:
+                waiter.actor.result().load -= sequences
+            raise
+        finally:
+            self._waiting = [other for other in self._waiting if other is not waiter]
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Give waiting requests, oldest first, to the least loaded actors that may take them."""
+        if self._waiting and self._actors and all(actor.gave_up for actor in self._actors):
+            reasons = "; ".join(f"{actor.name}: {actor.last_reason}" for actor in self._actors)
+            for waiter in self._waiting:
+                if not waiter.actor.done():
+                    waiter.actor.set_exception(UserError(f"no inference actor is left ({reasons})"))
+            return
+        oldest = None
+        for waiter in self._waiting:
+            if waiter.actor.done():
+                continue
+            actors = [actor for actor in self._actors if actor.serves(waiter.min_version)]
+            # One request more than fits keeps an actor busy while an answer travels.
+            limit = self._config.inference.max_sequences + waiter.sequences
+            open_to = [actor for actor in actors if actor.load == 0 or actor.load + waiter.sequences <= limit]
+            if open_to:
+                chosen = min(open_to, key=lambda actor: actor.load)
+                chosen.load += waiter.sequences
+                waiter.actor.set_result(chosen)
+            elif actors:
+                break  # all are busy; who came later waits longer
+            else:
+                oldest = waiter.min_version if oldest is None else min(oldest, waiter.min_version)
+        for actor in self._actors:
+            # Nobody serves what a request waits for: look for the newer version often.
+            starved = oldest is not None and actor.state is ActorState.READY and not actor.serves(oldest)
+            if starved and not actor.starved:
+                actor.wake()
+            actor.starved = starved
