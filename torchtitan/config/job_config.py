@@ -430,6 +430,12 @@ class WeightSync:
     evict_after_versions: int = 16
     """An actor without progress that falls this many versions behind is evicted"""
 
+    snapshot_timeout_s: float = 60.0
+    """A version that not all ranks have snapshotted within this time is dropped"""
+
+    max_restarts: int = 5
+    """How often in a row the coordinator or a courier is started again after it died"""
+
 
 @dataclass
 class Eval:

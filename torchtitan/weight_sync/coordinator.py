@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import selectors
-import signal
 import socket
 import sys
 import time
@@ -51,7 +50,7 @@ class Coordinator:
         self._server = Server(
             self._loop, socket.socket(fileno=arguments["listen_fd"]), token, self._admit, self._on_peer
         )
-        self._journal = Path(arguments["journal"]).open("a", buffering=1)
+        self._journal = Path(arguments["journal"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
         self._couriers: dict[int, Connection] = {}
         self._layouts: dict[int, Message] = {}
         self._actors: dict[tuple[str, int], Connection] = {}
@@ -108,6 +107,7 @@ class Coordinator:
                 self._trainer.close("replaced")
             self._trainer = connection
             connection.on_message, connection.on_close = self._on_trainer_message, self._on_trainer_lost
+            self._last_status = {}
             self._send_status()
 
     def _on_courier(self, connection: Connection, rank: int) -> None:
@@ -210,12 +210,9 @@ class Coordinator:
     def _send_status(self) -> None:
         self._status_due = False
         status = {**self.machine.status(), "couriers": len(self._couriers), "failure": self._failure}
-        if self._trainer is not None and (status != self._last_status or not self._trainer_told):
+        if self._trainer is not None and status != self._last_status:
             self._trainer.send(self._stamped(status))
-        self._trainer_told = self._trainer is not None
         self._last_status = status
-
-    _trainer_told = False
 
     def _write(self, event: str, fields: Message) -> None:
         line = {"time": time.time(), "term": self.machine.term, "event": event, **fields}
@@ -225,8 +222,6 @@ class Coordinator:
 def main() -> int:
     """Entry point; the arguments are one JSON object, the token comes by environment."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # The trainer decides when this process ends: a terminal's Ctrl-C goes to the whole group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Coordinator(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
     return 0
 

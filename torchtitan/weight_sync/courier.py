@@ -13,10 +13,10 @@ import logging
 import os
 import queue
 import selectors
-import signal
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class Courier:
             serial, index = self._to_hash.get()
             memory, step = self._slots.slot(index), self.layout.bucket_bytes
             sums = [bucket_checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
-            self._loop.call_from_thread(lambda done=(serial, sums): self._hashed(*done))
+            self._loop.call_from_thread(partial(self._hashed, serial, sums))
 
     def _hashed(self, serial: int, checksums: list[str]) -> None:
         self._hashing.discard(serial)
@@ -225,8 +225,6 @@ class Courier:
 def main() -> int:
     """Entry point; the arguments are one JSON object, the token comes by environment."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # The trainer decides when this process ends: a terminal's Ctrl-C goes to the whole group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Courier(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
     return 0
 

@@ -1,4 +1,4 @@
-"""A courier's connection to one actor: buckets from shared memory to the socket, without a copy and without blocking."""
+"""A courier's connection to one actor: buckets from shared memory to the socket, never copied, never blocking."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class Delivery:
 
 
 class CourierLink:
-    """Sends one delivery at a time. `on_end(delivery, error)` is called exactly once per delivery, when its memory is not
-    touched any more: error None when all is sent, a reason when the connection failed, "" after abort()."""
+    """Sends one delivery at a time.
+
+    `on_end(delivery, error)` is called exactly once per delivery, when its memory is not touched any more. error: None
+    when all is sent, a reason when the connection failed, "" after abort().
+    """
 
     def __init__(
         self,

@@ -208,7 +208,10 @@ class Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            self.close(f"connection lost: {error}")
+            # Not now: whoever is sending does not expect to be told from within send().
+            self._unsent.clear()
+            reason = f"connection lost: {error}"
+            self.loop.call_from_thread(lambda: self.close(reason))
             return
         if self._watches_write != bool(self._unsent):
             self._watches_write = bool(self._unsent)

@@ -62,7 +62,7 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _order_of_cuts(parameter: PlacedParameter) -> list[int]:
-    """Mesh dimensions in the order in which they cut the tensor: left to right, a strided one after those it follows."""
+    """Mesh dimensions in the order in which they cut: from the left, a strided one after those it follows."""
     remaining = list(range(len(parameter.placements)))
     order: list[int] = []
     while remaining:

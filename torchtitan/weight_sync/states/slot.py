@@ -1,7 +1,7 @@
 """Slots are leased, not alternated: FREE → RESERVED → WRITING → READY → LEASED → FREE. Pure, no I/O.
 
-A slot's state is one 64-bit word that two processes share. Every transition belongs to exactly one of them: from FREE to
-READY to the trainer's SlotWriter, from READY on to the courier's SlotKeeper, so that neither ever needs a lock.
+A slot's state is one 64-bit word that two processes share. Every transition belongs to exactly one of them: from FREE
+to READY to the trainer's SlotWriter, from READY on to the courier's SlotKeeper, so that neither ever needs a lock.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""Starts the courier and the coordinator as processes of their own, and starts them again when they die. No torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torchtitan
+from torchtitan.weight_sync import wire
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = 0.2
+# A process that lived for this long has earned its restarts back.
+HEALTHY_SECONDS = 60.0
+
+
+class SupervisedProcess:
+    """`python -m module '{arguments}'`, restarted up to `max_restarts` times in a row when it exits.
+
+    arguments(number) is asked anew for each start, 1, 2, …; `descriptors` are passed on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Callable[[int], dict[str, Any]],
+        descriptors: list[int],
+        token: str,
+        log_file: Path,
+        max_restarts: int,
+    ):
+        self.name, self._module, self._arguments, self._descriptors = name, module, arguments, descriptors
+        self._token, self._log_file, self._max_restarts = token, log_file, max_restarts
+        self.failure = ""
+        self.restarts = 0
+        self._starts = 0
+        self._closing = threading.Event()
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
+        self._thread.start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._starts += 1
+        root = str(Path(torchtitan.__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, wire.TOKEN_VARIABLE: self._token, "PYTHONPATH": path}
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_file.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", self._module, json.dumps(self._arguments(self._starts))],
+                pass_fds=self._descriptors,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # A signal to the trainer's group is the trainer's to answer; this process ends when its parent does.
+                start_new_session=True,
+            )
+
+    def _supervise(self) -> None:
+        in_a_row = 0
+        while True:
+            begun = time.monotonic()
+            code = self.process.wait()
+            if self._closing.is_set():
+                return
+            in_a_row = 0 if time.monotonic() - begun > HEALTHY_SECONDS else in_a_row + 1
+            if in_a_row > self._max_restarts:
+                self.failure = (
+                    f"the {self.name} died {in_a_row} times in a row (exit code {code}), see {self._log_file}"
+                )
+                logger.error("%s", self.failure)
+                return
+            logger.warning("the %s ended with exit code %d, starting it again", self.name, code)
+            if self._closing.wait(RESTART_SECONDS * in_a_row):
+                return
+            self.restarts += 1
+            self.process = self._start()
+            if self._closing.is_set():
+                self.process.terminate()
+
+    def close(self, deadline: float) -> None:
+        """Terminate, and kill what has not ended by `deadline` (time.monotonic())."""
+        self._closing.set()
+        self.process.terminate()
+        try:
+            self.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(1.0)
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+
+
+class CoordinatorProcess:
+    """The coordinator beside rank 0. Its listening socket belongs to rank 0, so the port outlives every restart."""
+
+    def __init__(
+        self,
+        epoch: str,
+        token: str,
+        settings: dict[str, Any],
+        folder: Path,
+        host: str,
+        max_restarts: int,
+    ):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._bell, self._other_bell = socket.socketpair()
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+        def arguments(term: int) -> dict[str, Any]:
+            return {
+                "epoch": epoch,
+                "term": term,
+                "settings": settings,
+                "listen_fd": self._listener.fileno(),
+                "bell_fd": self._other_bell.fileno(),
+                "journal": str(folder / "coordinator.jsonl"),
+            }
+
+        descriptors = [self._listener.fileno(), self._other_bell.fileno()]
+        module = "torchtitan.weight_sync.coordinator"
+        log_file = folder / "coordinator.log"
+        self.supervised = SupervisedProcess(
+            "weight coordinator", module, arguments, descriptors, token, log_file, max_restarts
+        )
+
+    def close(self, deadline: float) -> None:
+        self.supervised.close(deadline)
+        for sock in (self._listener, self._bell, self._other_bell):
+            sock.close()
