@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -20,6 +21,10 @@ class Problem:
 
     key: str
     text: str
+
+    def follows_from(self, keys: Iterable[str]) -> bool:
+        """Whether it is about one of these keys or compares with it: where their values are wrong, it says nothing."""
+        return self.key in keys or any(re.search(rf"\b{re.escape(key)}\b", self.text) for key in keys if key)
 
 
 @cache

@@ -51,10 +51,10 @@ def parse_command_line(argv: Sequence[str]) -> tuple[JobConfig, bool]:
 def load(command: CommandLine, planning: bool) -> JobConfig:
     """The validated configuration. Raises ConfigError with all problems together."""
     config, problems, complete = read_config(command)
-    reported = {problem.key for problem in problems}
     if complete:
-        # A key that was just reported holds its default now: what follows from that says nothing new.
-        problems += [problem for problem in validate(config, planning) if problem.key not in reported]
+        # A key that was just reported holds its default now.
+        reported = {problem.key for problem in problems}
+        problems += [problem for problem in validate(config, planning) if not problem.follows_from(reported)]
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -46,8 +47,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_files(config),
         *check_model(config, planning),
     ]
-    # Where a value alone is wrong, what follows from it says nothing new.
-    return values + [problem for problem in combinations if problem.key not in wrong]
+    return values + [problem for problem in combinations if not problem.follows_from(wrong)]
 
 
 def get(config: JobConfig, key: str) -> object:
@@ -66,7 +66,7 @@ def _check_values(config: JobConfig) -> Iterator[Problem]:
     for key, allowed in RANGES.items():
         value = get(config, key)
         if isinstance(value, (int, float)) and value not in allowed:
-            yield refuse(config, key, f"must be {allowed}")
+            yield refuse(config, key, f"must be {allowed}" if math.isfinite(value) else f"must be finite, {allowed}")
     for key, names in NAMES.items():
         value = str(get(config, key))
         if value not in names:
@@ -179,7 +179,7 @@ def _check_rewards(config: JobConfig) -> Iterator[Problem]:
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
         text = f"must be empty, or have one weight for each of rewards.functions = {show(rewards.functions)}"
         yield refuse(config, "rewards.weights", text)
-    if any(weight != weight or abs(weight) == float("inf") for weight in rewards.weights):
+    if not all(map(math.isfinite, rewards.weights)):
         yield refuse(config, "rewards.weights", "every weight must be a finite number")
     if config.eval.enable and config.eval.reward_function and not _is_reward(config.eval.reward_function):
         yield _unknown_reward("eval.reward_function", config.eval.reward_function)
