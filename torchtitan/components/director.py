@@ -41,7 +41,7 @@ class Director:
         self.token = token
         self.signals = signals
         self._closing = contextlib.ExitStack()
-        self._evaluation: concurrent.futures.Future[dict[str, float]] | None = None
+        self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
         self._evaluation_seconds = 0.0
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
@@ -155,11 +155,14 @@ class Director:
         self._evaluation_started = time.monotonic()
         self._evaluation = self._executor.submit(self._run_evaluation, version)
 
-    def _run_evaluation(self, version: int) -> dict[str, float]:
+    def _run_evaluation(self, version: int) -> dict[str, Figure] | None:
         deadline = time.monotonic() + self.config.eval.timeout_s
         self.weights.wait_until_applied(self.weights.newest_published, self.config.eval.timeout_s / 2)
-        evaluator = Evaluator(self.config, self.rollout.held_out_prompts(), self.rollout, self.tokenizer)
-        return evaluator.evaluate(version, max(deadline - time.monotonic(), 1.0))
+        evaluator = Evaluator(
+            self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
+        )
+        remaining = max(deadline - time.monotonic(), 1.0)
+        return evaluator.evaluate(version, self.epoch, self.weights.newest_published, remaining)
 
     def _look_at_evaluation(self, version: int) -> None:
         assert self._evaluation is not None

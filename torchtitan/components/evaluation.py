@@ -60,14 +60,18 @@ class Evaluator:
         self.score = score
         self.events = events
 
-    def evaluate(self, step: int, epoch: str, version: int) -> dict[str, float | int | None] | None:
+    def evaluate(
+        self, step: int, epoch: str, version: int, timeout_s: float | None = None
+    ) -> dict[str, float | int | None] | None:
         """The `eval/…` figures of one version, which the caller has made the actors serve; None if they are missing.
 
-        Samples that no reward function could judge are left out and counted in eval/unscored.
+        Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is what is
+        left of eval.timeout_s.
         """
         started = time.perf_counter()
+        limit = self.config.eval.timeout_s if timeout_s is None else timeout_s
         try:
-            figures = self._evaluate(step, epoch, version, started + self.config.eval.timeout_s)
+            figures = self._evaluate(step, epoch, version, started + limit)
         except (_Missing, *FAILURES) as error:
             reason = error.reason if isinstance(error, _Missing) else f"{type(error).__name__}: {error}"
             self.events.write(
