@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json, decode_batch, encode_batch
-from torchtitan.rollout.types import Batch
+from torchtitan.rollout.types import Batch, Prompt
 
 __all__ = ["JOURNAL_NAME", "Journal", "decode_batch", "encode_batch", "read_records"]
 
@@ -105,11 +106,17 @@ class ReplaySource:
 
     has_actors = False
 
-    def __init__(self, run_dir: str | Path):
-        """Raises UserError where the folder holds no record."""
+    def __init__(self, run_dir: str | Path, journal: Journal | None = None):
+        """What is handed out is recorded in `journal` again, so that a replay can be replayed.
+
+        Raises UserError where the folder holds no record, or where it is that of `journal` itself.
+        """
+        self._journal = journal
         self.path = Path(run_dir).expanduser() / JOURNAL_NAME
         if not self.path.is_file():
             raise UserError(f"rollout.replay = {str(run_dir)!r}: there is no {JOURNAL_NAME} in that folder")
+        if journal is not None and self.path.resolve() == journal.path.resolve():
+            raise UserError(f"rollout.replay = {str(run_dir)!r} is the folder of this very run")
         self._offsets: dict[int, int] = {}
         self.decisions: dict[int, bool] = {}
         """Version -> was it published; the last word where a resumed run decided again"""
@@ -149,7 +156,27 @@ class ReplaySource:
             )
         with self.path.open("rb") as file:
             file.seek(self._offsets[version])
-            return batch_from_json(json.loads(file.readline()))
+            batch = batch_from_json(json.loads(file.readline()))
+        if self._journal is not None:
+            self._journal.append_batch(batch)
+        return batch
+
+    def connect_weights(self, coordinator: str) -> None:
+        """There is nobody to connect."""
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[Completion]]:
+        """Raises UserError: nobody can generate."""
+        raise UserError("a replay has no actors to generate with")
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], timeout_s: float
+    ) -> list[list[float | None]]:
+        """Raises UserError: nobody judges."""
+        raise UserError("a replay has no reward workers")
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """None: a replay evaluates nothing."""
+        return []
 
     def export_state(self) -> bytes:
         """A replay has no rollouts of its own to keep."""

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 class TextTokenizer(Protocol):
     """What the rollout side needs of components.tokenizer.Tokenizer."""
 
+    eos_token_ids: list[int]
+
     @property
     def has_chat_template(self) -> bool: ...
 

@@ -1,0 +1,250 @@
+"""The flow of rollouts inside the background loop: prompts go out to the actors, scored groups wait for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import logging
+import math
+import time
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
+from torchtitan.rollout.group_maker import GroupMaker, make_sample
+from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.prompts import PromptStream
+from torchtitan.rollout.staleness import Pace, group_staleness
+from torchtitan.rollout.statistics import RolloutStatistics
+from torchtitan.rollout.types import Batch, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+# Fewest samples of a group that still give an advantage.
+SMALLEST_GROUP = 2
+# Rewards closer together than this count as equal.
+EQUAL_REWARDS = 1e-9
+# Where most groups are dropped for equal rewards, at most this many times as many are generated at once.
+MOST_SPARES = 8.0
+# The run stops when this many batches' worth of groups in a row got no reward at all.
+BATCHES_WITHOUT_REWARD = 4
+
+
+class RolloutFlow:
+    """Keeps the actors busy and hands out batches. All methods belong to one asyncio loop.
+
+    Every position of the prompt stream is in exactly one place: not drawn yet, being generated, ready, or used up
+    (handed out, or dropped and counted). A saved state holds the first three: a resume neither loses nor repeats one.
+    """
+
+    def __init__(self, config: JobConfig, groups: GroupMaker, stream: PromptStream, journal: Journal | None):
+        self._config = config
+        self._groups = groups
+        self._stream = stream
+        self._journal = journal
+        group_size = config.grpo.group_size
+        self._batch_groups = max(1, config.training.global_batch_size // group_size)
+        self._pace = Pace(self._batch_groups, config.rollout.max_staleness, config.rollout.max_groups_in_flight)
+        self._running = False
+        self._in_flight: dict[int, asyncio.Task[None]] = {}
+        self._ready: dict[int, Group] = {}
+        self._redo: list[int] = []
+        self._survival = 1.0
+        self._without_reward = 0
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self._no_completion_s = self._no_group_s = 0.0
+        self._statistics = self._fresh_statistics()
+
+    def start(self, version: int) -> None:
+        """Begin to generate, for the batch of `version`."""
+        self._running = True
+        self._pace.version, self._pace.handed_out = version, False
+        self._fill()
+
+    def set_version(self, version: int) -> None:
+        """The trainer has made `version` out of the batch that was handed out last."""
+        self._pace.version, self._pace.handed_out = version, False
+        self._fill()
+
+    async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
+        """The batch to train on at `version`; None where it is not there within `timeout_s`.
+
+        Raises:
+            UserError: no data came for rollout.data_timeout_s, or generation or scoring cannot go on.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if version != self._pace.version:
+                raise ValueError(f"a batch for version {version} was asked for, the trainer's is {self._pace.version}")
+            self._drop_stale(version)
+            if len(self._ready) >= self._batch_groups:
+                return self._hand_out(version)
+            self._fill()
+            started = time.monotonic()
+            if started >= deadline:
+                return None
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), deadline - started)
+            except asyncio.TimeoutError:
+                self._count_wait(time.monotonic() - started)
+                return None
+            self._count_wait(time.monotonic() - started)
+
+    def export_state(self) -> bytes:
+        """Prompt position, prompts under way and finished groups."""
+        state = {
+            "stream": self._stream.state_dict(),
+            "unfinished": sorted([*self._in_flight, *self._redo]),
+            "ready": batch_to_json(Batch(self._pace.version, [self._ready[index] for index in sorted(self._ready)])),
+        }
+        return json.dumps(state).encode()
+
+    def restore_state(self, data: bytes) -> None:
+        """Go on from an exported state, before start(). Its groups are admitted by their versions as ever.
+
+        Raises:
+            UserError: the training prompts are not those of the state.
+        """
+        if not data:
+            return
+        state = json.loads(data)
+        self._stream.load_state_dict(state["stream"])
+        self._redo = sorted(state["unfinished"])
+        self._ready = {group.prompt_index: group for group in batch_from_json(state["ready"]).groups}
+        logger.info("restored %d finished groups; %d unfinished are redone", len(self._ready), len(self._redo))
+
+    async def close(self) -> None:
+        self._running = False
+        tasks = list(self._in_flight.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fresh_statistics(self) -> RolloutStatistics:
+        return RolloutStatistics(self._config.rollout.max_completion_tokens)
+
+    def _fill(self) -> None:
+        """Send out prompts for as many groups as will be used."""
+        while self._running and self._failure is None:
+            missing = self._pace.wanted() - len(self._ready)
+            if len(self._in_flight) >= math.ceil(missing / self._survival):
+                return
+            try:
+                prompt = self._take_prompt()
+            except UserError as error:
+                self._fail(error)
+                return
+            position = len(self._ready) + len(self._in_flight) * self._survival
+            min_version = self._pace.oldest_useful_version(position)
+            self._in_flight[prompt.index] = asyncio.create_task(self._make_group(prompt, min_version))
+
+    def _take_prompt(self) -> Prompt:
+        if self._redo:
+            return self._stream.prompt_at(heapq.heappop(self._redo))
+        return self._stream.next()
+
+    async def _make_group(self, prompt: Prompt, min_version: int) -> None:
+        try:
+            completions = await self._groups.generate(prompt, min_version)
+            self._no_completion_s = 0.0
+            scores = await self._groups.score(prompt, completions)
+            samples = []
+            for completion, (reward, rewards) in zip(completions, scores, strict=True):
+                truncated = completion.finish_reason == "length"
+                self._statistics.add_sample(len(completion.token_ids), truncated, reward, rewards)
+                if reward is not None:
+                    samples.append(make_sample(prompt, completion, reward, rewards))
+            self._take_in(Group(prompt.index, samples))
+        except Exception as error:
+            heapq.heappush(self._redo, prompt.index)  # a state that is saved now still has it
+            self._fail(error)
+        finally:
+            self._in_flight.pop(prompt.index, None)
+        self._fill()
+
+    def _take_in(self, group: Group) -> None:
+        """Decide on a scored group: it waits for the trainer, or is dropped and counted."""
+        self._statistics.groups_scored += 1
+        usable = len(group.samples) >= SMALLEST_GROUP
+        if not usable:
+            self._statistics.groups_unscored += 1
+        elif self._config.grpo.drop_zero_variance and _equal_rewards(group):
+            self._statistics.groups_zero_variance += 1
+            usable = False
+        self._without_reward = 0 if group.samples else self._without_reward + 1
+        if self._without_reward >= BATCHES_WITHOUT_REWARD * self._batch_groups:
+            raise UserError(
+                f"the last {self._without_reward} groups got no reward at all; {self._groups.last_reward_failure()}: "
+                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column)"
+            )
+        # Over about two batches: fast enough to follow the policy, slow enough not to follow single groups.
+        self._survival += (usable - self._survival) / (2 * self._batch_groups)
+        self._survival = max(self._survival, 1 / MOST_SPARES)
+        if usable:
+            self._ready[group.prompt_index] = group
+            self._no_group_s = 0.0
+            self._changed.set()
+
+    def _drop_stale(self, version: int) -> None:
+        """A group that is too old now stays too old."""
+        rollout = self._config.rollout
+        for index, group in list(self._ready.items()):
+            if group_staleness(group, version, rollout.gate_on) > rollout.max_staleness:
+                self._statistics.add_gate(group, admitted=False)
+                del self._ready[index]
+
+    def _hand_out(self, version: int) -> Batch:
+        groups = [self._ready.pop(index) for index in sorted(self._ready)[: self._batch_groups]]
+        for group in groups:
+            self._statistics.add_gate(group, admitted=True)
+        batch = Batch(version, groups)
+        batch.statistics = self._statistics.figures(version, batch.samples) | self._gauges()
+        self._statistics = self._fresh_statistics()
+        if self._journal is not None:
+            self._journal.append_batch(batch)
+        self._pace.handed_out = True
+        self._no_completion_s = self._no_group_s = 0.0
+        self._fill()
+        return batch
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "rollout/groups_ready": float(len(self._ready)),
+            "rollout/groups_in_flight": float(len(self._in_flight)),
+            "rollout/prompts_too_long": float(self._stream.dropped),
+            **self._groups.counters(),
+        }
+
+    def _count_wait(self, seconds: float) -> None:
+        """Only time in which the trainer waits counts; raises UserError when it has waited for too long."""
+        self._no_completion_s += seconds
+        self._no_group_s += seconds
+        limit = self._config.rollout.data_timeout_s
+        if self._no_completion_s > limit:
+            raise UserError(
+                f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {len(self._in_flight)} groups "
+                f"under way; actors: {self._groups.describe_actors()} (see events.jsonl and logs/ in the run folder)"
+            )
+        if self._no_group_s > limit:
+            counts = self._statistics
+            raise UserError(
+                f"completions arrive, but for {limit:g} s (rollout.data_timeout_s) no group could be trained on: of "
+                f"{counts.groups_scored}, {counts.groups_zero_variance} had equal rewards (grpo.drop_zero_variance), "
+                f"{counts.groups_unscored} had too few rewards, {counts.admitted.count(False)} were too old "
+                "(rollout.max_staleness)"
+            )
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
+
+
+def _equal_rewards(group: Group) -> bool:
+    rewards = [sample.reward for sample in group.samples]
+    return max(rewards) - min(rewards) < EQUAL_REWARDS

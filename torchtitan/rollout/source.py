@@ -1,0 +1,72 @@
+"""Where batches come from: actors, or the record of an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.rewards.pool import RewardPool
+from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.producer import RolloutProducer
+from torchtitan.rollout.prompts import TextTokenizer
+from torchtitan.rollout.types import Batch, Prompt
+
+
+class RolloutSource(Protocol):
+    """What the trainer needs. RolloutProducer and ReplaySource describe their methods."""
+
+    @property
+    def has_actors(self) -> bool: ...
+
+    def launch(self) -> None: ...
+
+    def connect_weights(self, coordinator: str) -> None: ...
+
+    def start(self, version: int) -> None: ...
+
+    def set_version(self, version: int) -> None: ...
+
+    def next_batch(self, version: int, timeout: float) -> Batch | None: ...
+
+    def export_state(self) -> bytes: ...
+
+    def restore_state(self, state: bytes) -> None: ...
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[Completion]]: ...
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], timeout_s: float
+    ) -> list[list[float | None]]: ...
+
+    def held_out_prompts(self) -> list[Prompt]: ...
+
+    def close(self) -> None: ...
+
+
+def open_rollouts(
+    config: JobConfig,
+    tokenizer: TextTokenizer,
+    journal: Journal,
+    events: EventLog,
+    run_dir: Path,
+    epoch: str,
+    token: str,
+) -> RolloutSource:
+    """The source of batches that the configuration asks for; launch() starts its processes.
+
+    Raises:
+        UserError: dataset, tokenizer, reward function or record do not fit the configuration.
+    """
+    if config.rollout.replay:
+        return ReplaySource(config.rollout.replay, journal)
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    extra = [config.eval.reward_function] if config.eval.reward_function else []
+    rewards = RewardPool(config, extra_functions=extra, log_file=logs / "rewards.log")
+    pool = InferencePool(config, epoch, token, run_dir, events)
+    return RolloutProducer(config, pool, rewards, tokenizer, journal, epoch)

@@ -1,0 +1,60 @@
+"""An asyncio loop in a thread of its own, for code that must go on while the caller's thread is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class BackgroundLoop:
+    """Runs coroutines for other threads. The thread is a daemon: it never keeps the process alive."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
+        """Run `work` in the loop and return its result, or raise its exception.
+
+        Raises:
+            TimeoutError: it was not done within `timeout_s`; it is cancelled then.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if future.done():
+                raise  # the work's own
+            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+        finally:
+            future.cancel()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Cancel what still runs and end the thread."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("thread %s did not end within %g s", self._thread.name, timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
