@@ -1,0 +1,100 @@
+"""The shell commands and the launcher: environment checks, exit codes, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "VIRTUAL_ENV", "PYTHONPATH")
+}
+ENVIRONMENT["PYTHON"] = sys.executable
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        env={**ENVIRONMENT, **environment},
+        timeout=60,
+        check=False,
+    )
+
+
+def test_wrong_configurations_end_the_run_command_with_code_2_before_anything_starts(tmp_path: Path) -> None:
+    done = run(ROOT / "run_grpo.sh", "--grpo.group_size", "1", "--training.stepz", "3", NGPU="2")
+    assert done.returncode == 2
+    assert "2 configuration problems" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "debug checkpoint" not in done.stderr
+    assert run(ROOT / "run_grpo.sh", NGPU="none").returncode == 2
+
+
+def test_dry_run_plans_for_all_ranks_without_torchrun() -> None:
+    done = run(ROOT / "run_grpo.sh", "--dry-run", "--model.name", "qwen3", "--model.flavor", "0.6B", NGPU="2")
+    assert done.returncode == 0, done.stderr
+    assert "# ranks: 2\n# mesh: 1 replicate × 2 shard × 1 tensor parallel\n" in done.stdout
+
+
+def test_another_torchtitan_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").touch()
+    for command in ("run_grpo.sh", "scripts/run_tests.sh"):
+        done = run(ROOT / command, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert f"`torchtitan` resolves to {tmp_path}/torchtitan, not to this checkout" in done.stderr
+
+
+def test_environment_check_names_what_is_missing() -> None:
+    # Without site-packages nothing is installed.
+    done = run(sys.executable, "-S", ROOT / "scripts/check_environment.py", "--extras", "test")
+    assert done.returncode == 1
+    missing = {line.removesuffix(" is missing") for line in done.stdout.splitlines()}
+    assert {"torch", "tyro", "math-verify", "pytest"} <= missing
+    assert "ruff" not in missing
+    assert ("tomli" in missing) == (sys.version_info < (3, 11))
+    assert run(sys.executable, ROOT / "scripts/check_environment.py", "--only", "torch").returncode == 0
+
+
+def launch(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", *arguments]
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 7", 7), ("kill -9 $BASHPID", 137), ("exit 0", 0)])
+def test_the_launcher_carries_the_exit_code_of_a_rank(program: str, code: int) -> None:
+    done = run(*launch("1", "--no-python", "bash", "-c", program), PYTHONPATH=str(ROOT))
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -> None:
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    program = f"trap 'sleep 1; touch {saved}; exit 0' TERM; touch {ready}; while true; do sleep 0.1; done"
+    process = subprocess.Popen(
+        launch("1", "--no-python", "bash", "-c", program),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        for _ in range(600):
+            if ready.exists():
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert saved.exists()
+    assert "Traceback" not in errors
