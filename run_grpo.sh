@@ -44,5 +44,8 @@ if [[ -n "$to_make" ]]; then
 fi
 
 echo "[run] $ngpu rank(s), $config_file" >&2
+# A single rank on a terminal keeps it, for the live display; --tee would put a pipe in between.
+output=(--tee 3)
+if [[ "$ngpu" == 1 && -t 2 ]]; then output=(--redirects 0); fi
 exec "$PYTHON" -m torchtitan.tools.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
-    --role rank --tee 3 -m torchtitan.grpo_train "${arguments[@]}"
+    --role rank "${output[@]}" -m torchtitan.grpo_train "${arguments[@]}"
