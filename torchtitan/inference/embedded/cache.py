@@ -154,23 +154,14 @@ class DecodeAttention:
         self._index = cache.places(slice(0, self._rows), positions)
         cache.show(self._index)
         self._used = self._rows * cache.heads
-        self._visible = cache.visible[: self._used, None, :longest]
-        self._scale = cache.head_dim**-0.5
+        self._visible = cache.visible[: self._used, None, None, :longest]
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._cache
         cache.write(layer, self._index, k, v)
-        keys, values = (
-            cache.keys[layer, : self._used, : self._longest],
-            cache.values[layer, : self._used, : self._longest],
-        )
-        # The query heads that share a key head are the rows of one small product.
-        q_grouped = q.reshape(self._used, -1, cache.head_dim)
-        if q.dtype == torch.float32:
-            scores = torch.baddbmm(self._visible, q_grouped, keys.transpose(1, 2), alpha=self._scale)
-            return torch.bmm(torch.softmax(scores, -1), values).view(q.shape)
-        # Half precision: scores have to stay in fp32, which the fused kernel does.
-        out = F.scaled_dot_product_attention(
-            q_grouped[:, None], keys[:, None], values[:, None], attn_mask=self._visible[:, None]
-        )
-        return out.reshape(q.shape)
+        keys = cache.keys[layer, : self._used, None, : self._longest]
+        values = cache.values[layer, : self._used, None, : self._longest]
+        # The query heads that share a key head stand where a sequence's tokens would. Two plain products and a softmax
+        # are 5 % faster for tiny models, but agree less with the trainer, which uses this kernel too.
+        grouped = q.reshape(self._used, 1, -1, cache.head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._visible).view(q.shape)
