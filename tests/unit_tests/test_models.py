@@ -123,11 +123,10 @@ def test_variable_length_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch
         parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
         return torch.cat([causal_attention(q[None, part], k[None, part], v[None, part])[0] for part in parts])
 
-    def older(*arguments: Any, is_causal: bool = False) -> torch.Tensor:
-        assert is_causal
-        return grouped(*arguments, window_size=(-1, 0))
+    def ungrouped(*arguments: Any, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
+        return grouped(*arguments, window_size=window_size)
 
-    for stand_in in (grouped, older):
+    for stand_in in (grouped, ungrouped):
         monkeypatch.setattr(varlen, "varlen_attn", stand_in)
         attention._variable_length_kernel.cache_clear()
         kernel = attention._variable_length_kernel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,12 @@ class ParallelDims:
             raise ConfigError(problems)
 
     @classmethod
-    def from_config(cls, parallelism: Parallelism, world_size: int, rank: int = 0) -> ParallelDims:
-        """Fill in the shard degree where it is -1. Raises ConfigError where the degrees do not fit the world size."""
+    def from_config(cls, parallelism: Parallelism, world_size: int, rank: int | None = None) -> ParallelDims:
+        """Fill in the shard degree where it is -1; without a rank, take the one that torchrun set.
+
+        Raises ConfigError where the degrees do not fit the world size.
+        """
+        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         shard = parallelism.data_parallel_shard_degree
         if shard == -1 and replicate > 0 and tensor > 0:

@@ -85,18 +85,16 @@ def _variable_length_kernel() -> Callable[..., torch.Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # The signature still moves between releases.
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known and "is_causal" not in known:
-        return None
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    grouped = "enable_gqa" in known
+    # Grouped heads became an argument after torch 2.11.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cumulative: torch.Tensor, longest: int) -> Any:
         repeats = q.shape[1] // k.shape[1]
+        options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
         if grouped:
-            return varlen_attn(q, k, v, cumulative, cumulative, longest, longest, enable_gqa=repeats > 1, **options)
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+            options["enable_gqa"] = repeats > 1
+        elif repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         return varlen_attn(q, k, v, cumulative, cumulative, longest, longest, **options)
 
     return attend
