@@ -81,9 +81,12 @@ class Director:
     def connect(self, weights: WeightPath) -> None:
         """Give the actors the way by which weights come."""
         self.weights = weights
+        self.evaluator = Evaluator(
+            self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
+        )
         self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
         self._closing.callback(self.metrics.close)
-        if weights.coordinator_address is not None:
+        if self.rollout.has_actors:
             self.rollout.connect_weights(weights.coordinator_address)
 
     def start(self, version: int) -> None:
@@ -110,11 +113,11 @@ class Director:
             elif version >= self.config.training.steps:
                 return Order(Kind.STOP)
             else:
-                batch = self.rollout.next_batch(version, timeout=0.0 if self.weights.owed else POLL_S)
+                batch = self.rollout.next_batch(version, timeout=POLL_S if self.weights.owed is None else 0.0)
                 if batch is not None:
                     return Order(Kind.BATCH, batch)
             now = time.monotonic()
-            if self.weights.owed and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+            if self.weights.owed is not None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
                 self._last_snapshot_try = now
                 return Order(Kind.SNAPSHOT)
             if now > give_up:
@@ -139,7 +142,7 @@ class Director:
         step_s = figures["time/step_s"]
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
-        actors = {name: str(state) for name, state in self.weights.actors().items()}
+        actors = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
         self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, actors)
         self.metrics.log_completions(version, batch, self.tokenizer)
 
@@ -156,13 +159,17 @@ class Director:
         self._evaluation = self._executor.submit(self._run_evaluation, version)
 
     def _run_evaluation(self, version: int) -> dict[str, Figure] | None:
-        deadline = time.monotonic() + self.config.eval.timeout_s
-        self.weights.wait_until_applied(self.weights.newest_published, self.config.eval.timeout_s / 2)
-        evaluator = Evaluator(
-            self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
-        )
-        remaining = max(deadline - time.monotonic(), 1.0)
-        return evaluator.evaluate(version, self.epoch, self.weights.newest_published, remaining)
+        started = time.monotonic()
+        published = self.weights.published_version
+        while published is None:
+            # The initial version is still on its way to the coordinator.
+            if time.monotonic() - started > self.config.eval.timeout_s:
+                return None
+            time.sleep(POLL_S)
+            published = self.weights.published_version
+        self.weights.wait_until_applied(published, self.config.eval.timeout_s / 2, at_least=1, counts_as_stall=False)
+        remaining = max(self.config.eval.timeout_s - (time.monotonic() - started), 1.0)
+        return self.evaluator.evaluate(version, self.epoch, published, remaining)
 
     def _look_at_evaluation(self, version: int) -> None:
         assert self._evaluation is not None

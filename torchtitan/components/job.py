@@ -19,7 +19,7 @@ from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
-from torchtitan.components.weights import NoWeightSync, WeightPath, start_weight_sync
+from torchtitan.components.weights import open_weight_path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -62,7 +62,7 @@ class Job:
     def start(self) -> None:
         """Publish the initial weights, then start the rollouts."""
         self.weights.reserve()
-        self.weights.commit(self.version, votes_against=0)
+        self.weights.commit(self.version, noes=0)
         if self.director is not None:
             self.director.start(self.version)
         device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
@@ -79,13 +79,11 @@ class Job:
 
     def publish(self, result: BatchResult) -> None:
         """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
-        if not result.last_step_applied:
-            self.weights.release()
-        published = self.weights.commit(
-            self.version, votes_against=result.votes_against, skip=not result.last_step_applied
-        )
+        # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays owed.
+        noes = result.votes_against + (0 if result.last_step_applied else 1)
+        outcome = self.weights.commit(self.version, noes)
         if self.director is not None:
-            self.director.published(self.version, published)
+            self.director.published(self.version, outcome == "published")
 
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):
@@ -152,13 +150,9 @@ class Job:
             if self.director is not None:
                 self.director.resume(restored.version, restored.rollout)
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device())
-        self.weights: WeightPath
-        if config.rollout.replay:
-            self.weights = NoWeightSync()
-        else:
-            self.weights = self._closing.enter_context(
-                start_weight_sync(config, policy, facts["epoch"], facts["token"], self.run_dir)
-            )
+        self.weights = self._closing.enter_context(
+            open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir)
+        )
         if self.director is not None:
             self.director.connect(self.weights)
         if rank == 0:

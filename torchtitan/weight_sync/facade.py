@@ -239,9 +239,12 @@ class WeightSync:
         """The newest version that every rank holds, as rank 0 last heard."""
         return None if self._observer is None else self._observer.status()["newest"]
 
-    def wait_until_applied(self, version: int, timeout: float, at_least: int = 0) -> SyncOutcome:
+    def wait_until_applied(
+        self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
+    ) -> SyncOutcome:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
+        The wait is the trainer's (`time/sync_stall_s`) unless another thread, say an evaluation's, does the waiting.
         Evicted actors are not waited for, nor are pinned ones. Rank 0 only; other ranks return at once with nothing.
         """
         if self._observer is None:
@@ -262,7 +265,8 @@ class WeightSync:
 
         self._observer.wait_for(everyone, timeout)
         self._check_alive()
-        self._stall_s += time.perf_counter() - begun
+        if counts_as_stall:
+            self._stall_s += time.perf_counter() - begun
         actors = self._observer.status()["actors"]
         applied = frozenset(name for name, actor in actors.items() if _has(actor, version))
         missing = {

@@ -1,0 +1,106 @@
+"""The way by which weights leave the trainer: to actors, or nowhere when a record is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.models.decoder import Decoder
+from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome, WeightSync
+
+
+class WeightPath(Protocol):
+    """What the loop asks for; weight_sync.facade.WeightSync describes its methods."""
+
+    @property
+    def coordinator_address(self) -> str: ...
+
+    @property
+    def owed(self) -> int | None: ...
+
+    @property
+    def published_version(self) -> int | None: ...
+
+    def reserve(self) -> bool: ...
+
+    def commit(self, version: int, noes: int) -> str: ...
+
+    def snapshot_owed(self, version: int) -> None: ...
+
+    def wait_until_applied(
+        self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
+    ) -> SyncOutcome: ...
+
+    def actors(self) -> Mapping[str, ActorStatus]: ...
+
+    def statistics(self) -> dict[str, float]: ...
+
+
+class NoWeightSync:
+    """A run that replays a record has no actors: every version is skipped and none is owed."""
+
+    coordinator_address = ""
+    owed: int | None = None
+    published_version: int | None = None
+
+    def __init__(self) -> None:
+        self._skipped = 0
+
+    def reserve(self) -> bool:
+        return True
+
+    def commit(self, version: int, noes: int) -> str:
+        self._skipped += 1
+        return "skipped"
+
+    def snapshot_owed(self, version: int) -> None:
+        raise RuntimeError("nothing is owed where nothing is published")
+
+    def wait_until_applied(
+        self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
+    ) -> SyncOutcome:
+        return SyncOutcome(frozenset(), {})
+
+    def actors(self) -> Mapping[str, ActorStatus]:
+        return {}
+
+    def statistics(self) -> dict[str, float]:
+        return {
+            "weight_sync/versions_published": 0,
+            "weight_sync/versions_skipped": self._skipped,
+            "time/snapshot_s": 0.0,
+            "time/sync_stall_s": 0.0,
+        }
+
+
+@contextlib.contextmanager
+def open_weight_path(config: JobConfig, policy: Decoder, epoch: str, token: str, run_dir: Path) -> Iterator[WeightPath]:
+    """The weight path of this run, on every rank (collective); closed at the end."""
+    if config.rollout.replay:
+        yield NoWeightSync()
+        return
+    # Rank 0 starts the coordinator, so it goes first; the others join at the address that it broadcasts.
+    first = device.rank() == 0
+    address = None if first else broadcast_bytes(None).decode()
+    sync = WeightSync(
+        config.weight_sync,
+        dict(policy.named_parameters()),
+        epoch=epoch,
+        token=token,
+        run_dir=run_dir,
+        rank=device.rank(),
+        world_size=device.world_size(),
+        coordinator_address=address,
+        dtype=config.inference.dtype,
+    )
+    try:
+        if first:
+            broadcast_bytes(sync.coordinator_address.encode())
+        yield sync
+    finally:
+        sync.close()
