@@ -42,28 +42,29 @@ setup_make_venv() { # $1: the interpreter to make it with
     fi
 }
 
+# --no-compile: the interpreter compiles what it imports; compiling everything at once doubles the time of the set-up.
 # torch comes first and with its version, so that no other requirement pulls a newer and bigger one.
 setup_install_torch() { # $1: the interpreter
     local version="${TORCH_VERSION:-2.13.0}" uv=""
     if setup_has_driver; then
         setup_say "NVIDIA driver found: installing torch $version in its default (CUDA) build"
-        "$1" -m pip install --quiet "torch==$version" >&2
+        "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
     if [[ "$(uname -s)" == Darwin ]]; then
         setup_say "macOS: installing torch $version"
-        "$1" -m pip install --quiet "torch==$version" >&2
+        "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
     setup_say "no NVIDIA driver: looking for a CPU build of torch $version"
     # The local version label +cpu can only match a CPU build, so nothing big can slip in here.
-    if "$1" -m pip install --quiet "torch==$version+cpu" 2>/dev/null >&2; then
+    if "$1" -m pip install -qq --no-compile "torch==$version+cpu" 2>/dev/null >&2; then
         return 0
     fi
     setup_say "pip's configured wheels hold none; trying uv --torch-backend=cpu"
     if command -v uv >/dev/null 2>&1; then
         uv="$(command -v uv)"
-    elif "$1" -m pip install --quiet uv >&2; then
+    elif "$1" -m pip install -qq --no-compile uv >&2; then
         uv="$(dirname "$1")/uv"
     fi
     if [[ -n "$uv" ]] && "$uv" pip install --quiet --python "$1" --torch-backend=cpu "torch==$version" >&2; then
@@ -71,7 +72,7 @@ setup_install_torch() { # $1: the interpreter
     fi
     if [[ "${ALLOW_CUDA_TORCH:-0}" == 1 ]]; then
         setup_say "ALLOW_CUDA_TORCH=1: installing the default build of torch $version (several GB of CUDA libraries)"
-        "$1" -m pip install --quiet "torch==$version" >&2
+        "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
     setup_say "no CPU build of torch $version can be had here, and this machine has no NVIDIA driver. Point pip at a CPU" \
@@ -86,9 +87,9 @@ setup_install() { # $1: the interpreter, $2: extras
     if [[ -n "$missing" ]]; then
         setup_install_torch "$1" || return 1
     fi
-    setup_say "torch $("$1" -c 'import torch; v = torch.version; print(torch.__version__, "(CUDA build)" if v.cuda else "(CPU build)")')"
+    setup_say "torch $("$1" -W ignore -c 'import torch; v = torch.version; print(torch.__version__, "(CUDA build)" if v.cuda else "(CPU build)")')"
     setup_say "installing this checkout${2:+ with the extras $2} and what it needs"
-    (cd "$SETUP_ROOT" && "$1" -m pip install --quiet --editable ".${2:+[$2]}" >&2) || return 1
+    (cd "$SETUP_ROOT" && "$1" -m pip install -qq --no-compile --editable ".${2:+[$2]}" >&2) || return 1
     setup_say "environment ready after $((SECONDS - started)) s"
 }
 
