@@ -10,6 +10,7 @@ import math
 import time
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.errors import UserError
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
@@ -43,8 +44,7 @@ class RolloutFlow:
         self._groups = groups
         self._stream = stream
         self._journal = journal
-        group_size = config.grpo.group_size
-        self._batch_groups = max(1, config.training.global_batch_size // group_size)
+        self._batch_groups = global_batch_size(config, world_size()) // config.grpo.group_size
         self._pace = Pace(self._batch_groups, config.rollout.max_staleness, config.rollout.max_groups_in_flight)
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}

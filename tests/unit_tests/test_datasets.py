@@ -1,0 +1,214 @@
+"""Rows, held-out shares and the resumable stream of prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.rollout.arithmetic import arithmetic_rows
+from torchtitan.rollout.datasets import hold_out, load_datasets, load_rows
+from torchtitan.rollout.prompts import PromptMaker, PromptStream
+
+
+class Characters:
+    """A tokenizer of characters; chats become text with role marks."""
+
+    eos_token_ids = [1]
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(chr(i) for i in ids if not (skip_special and i < 32))
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
+
+
+def make_config(**rollout: Any) -> JobConfig:
+    config = JobConfig()
+    config.rollout.max_completion_tokens = 8
+    config.training.seq_len = 40
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+def write_jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def test_arithmetic_is_right_and_complete() -> None:
+    rows = arithmetic_rows()
+    assert len(rows) == len({row["prompt"] for row in rows}) == 5050
+    assert {"prompt": "12+34=", "answer": "640"} in rows
+    for row in rows:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert len(a) == len(b) == 2 and int(a) <= int(b)
+        assert len(row["answer"]) == 3 and int(row["answer"][::-1]) == int(a) + int(b)
+
+
+@given(st.integers(0, 5), st.floats(0, 1), st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_held_out_prompts_never_occur_in_training(seed: int, fraction: float, letters: list[str]) -> None:
+    rows = [{"prompt": letter, "number": i} for i, letter in enumerate(letters)]
+    train, held_out = hold_out(rows, fraction, seed=seed)
+    assert sorted(train + held_out, key=lambda row: row["number"]) == rows
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert len({row["prompt"] for row in held_out}) == round(fraction * len(set(letters)))
+    assert (train, held_out) == hold_out(rows, fraction, seed=seed)
+
+
+def test_the_split_of_the_arithmetic_task_does_not_depend_on_the_training_seed() -> None:
+    config = make_config()
+    first = load_datasets(config)
+    config.training.seed = 7
+    assert load_datasets(config) == first
+    assert (len(first[0]), len(first[1])) == (4545, 505)
+    assert hold_out(arithmetic_rows(), 0.1, seed=1) != hold_out(arithmetic_rows(), 0.1)
+
+
+def test_files_of_both_kinds_give_the_same_rows(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": str(i), "level": i} for i in range(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert load_rows(str(tmp_path / "rows.parquet")) == rows
+    assert load_rows(write_jsonl(tmp_path / "rows.jsonl", *rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON"),
+        ('{"prompt": "a"}\n\n[1]\n', "line 3: expected a JSON object, found list"),
+        ("", "has no rows"),
+        ('{"prompt": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n', "row 2: no column 'prompt'.*'question'"),
+        ('{"prompt": "a", "gold": "1"}\n', "no column 'answer' .rewards.answer_column.; there are 'prompt', 'gold'"),
+        ('{"prompt": 3, "answer": "1"}\n', "text or a list of chat messages, found int"),
+        ('{"prompt": "", "answer": "1"}\n', "the prompt is empty"),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}\n', "'role' and 'content'"),
+    ],
+)
+def test_bad_files_are_told_apart(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_datasets(make_config(dataset=str(tmp_path / "rows.jsonl")))
+
+
+def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_rows(str(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        load_rows(str(tmp_path / "bad.parquet"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'torchtitan-grpo\[data\]'"):
+        load_rows("openai/gsm8k:main")
+
+
+def test_hugging_face_names_go_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        @staticmethod
+        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
+            if name == "no/such":
+                raise FileNotFoundError("not on the hub")
+            return [{"prompt": f"{name} {subset} {split}"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", Library)
+    assert load_rows("openai/gsm8k:main", "test") == [{"prompt": "openai/gsm8k main test"}]
+    assert load_rows("some/name") == [{"prompt": "some/name None train"}]
+    with pytest.raises(UserError, match="not on the hub"):
+        load_rows("no/such")
+
+
+def test_an_evaluation_dataset_leaves_the_training_data_whole(tmp_path: Path) -> None:
+    config = make_config(dataset=write_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "answer": "1"}))
+    config.eval.dataset = write_jsonl(tmp_path / "b.jsonl", {"prompt": "b", "answer": "2"})
+    train, held_out = load_datasets(config)
+    assert (train[0]["prompt"], held_out[0]["prompt"]) == ("a", "b")
+
+
+def test_prompts_keep_their_form_and_columns() -> None:
+    config = make_config(prompt_column="question", chat_template=True, system_prompt="be brief")
+    config.rewards.answer_column = "gold"
+    row = {"question": "2+2", "gold": "4", "level": 3}
+    prompt = PromptMaker(config, Characters()).make(row, 5)
+    assert (prompt.index, prompt.text) == (5, "2+2")
+    assert prompt.columns == {"gold": "4", "answer": "4", "level": 3}
+    assert Characters().decode(prompt.token_ids) == "<system>be brief<user>2+2"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompt = PromptMaker(config, Characters()).make({"question": chat}, 0)
+    assert prompt.text == chat
+    assert Characters().decode(prompt.token_ids) == "<system>s<user>u"
+
+
+def test_a_missing_chat_template_is_an_error() -> None:
+    tokenizer = Characters()
+    tokenizer.has_chat_template = False
+    with pytest.raises(UserError, match="chat template"):
+        PromptMaker(make_config(chat_template=True), tokenizer)
+
+
+def make_stream(texts: Sequence[str], seed: int = 0, **rollout: Any) -> PromptStream:
+    maker = PromptMaker(make_config(**rollout), Characters())
+    return PromptStream([{"prompt": text} for text in texts], maker, seed)
+
+
+def test_every_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
+    texts = [f"p{i}" for i in range(40)]
+    stream = make_stream(texts)
+    passes = [[stream.next() for _ in texts] for _ in range(2)]
+    assert [prompt.index for part in passes for prompt in part] == list(range(80))
+    orders = [[prompt.text for prompt in part] for part in passes]
+    assert [sorted(order) for order in orders] == [sorted(texts)] * 2
+    assert orders[0] != orders[1] != texts
+    again = make_stream(texts)
+    assert [again.next().text for _ in range(80)] == orders[0] + orders[1]
+    other = make_stream(texts, seed=1)
+    assert [other.next().text for _ in texts] != orders[0]
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
+    texts = ["short", "x" * 32, "y" * 33, "z" * 100]
+    stream = make_stream(texts)
+    seen = Counter(stream.next().text for _ in range(6))
+    assert seen == {"short": 3, "x" * 32: 3}
+    assert stream.dropped >= 4
+    with pytest.raises(UserError, match="training.seq_len"):
+        make_stream(["y" * 33]).next()
+
+
+@given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_resumed_stream_goes_on_as_the_unbroken_one(rows: int, before: int, seed: int) -> None:
+    texts = ["p" * (3 * i + 1) for i in range(rows)]  # some of them are too long
+    unbroken = make_stream(texts, seed)
+    expected = [unbroken.next() for _ in range(before + 15)]
+    first = make_stream(texts, seed)
+    for _ in range(before):
+        first.next()
+    resumed = make_stream(texts, seed)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [resumed.next() for _ in range(15)] == expected[before:]
+    assert resumed.dropped == unbroken.dropped
+    assert all(resumed.prompt_at(prompt.index) == prompt for prompt in expected)
+
+
+def test_other_data_cannot_be_resumed() -> None:
+    state = make_stream(["a", "b"]).state_dict()
+    for stream in (make_stream(["a", "c"]), make_stream(["a", "b"], seed=1)):
+        with pytest.raises(UserError, match="not those of the checkpoint"):
+            stream.load_state_dict(state)

@@ -1,0 +1,179 @@
+"""Batches as bytes, and the record of a run: whatever happens to the process, what was recorded comes back whole."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.errors import UserError
+from torchtitan.inference.types import VersionSpan
+from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, decode_batch, encode_batch, read_records
+from torchtitan.rollout.types import Batch, Group, Sample
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+float32 = st.floats(width=32, allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def samples(draw: st.DrawFn, prompt: list[int]) -> Sample:
+    length = draw(st.integers(0, 5))
+    values = float32 if draw(st.booleans()) else st.floats(allow_nan=False)
+    spans = [
+        VersionSpan(draw(st.sampled_from(["e1", "e2", "ü"])), draw(st.integers(0, 2**40)), i, i + 1)
+        for i in range(draw(st.integers(0, 3)))
+    ]
+    return Sample(
+        prompt_ids=prompt,
+        completion_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
+        log_probs=draw(st.lists(values, min_size=length, max_size=length)),
+        spans=spans,
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        reward=draw(finite),
+        rewards=draw(st.dictionaries(st.text(max_size=4), st.none() | finite, max_size=3)),
+        kept_token_ids=draw(st.none() | st.lists(tokens, max_size=3)),
+        advantage=draw(st.just(0.0) | finite),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    groups = []
+    for index in draw(st.lists(st.integers(0, 2**40), max_size=3)):
+        prompt = draw(tokens)
+        groups.append(Group(index, draw(st.lists(samples(prompt), min_size=1, max_size=3))))
+    return Batch(draw(st.integers(0, 10**9)), groups, draw(st.dictionaries(st.text(max_size=4), finite, max_size=3)))
+
+
+@given(batches())
+@settings(max_examples=150, deadline=None)
+def test_batches_survive_the_trip_to_the_last_bit(batch: Batch) -> None:
+    data = encode_batch(batch)
+    assert b"\n" not in data
+    decoded = decode_batch(data)
+    assert decoded == batch
+    # == takes 0.0 for -0.0; bits do not.
+    bits = [[struct.pack("<d", value) for value in sample.log_probs] for sample in batch.samples]
+    assert [[struct.pack("<d", value) for value in sample.log_probs] for sample in decoded.samples] == bits
+
+
+def make_batch(version: int) -> Batch:
+    sample = Sample([1, 2], [3], [-0.25], [VersionSpan("e", version, 0, 1)], "stop", 1.0, {"r": 1.0})
+    return Batch(version, [Group(version * 2, [sample, sample])], {"reward/mean": 1.0})
+
+
+def test_log_probs_of_float32_take_four_bytes() -> None:
+    def size(value: float, count: int) -> int:
+        batch = make_batch(0)
+        batch.groups[0].samples[0] = Sample([1, 2], [3] * count, [value] * count, [], "stop", 1.0)
+        return len(json.loads(encode_batch(batch))["log_probs"][1])
+
+    assert size(-0.1, 3001) == 2 * size(-0.25, 3001)  # base64 of 8 and of 4 bytes each
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{}", b'{"format": 99}'])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a recorded batch"):
+        decode_batch(data)
+
+
+def test_groups_must_be_whole() -> None:
+    batch = make_batch(0)
+    batch.groups[0].samples[1] = Sample([9], [3], [-0.25], [], "stop", 1.0)
+    with pytest.raises(ValueError, match="mixes prompts"):
+        encode_batch(batch)
+
+
+def record_run(run_dir: Path, steps: int) -> None:
+    journal = Journal(run_dir)
+    journal.append_decision(0, True)
+    for version in range(steps):
+        journal.append_batch(make_batch(version))
+        journal.append_decision(version + 1, version % 2 == 0)
+    journal.close()
+
+
+def summary(run_dir: Path) -> list[Any]:
+    return [(record["record"], record["version"]) for _, record in read_records(run_dir / JOURNAL_NAME)]
+
+
+def test_a_replay_hands_out_what_was_recorded(tmp_path: Path) -> None:
+    record_run(tmp_path, 4)
+    source = ReplaySource(tmp_path)
+    source.start(0)
+    assert source.versions == [0, 1, 2, 3]
+    assert [source.next_batch(version) for version in (0, 1, 3)] == [make_batch(version) for version in (0, 1, 3)]
+    assert source.decisions == {0: True, 1: True, 2: False, 3: True, 4: False}
+    with pytest.raises(UserError, match="versions 0 to 3, but a batch for version 4"):
+        source.next_batch(4)
+
+
+def test_a_replay_is_recorded_itself(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    record_run(tmp_path, 2)
+    journal = Journal(tmp_path / "new")
+    ReplaySource(tmp_path, journal).next_batch(1)
+    assert ReplaySource(tmp_path / "new").next_batch(1) == make_batch(1)
+    with pytest.raises(UserError, match="this very run"):
+        ReplaySource(tmp_path / "new", journal)
+
+
+def test_replay_needs_a_record(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no journal.jsonl"):
+        ReplaySource(tmp_path)
+    (tmp_path / JOURNAL_NAME).write_text("")
+    with pytest.raises(UserError, match="no batch at all"):
+        ReplaySource(tmp_path).next_batch(0)
+
+
+def test_every_record_is_out_before_the_process_can_die(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append_batch(make_batch(0))
+    assert summary(tmp_path) == [("batch", 0)]  # read while the writer's file is still open
+    journal.close()
+
+
+@given(st.integers(0, 400))
+@settings(max_examples=40, deadline=None)
+def test_a_kill_in_the_middle_of_a_line_costs_that_line_alone(tmp_path_factory: Any, cut: int) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    record_run(run_dir, 2)
+    path = run_dir / JOURNAL_NAME
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - cut])
+    whole = data[: len(data) - cut].count(b"\n")
+    assert len(summary(run_dir)) == whole
+    journal = Journal(run_dir)
+    journal.append_decision(9, True)
+    journal.close()
+    assert len(summary(run_dir)) == whole + 1
+    assert summary(run_dir)[-1] == ("decision", 9)
+
+
+def test_damage_before_the_last_line_is_reported(tmp_path: Path) -> None:
+    record_run(tmp_path, 2)
+    path = tmp_path / JOURNAL_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"garbage\n", *lines[1:]]))
+    with pytest.raises(UserError, match="line 2"):
+        ReplaySource(tmp_path)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 4])
+def test_a_resume_forgets_what_came_after_the_checkpoint(tmp_path: Path, step: int) -> None:
+    record_run(tmp_path, 4)
+    journal = Journal(tmp_path)
+    journal.resume_at(step)
+    kept = [("decision", 0)]
+    for version in range(step):
+        kept += [("batch", version), ("decision", version + 1)]
+    assert summary(tmp_path) == kept
+    journal.append_batch(make_batch(step))
+    journal.close()
+    assert summary(tmp_path) == [*kept, ("batch", step)]

@@ -1,0 +1,182 @@
+"""Built-in reward functions against cases worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from torchtitan.errors import UserError
+from torchtitan.rewards import BUILTIN, NEEDS_ANSWER, load_reward
+
+# Rows of GSM8K's training file, as they stand there (MIT licence, see shared/data/gsm8k_LICENSE).
+GSM8K = [
+    (
+        "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips altogether in "
+        "April and May.\n#### 72",
+        "72",
+    ),
+    (
+        "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\nWorking 50 minutes, she earned 0.2 x 50 = "
+        "$<<0.2*50=10>>10.\n#### 10",
+        "10",
+    ),
+    ("…and so the house sold for 3,000 * 20 = $60,000.\n#### 60,000", "60000"),
+]
+
+
+def call(name: str, completions: list[Any], **arguments: Any) -> list[float | None]:
+    count = len(completions)
+    defaults: dict[str, Any] = {
+        "prompts": [""] * count,
+        "completion_ids": [[0]] * count,
+        "finish_reasons": ["stop"] * count,
+        "max_completion_tokens": 10,
+        "another_column": [1] * count,
+    }
+    return load_reward(name)(completions=completions, **{**defaults, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        (r"thus \boxed{72}", "72", 1.0),
+        (r"\boxed{71} is wrong, \boxed{72} right", "72", 1.0),
+        (r"\boxed{72} because 3 + 4 = 7", "72", 1.0),
+        ("The answer is 72.", "72", 1.0),
+        ("First 72, then 73", "72", 0.0),
+        ("It costs $1,234.50!", "1234.5", 1.0),
+        ("we get 10-3", "3", 1.0),
+        ("x = -3", "-3", 1.0),
+        ("x = -3", "3", 0.0),
+        ("a half is 0.5", r"\frac{1}{2}", 1.0),
+        (r"\boxed{\frac{2}{4}}", "0.5", 1.0),
+        (r"\boxed{1+x^2}", "x^2+1", 1.0),
+        (r"\boxed{1+x^2}", "$x^3+1$", 0.0),
+        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1.0),
+        (r"<think>\boxed{5}</think> \boxed{6}", "6", 1.0),
+        (r"<think>\boxed{5}</think> \boxed{6}", "5", 0.0),
+        ("no number", "72", 0.0),
+        (r"\boxed{7", "7", 1.0),
+        ("72", "hello world", None),
+        ("72", "", None),
+        ("72", None, None),
+        ("72", "72 square feet", 1.0),
+        (r"\boxed{50}", r"50\%", 1.0),
+    ],
+)
+def test_accuracy(completion: str, gold: Any, reward: float | None) -> None:
+    assert call("accuracy", [completion], answer=[gold]) == [reward]
+
+
+@pytest.mark.parametrize(("gold", "number"), GSM8K)
+def test_accuracy_reads_gsm8k(gold: str, number: str) -> None:
+    rewards = call("accuracy", [f"So it is {number}.", rf"\boxed{{{number}}}", "#### 5", gold], answer=[gold] * 4)
+    assert rewards == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_chat_completions_are_read_too() -> None:
+    completion = [{"role": "assistant", "content": r"\boxed{4}"}]
+    assert call("accuracy", [completion], answer=["4"]) == [1.0]
+    assert call("exact_match", [[{"role": "assistant", "content": "4"}]], answer=["4"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason", "reward"),
+    [
+        ("640", "stop", 1.0),
+        ("641", "stop", 0.5 * 2 / 3),
+        ("046", "stop", 0.5 / 3),
+        ("111", "stop", 0.0),
+        ("64", "stop", 0.0),
+        ("6400", "stop", 0.0),
+        ("", "stop", 0.0),
+        ("640", "length", 0.0),
+        ("640", "abort", 0.0),
+    ],
+)
+def test_arithmetic(completion: str, reason: str, reward: float) -> None:
+    # 12 + 34 = 046, digits reversed.
+    assert call("arithmetic", [completion], answer=["640"], finish_reasons=[reason]) == [pytest.approx(reward)]
+
+
+def test_exact_match() -> None:
+    assert call("exact_match", [" a b\n", "a  b", "c"], answer=["a b", "a b", None]) == [1.0, 0.0, None]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>so</think> 4", 1.0),
+        ("\n<think>\nso\nthat</think>\n4\n", 1.0),
+        ("<think></think>4", 1.0),
+        ("<think>so</think>", 0.0),
+        ("<think>so 4", 0.0),
+        ("so</think> 4", 0.0),
+        ("x <think>so</think> 4", 0.0),
+        ("<think>a</think><think>b</think> 4", 0.0),
+        ("<think><think>a</think> 4", 0.0),
+        ("4", 0.0),
+    ],
+)
+def test_format(completion: str, reward: float) -> None:
+    assert call("format", [completion]) == [reward]
+
+
+def test_soft_overlong_is_free_to_80_percent_then_falls_to_minus_one() -> None:
+    ids = [[0] * n for n in (0, 8, 9, 10)]
+    assert call("soft_overlong", [""] * 4, completion_ids=ids) == pytest.approx([0.0, 0.0, -0.5, -1.0])
+
+
+def test_cosine_length() -> None:
+    ids = [[0] * n for n in (0, 5, 10, 0, 10, 3)]
+    answers = ["4", "4", "4", "5", "5", "no number here"]
+    rewards = call("cosine_length", ["4"] * 6, completion_ids=ids, answer=answers)
+    assert rewards[:5] == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.5])
+    assert rewards[5] is None
+    quarter = call("cosine_length", ["4"], completion_ids=[[0, 0]], answer=["4"])[0]
+    assert quarter == pytest.approx(0.75 + 0.25 * math.cos(math.pi / 5))
+
+
+def test_length_compares_within_the_group_and_never_rewards_wrong_answers() -> None:
+    ids = [[0] * n for n in (2, 4, 6, 2)]
+    rewards = call("length", ["4", "4", "4", "5"], completion_ids=ids, answer=["4"] * 4)
+    assert rewards == pytest.approx([0.5, 0.0, -0.5, 0.0])
+    assert call("length", ["4", "5"], completion_ids=[[0], [0]], answer=["4", "4"]) == [0.0, 0.0]
+
+
+def test_repetition_counts_repeated_four_grams() -> None:
+    # a loop of two tokens has two different 4-grams among its seven.
+    ids = [[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2] * 5, [7] * 13]
+    assert call("repetition", [""] * 4, completion_ids=ids) == pytest.approx([0.0, 0.0, -5 / 7, -9 / 10])
+
+
+def test_every_built_in_loads_and_takes_any_column() -> None:
+    for name in BUILTIN:
+        assert len(call(name, ["4", "5"], answer=["4", "4"])) == 2
+
+
+def test_the_list_of_functions_that_need_an_answer_is_right() -> None:
+    for name in BUILTIN:
+        if name in NEEDS_ANSWER:
+            with pytest.raises(TypeError, match="answer"):
+                call(name, ["4"])
+        else:
+            call(name, ["4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acuracy", "did you mean 'accuracy'"),
+        ("nonsense", "must be one of accuracy"),
+        ("no.such.module:reward", "no.such.module"),
+        ("torchtitan.rewards.answers:aritmetic", "did you mean 'arithmetic'"),
+        ("torchtitan.rewards.answers:PARTIAL_CREDIT", "not a function"),
+        ("torchtitan.rewards.answers:", "unknown reward function"),
+    ],
+)
+def test_unknown_functions_are_named(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_reward(name)
