@@ -85,9 +85,7 @@ def main() -> int:
     arguments = parser.parse_args()
     other = other_torchtitan()
     if other is not None:
-        print(
-            f"`torchtitan` resolves to {other}, not to this checkout ({ROOT}): uninstall it or use another venv"
-        )
+        print(f"`torchtitan` resolves to {other}, not to this checkout ({ROOT}): uninstall it or use another venv")
         return 3
     requirements = read_requirements([extra for extra in arguments.extras.split(",") if extra])
     if arguments.only:
