@@ -92,6 +92,8 @@ class Engine:
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
         self.statistics = Statistics()
+        self.waiting = 0
+        """Samples that wait for a row"""
         self._waiting: deque[Running] = deque()
         self._requests: dict[str, Running] = {}
         self._sequences: list[Sequence] = []
@@ -121,11 +123,6 @@ class Engine:
         return len(self._sequences)
 
     @property
-    def waiting(self) -> int:
-        """Samples that wait for a row."""
-        return sum(one.request.sampling.n - one.next_sample for one in self._waiting)
-
-    @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
         return bool(self._requests)
@@ -141,6 +138,7 @@ class Engine:
         running = Running.start(request, self.eos_token_ids)
         self._requests[request.request_id] = running
         self._waiting.append(running)
+        self.waiting += request.sampling.n
 
     def abort(self, request_id: str) -> list[Completion]:
         """Drop a request. Returns what it had: finished samples, and begun ones with finish reason "abort"."""
@@ -152,6 +150,7 @@ class Engine:
         del self._requests[request_id]
         if running in self._waiting:
             self._waiting.remove(running)
+            self.waiting -= running.request.sampling.n - running.next_sample
         self.statistics.aborted_requests += 1
         return [completion for completion in running.completions if completion is not None]
 
@@ -266,6 +265,7 @@ class Engine:
         sampling, length = running.request.sampling, len(running.request.prompt_ids)
         begin = len(self._sequences)
         rows = slice(begin, begin + count)
+        self.waiting -= count
         self._cache.start_rows(begin, count, length)
         self._lengths[rows], self._generated[rows], self._limits[rows] = length, 0, sampling.max_tokens
         self._keys[rows] = running.keys[running.next_sample : running.next_sample + count]

@@ -1,0 +1,207 @@
+"""The engine's thread: everything that touches the engine runs here, between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
+from torchtitan.inference.types import Completion, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+# A step of the largest model on the slowest machine ends within this time.
+CALL_SECONDS = 120.0
+
+Result = TypeVar("Result")
+
+
+class Unavailable(Exception):
+    """The engine must not or cannot serve now; later, or on another actor, the same request may do."""
+
+
+class EngineLoop:
+    """Drives an engine in a thread of its own while it has requests, and sleeps otherwise.
+
+    Args:
+        engine: touched by nobody else from `start` on.
+        threads: CPU threads of its computations; 0 leaves torch's choice.
+        require_version: serve nothing until a version was applied.
+        on_failure: called in the thread, with the reason, if the thread ends by an error; nothing is served afterwards.
+    """
+
+    def __init__(
+        self, engine: Engine, threads: int, require_version: bool, on_failure: Callable[[BaseException], None]
+    ):
+        self.engine, self._threads, self._require_version = engine, threads, require_version
+        self._on_failure = on_failure
+        self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # Touched in the engine's thread only.
+        self._waiters: dict[str, Future[list[Completion]]] = {}
+        self._closing = False
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """Drop all requests (they fail with Unavailable) and end the thread, after at most one more step."""
+        self._closing = True
+        self._commands.put(None)
+        self._thread.join(timeout)
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run `function` in the engine's thread, between two steps."""
+        future: Future[Result] = Future()
+        self._commands.put((function, future))
+        if self._closing or self.failure is not None:
+            future.cancel()
+        return future
+
+    def why_unavailable(self) -> str | None:
+        """Why a new request would not be served now, if so."""
+        if self.failure is not None:
+            return f"the engine has failed: {self.failure!r}"
+        if self._closing:
+            return "the engine is shutting down"
+        if self.engine.poisoned:
+            return "a weight update failed half-way; waiting for a whole version"
+        if self._require_version and not self.engine.statistics.versions_applied:
+            return "no weights version has been applied yet"
+        if self.engine.paused:
+            return "the engine is paused"
+        return None
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Completions of a request, whose id nobody else may use. Cancelling it aborts the request.
+
+        Raises InvalidRequest, Unavailable, or NonFiniteLogits.
+        """
+        done: Future[list[Completion]] = Future()
+
+        def submit() -> None:
+            if self._closing:
+                raise Unavailable("the engine is shutting down")
+            self.engine.submit(request)
+            self._waiters[request.request_id] = done
+
+        submitted = self.call(submit)
+
+        def watch(future: Future[None]) -> None:
+            error = CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                _settle(done, None, error)
+
+        submitted.add_done_callback(watch)
+        try:
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            if submitted.cancelled():
+                raise Unavailable("the engine is shutting down") from None
+            self.call(lambda: self._abort(request.request_id))
+            raise
+
+    def apply(self, epoch: str, version: int, tensors: dict[str, torch.Tensor]) -> float:
+        """Replace the weights between two steps; called from another thread, returns the seconds generation paused.
+
+        Raises whatever Engine.apply_weights raises, TimeoutError where the engine did not come to it.
+        """
+
+        def work() -> float:
+            try:
+                return self.engine.apply_weights(epoch, version, tensors)
+            finally:
+                if self.engine.poisoned:
+                    # What is running was computed with weights that no longer exist; others can redo it.
+                    self._fail_all(Unavailable("a weight update failed half-way"))
+
+        future = self.call(work)
+        try:
+            return future.result(CALL_SECONDS)
+        except CancelledError:
+            raise Unavailable("the engine is shutting down") from None
+        except FutureTimeout:
+            if future.cancel():
+                raise TimeoutError(f"the engine did not finish its step within {CALL_SECONDS:g} s") from None
+            return future.result(CALL_SECONDS)
+
+    def abort_all(self) -> Future[None]:
+        """Drop every request; their callers get Unavailable."""
+        return self.call(lambda: self._fail_all(Unavailable("the request was aborted")))
+
+    # Engine thread
+
+    def _run(self) -> None:
+        if self._threads:
+            # OpenMP keeps this number per thread.
+            torch.set_num_threads(self._threads)
+        try:
+            while not self._closing:
+                self._work_off_commands()
+                if self.engine.busy and not self.engine.paused and not self.engine.poisoned:
+                    for request_id, completions in self.engine.step():
+                        _settle(self._waiters.pop(request_id), completions, None)
+                    for request_id, reason in self.engine.take_failures().items():
+                        _settle(self._waiters.pop(request_id), None, NonFiniteLogits(reason))
+            self._fail_all(Unavailable("the engine is shutting down"))
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failure = error
+            for waiter in self._waiters.values():
+                _settle(waiter, None, Unavailable(f"the engine has failed: {error!r}"))
+            self._on_failure(error)
+        finally:
+            while not self._commands.empty():
+                left = self._commands.get_nowait()
+                if left is not None:
+                    left[1].cancel()
+
+    def _work_off_commands(self) -> None:
+        """Run what was asked for; wait for something where there is nothing else to do."""
+        while not self._closing:
+            idle = not self.engine.busy or self.engine.paused or self.engine.poisoned
+            if not idle and self._commands.empty():
+                return
+            command = self._commands.get()
+            if command is None:
+                return
+            function, future = command
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _abort(self, request_id: str) -> None:
+        self._waiters.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def _fail_all(self, error: Exception) -> None:
+        self.engine.abort_all()
+        for waiter in self._waiters.values():
+            _settle(waiter, None, error)
+        self._waiters.clear()
+
+
+def _settle(waiter: Future[Any], result: Any, error: BaseException | None) -> None:
+    try:
+        if error is None:
+            waiter.set_result(result)
+        else:
+            waiter.set_exception(error)
+    except InvalidStateError:
+        # Whoever waited has gone; its abort is on the way.
+        logger.debug("a result came after its caller had gone")

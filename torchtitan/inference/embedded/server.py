@@ -1,0 +1,231 @@
+"""The engine's HTTP server: token ids in and out, weights, pause and resume, health and metrics. See `routes`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan.inference.embedded import api
+from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
+from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
+from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
+from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.staging import StagedVersion
+
+logger = logging.getLogger(__name__)
+
+BODY_LIMIT = 64 * 1024 * 1024
+RETRY_AFTER_SECONDS = 1
+SHUTDOWN_SECONDS = 2.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _encode(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))
+
+
+def _answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:
+    return web.Response(text=_encode(data), status=status, headers=headers, content_type="application/json")
+
+
+class EngineServer:
+    """One engine behind HTTP.
+
+    Args:
+        engine: handed over.
+        model: name that clients see.
+        token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+        threads: of the engine; 0 leaves torch's choice.
+        require_version: answer 503 until a first version was applied.
+        data_host: address on which weights are received.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        token: str | None,
+        threads: int = 0,
+        require_version: bool = False,
+        data_host: str = "127.0.0.1",
+    ):
+        self.engine, self.model, self._token, self._data_host = engine, model, token, data_host
+        self.stopped = asyncio.Event()
+        self._event_loop = asyncio.get_running_loop()
+        self.loop = EngineLoop(engine, threads, require_version, self._engine_failed)
+        self._receiver: Receiver | None = None
+        self._connecting = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._begun = time.monotonic()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError where the address cannot be bound."""
+        app = web.Application(middlewares=[self._guard], client_max_size=BODY_LIMIT)
+        app.add_routes(self.routes())
+        # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        self.loop.start()
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Abort everything and stop listening."""
+        await asyncio.to_thread(self.loop.close, SHUTDOWN_SECONDS)
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close, SHUTDOWN_SECONDS)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def routes(self) -> list[web.RouteDef]:
+        """All routes. Errors are {"error": reason} with status 400, 401, 404, 413, 500 or 503 (try again later)."""
+        return [
+            web.post("/v1/generate", self._generate),
+            web.post("/v1/completions", self._completions),
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.post("/weights/connect", self._connect),
+            web.get("/weights", self._weights),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+        ]
+
+    def _engine_failed(self, _error: BaseException) -> None:
+        # Whoever supervises this process starts a fresh one.
+        self._event_loop.call_soon_threadsafe(self.stopped.set)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets in who knows the token, and turns exceptions into answers."""
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                return _answer({"error": "the bearer token is missing or wrong"}, 401)
+        try:
+            return await handler(request)
+        except TooLong as error:
+            return _answer({"error": str(error)}, 413)
+        except InvalidRequest as error:
+            return _answer({"error": str(error)}, 400)
+        except Unavailable as error:
+            return _answer({"error": str(error)}, 503, **{"Retry-After": str(RETRY_AFTER_SECONDS)})
+        except NonFiniteLogits as error:
+            return _answer({"error": str(error)}, 500)
+        except web.HTTPException as error:
+            return _answer({"error": f"{error.reason}: {request.method} {request.path}"}, error.status)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return _answer({"error": repr(error)}, 500)
+
+    # Generation
+
+    async def _run(self, request: GenerateRequest) -> list[Completion]:
+        reason = self.loop.why_unavailable()
+        if reason is not None:
+            raise Unavailable(reason)
+        # A retry of a request may come before its lost first try was noticed: ids are our own.
+        own = GenerateRequest(f"{next(self._numbers)}:{request.request_id}", request.prompt_ids, request.sampling)
+        return await self.loop.generate(own)
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        completions = await self._run(api.parse_generate(api.parse_object(await request.read())))
+        return _answer({"completions": [one.to_json() for one in completions]})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        wanted = api.parse_completions(api.parse_object(await request.read()))
+        return _answer(api.completions_answer(self.model, wanted, await self._run(wanted)))
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        """{"mode": "keep"} (default) keeps what is running for after the pause, "abort" drops it."""
+        body = await request.read()
+        mode = (api.parse_object(body) if body else {}).get("mode", "keep")
+        if mode not in ("keep", "abort"):
+            raise InvalidRequest(f"mode must be keep or abort, got {mode!r}")
+        await asyncio.wrap_future(self.loop.call(self.engine.pause))
+        if mode == "abort":
+            await asyncio.wrap_future(self.loop.abort_all())
+        return _answer(self._state())
+
+    async def _resume(self, _request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self.loop.call(self.engine.resume))
+        return _answer(self._state())
+
+    # Weights
+
+    async def _connect(self, request: web.Request) -> web.Response:
+        """{"coordinator": "host:port", "actor", "epoch"}: fetch weights from there from now on."""
+        body = api.parse_object(await request.read())
+        values = [body.get(name) for name in ("coordinator", "actor", "epoch")]
+        if not all(isinstance(value, str) and value for value in values):
+            raise InvalidRequest("coordinator (host:port), actor and epoch must be non-empty strings")
+        coordinator, actor, epoch = (str(value) for value in values)
+        token = body.get("token", self._token)
+        if not isinstance(token, str):
+            raise InvalidRequest("this server runs without a token: send the job's as token")
+        async with self._connecting:
+            old = self._receiver
+            served = None
+            if old is not None:
+                await asyncio.to_thread(old.close)
+                served = old.served
+            try:
+                self._receiver = Receiver(
+                    coordinator, actor, epoch, token, self._apply, host=self._data_host, served=served
+                )
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
+            self._receiver.start()
+        return _answer(self._state())
+
+    def _apply(self, staged: StagedVersion) -> float:
+        return self.loop.apply(staged.epoch, staged.version, staged.tensors)
+
+    # What it is doing
+
+    def _state(self) -> dict[str, Any]:
+        reason = self.loop.why_unavailable()
+        has_version = bool(self.engine.statistics.versions_applied)
+        status = "ok"
+        if reason is not None:
+            status = "poisoned" if self.engine.poisoned else "paused" if self.engine.paused else "not_ready"
+        return {
+            "status": status,
+            "reason": reason,
+            "epoch": self.engine.epoch or None,
+            "version": self.engine.version if has_version else None,
+            "running": self.engine.running,
+            "waiting": self.engine.waiting,
+            "pid": os.getpid(),
+            "weights": None if self._receiver is None else self._receiver.status().to_json(),
+        }
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return _answer(self._state())
+
+    async def _weights(self, _request: web.Request) -> web.Response:
+        return _answer({"weights": self._state()["weights"]})
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        statistics = self.engine.statistics
+        gauges = {
+            "running_sequences": self.engine.running,
+            "waiting_sequences": self.engine.waiting,
+            "policy_version": self.engine.version,
+            "uptime_seconds": round(time.monotonic() - self._begun, 3),
+        }
+        lines = [f"# TYPE engine_{name} gauge\nengine_{name} {value}" for name, value in gauges.items()]
+        counters = {f"{name}_total": value for name, value in vars(statistics).items()}
+        lines += [f"# TYPE engine_{name} counter\nengine_{name} {value}" for name, value in counters.items()]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
