@@ -212,7 +212,6 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("longer than positions", "", ["--training.seq_len", "129"], ["training.seq_len = 129", "= 128"]),
     ("stop token", "", ["--rollout.stop_token_ids", "3", "50"], ["rollout.stop_token_ids", "[50]", "0 to 49"]),
     ("two-sided clip", "", ["--grpo.delta", "1.1"], ["grpo.delta = 1.1", "1.28"]),
-    ("warmup", "", ["--lr_scheduler.warmup_steps", "8"], ["warmup_steps = 8", "training.steps = 7"]),
     ("pass@k", "", ["--eval.pass_at_k", "1", "5"], ["eval.pass_at_k = [1, 5]", "samples_per_prompt = 4"]),
     ("nothing held out", "", ["--rollout.held_out_fraction", "0"], ["held_out_fraction = 0.0", "eval.dataset"]),
     ("system prompt", "", ["--rollout.system_prompt", "Hi"], ['rollout.system_prompt = "Hi"', "chat_template = true"]),

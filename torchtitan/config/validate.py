@@ -126,8 +126,6 @@ def _check_lengths(config: JobConfig) -> Iterator[Problem]:
     if training.tokens_per_micro_batch < training.seq_len:
         text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"
         yield refuse(config, "training.tokens_per_micro_batch", text)
-    if config.lr_scheduler.warmup_steps > training.steps:
-        yield refuse(config, "lr_scheduler.warmup_steps", f"must be at most training.steps = {training.steps}")
     if 0 < config.grpo.delta <= 1 + config.grpo.epsilon_high:
         text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {1 + config.grpo.epsilon_high:g}"
         yield refuse(config, "grpo.delta", text)
