@@ -112,12 +112,13 @@ class Actor:
         if self._handler is None:
             raise ActorError("generate", "the actor has not started")
         self._requests += 1
+        lost = self._lost
         work = asyncio.ensure_future(self._handler.generate(request, self._config.request_timeout_s))
         try:
-            either: set[asyncio.Future[Any]] = {work, self._lost}
+            either: set[asyncio.Future[Any]] = {work, lost}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ActorError("generate", f"evicted: {self._lost.result()}")
+                raise ActorError("generate", f"evicted: {lost.result()}")
             completions = work.result()
             self._check(completions)
         except ActorNotReady:

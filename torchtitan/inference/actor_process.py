@@ -11,6 +11,8 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 
+import psutil
+
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.handler import ActorError
 from torchtitan.tools.subprocesses import helper_environment
@@ -32,6 +34,11 @@ def threads_per_actor(config: JobConfig) -> int:
     return max(1, cores // max(1, config.inference.num_actors))
 
 
+def cache_megabytes(config: JobConfig) -> int:
+    """Upper bound of one actor's KV cache: together they may take half of the memory that is free now."""
+    return max(1, psutil.virtual_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
+
+
 def actor_command(config: JobConfig, port_file: Path) -> list[str]:
     """The command line of an embedded actor that reports its port in `port_file` and serves nothing before it got its
     first weights version."""
@@ -44,6 +51,7 @@ def actor_command(config: JobConfig, port_file: Path) -> list[str]:
         "--port-file", str(port_file),
         "--max-sequences", str(inference.max_sequences),
         "--max-length", str(config.training.seq_len),
+        "--cache-mb", str(cache_megabytes(config)),
         "--dtype", inference.dtype,
         "--threads", str(threads_per_actor(config)),
         "--in-flight-kv", inference.in_flight_kv,

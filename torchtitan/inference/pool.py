@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -22,11 +23,16 @@ from torchtitan.inference.types import Completion, GenerateRequest
 logger = logging.getLogger(__name__)
 
 
+# New versions reach actors a little apart. Without this grace the first to have one would be given all that waits.
+GRACE_S = 0.1
+
+
 @dataclass
 class _Waiter:
     sequences: int
     min_version: int
     actor: asyncio.Future[Actor]
+    grace_until: float | None = None
 
 
 class InferencePool:
@@ -162,13 +168,14 @@ class InferencePool:
                 if not waiter.actor.done():
                     waiter.actor.set_exception(UserError(f"no inference actor is left ({reasons})"))
             return
-        oldest = None
+        newest = None
         for waiter in self._waiting:
             if waiter.actor.done():
                 continue
             actors = [actor for actor in self._actors if actor.serves(waiter.min_version)]
-            # One request more than fits keeps an actor busy while an answer travels.
-            limit = self._config.inference.max_sequences + waiter.sequences
+            limit = self._limit(waiter, actors)
+            if len(actors) < len(self._actors):
+                newest = waiter.min_version if newest is None else max(newest, waiter.min_version)
             open_to = [actor for actor in actors if actor.load == 0 or actor.load + waiter.sequences <= limit]
             if open_to:
                 chosen = min(open_to, key=lambda actor: actor.load)
@@ -176,11 +183,26 @@ class InferencePool:
                 waiter.actor.set_result(chosen)
             elif actors:
                 break  # all are busy; who came later waits longer
-            else:
-                oldest = waiter.min_version if oldest is None else min(oldest, waiter.min_version)
         for actor in self._actors:
-            # Nobody serves what a request waits for: look for the newer version often.
-            starved = oldest is not None and actor.state is ActorState.READY and not actor.serves(oldest)
+            # Requests wait for a newer version than it is known to serve: look often.
+            starved = newest is not None and actor.state is ActorState.READY and not actor.serves(newest)
             if starved and not actor.starved:
                 actor.wake()
             actor.starved = starved
+
+    def _limit(self, waiter: _Waiter, actors: list[Actor]) -> int:
+        """Sequences that an actor may have with this request: one request more than fits keeps it busy while an answer
+        travels. While others are about to have the version too, only its share of all the work."""
+        limit = self._config.inference.max_sequences + waiter.sequences
+        late = [actor for actor in self._actors if actor.state is ActorState.READY and actor not in actors]
+        if not actors or not late:
+            return limit
+        loop = asyncio.get_running_loop()
+        if waiter.grace_until is None:
+            waiter.grace_until = loop.time() + GRACE_S
+            loop.call_later(GRACE_S, self._dispatch)
+        if loop.time() >= waiter.grace_until:
+            return limit
+        work = sum(actor.load for actor in self._actors)
+        work += sum(other.sequences for other in self._waiting if not other.actor.done())
+        return min(limit, math.ceil(work / (len(actors) + len(late))))

@@ -1,0 +1,260 @@
+"""The pool against actor processes that are killed, frozen, never come up or answer nonsense.
+
+The actors are fakes with the real ones' command line and routes; test_actors.py does the same with the real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference import actor_process
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+
+VERSION = 7  # the fake takes the coordinator's port for its version
+
+
+@pytest.fixture(autouse=True)
+def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = actor_process.actor_command
+
+    def command(config: JobConfig, port_file: Path) -> list[str]:
+        return [
+            "tests.unit_tests.fake_actor" if part == "torchtitan.inference.embedded" else part
+            for part in real(config, port_file)
+        ]
+
+    monkeypatch.setattr(actor_process, "actor_command", command)
+    monkeypatch.setattr("torchtitan.inference.actor.BACKOFF_S", 0.05)
+
+
+def make_config(**inference: Any) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = "none"
+    config.inference.health_interval_s = 0.1
+    config.inference.health_timeout_s = 0.5
+    config.inference.startup_timeout_s = 20.0
+    for name, value in inference.items():
+        setattr(config.inference, name, value)
+    return config
+
+
+def request(number: int, token: int = 3, n: int = 2) -> GenerateRequest:
+    return GenerateRequest(f"r{number}", [token], SamplingParameters(max_tokens=4, n=n))
+
+
+def pids(completions: list[Completion]) -> set[int]:
+    return {completion.token_ids[0] for completion in completions}
+
+
+@contextlib.asynccontextmanager
+async def running(config: JobConfig, run_dir: Path, connect: bool = True) -> AsyncIterator[InferencePool]:
+    pool = InferencePool(config, "epoch", "secret", run_dir, EventLog(run_dir / "events.jsonl"))
+    await pool.start()
+    try:
+        if connect:
+            await pool.connect_weights(f"coordinator:{VERSION}")
+        yield pool
+    finally:
+        await asyncio.wait_for(pool.close(), 30)
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in EventLog(run_dir / "events.jsonl").read() if event["kind"] == kind]
+
+
+async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        await asyncio.sleep(0.02)
+
+
+def run(work: Any, timeout: float = 50.0) -> None:
+    asyncio.run(asyncio.wait_for(work, timeout))
+
+
+def process_ids(pool: InferencePool) -> dict[str, int]:
+    return {actor.name: actor._process.pid for actor in pool._actors}  # type: ignore[union-attr]
+
+
+def ready(pool: InferencePool, count: int) -> Callable[[], bool]:
+    return lambda: list(pool.actors.values()).count("ready") == count
+
+
+def test_requests_wait_for_weights_and_then_spread_over_the_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.1")
+
+    async def work() -> None:
+        async with running(make_config(), tmp_path, connect=False) as pool:
+            waiting = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+            await until(lambda: list(pool.actors.values()) == ["joining"] * 2)
+            assert not any(task.done() for task in waiting)
+            await pool.connect_weights(f"coordinator:{VERSION}")
+            results = await asyncio.gather(*waiting)
+            assert all(len(completions) == 2 for completions in results)
+            assert results[0][0].spans[0].version == VERSION
+            assert pool.serving_version() == VERSION
+            await until(ready(pool, 2))
+            assert await pool.generate(request(9), min_version=VERSION)
+            waiting = [asyncio.ensure_future(pool.generate(request(i), VERSION + 1)) for i in range(6)]
+            await asyncio.sleep(0.3)
+            assert not any(task.done() for task in waiting)
+            await pool.connect_weights(f"coordinator:{VERSION + 1}")
+            results = await asyncio.gather(*waiting)
+            assert {completions[0].spans[0].version for completions in results} == {VERSION + 1}
+            # whichever actor had the version first, the other got its half
+            counts = Counter(pid for completions in results for pid in pids(completions))
+            assert sorted(counts.values()) == [3, 3]
+
+    run(work())
+
+
+def test_a_killed_actor_loses_no_request_is_logged_restarted_and_rejoins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+
+    async def work() -> None:
+        async with running(make_config(), tmp_path) as pool:
+            await until(ready(pool, 2))
+            victim = process_ids(pool)["actor-1"]
+            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(8)]
+            await asyncio.sleep(0.15)
+            os.kill(victim, signal.SIGKILL)
+            results = await asyncio.gather(*tasks)
+            assert victim not in set().union(*map(pids, results))
+            (event,) = events(tmp_path, "actor_evicted")
+            assert (event["actor"], event["phase"], event["unfinished_requests"]) == ("actor-1", "generate", 4)
+            assert "SIGKILL" in event["reason"]
+            assert pool.statistics["requests_redone"] == 4
+            await until(ready(pool, 2))
+            newcomer = process_ids(pool)["actor-1"]
+            assert newcomer != victim
+            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(8)))
+            assert newcomer in set().union(*map(pids, results))
+            assert pool.statistics["restarts"] == 1
+
+    run(work())
+
+
+def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+
+    async def work() -> None:
+        async with running(make_config(), tmp_path) as pool:
+            await until(ready(pool, 2))
+            frozen = process_ids(pool)["actor-0"]
+            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+            await asyncio.sleep(0.1)
+            os.kill(frozen, signal.SIGSTOP)
+            try:
+                results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+                assert frozen not in set().union(*map(pids, results))
+                (event,) = events(tmp_path, "actor_evicted")
+                assert (event["actor"], event["phase"]) == ("actor-0", "generate")
+                assert event["noticed_by"] == "health"
+            finally:
+                os.kill(frozen, signal.SIGCONT)
+            await until(ready(pool, 2))
+            assert process_ids(pool)["actor-0"] == frozen
+            assert pool.statistics["restarts"] == 0
+            assert events(tmp_path, "actor_rejoining")
+
+    run(work())
+
+
+def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = make_config(num_actors=1)
+        async with running(config, tmp_path) as pool:
+            await until(ready(pool, 1))
+            frozen = process_ids(pool)["actor-0"]
+            config.inference.startup_timeout_s = 1.0
+            os.kill(frozen, signal.SIGSTOP)
+            await until(lambda: bool(events(tmp_path, "actor_killed")))
+            config.inference.startup_timeout_s = 20.0
+            await until(ready(pool, 1))
+            assert process_ids(pool)["actor-0"] != frozen
+
+    run(work())
+
+
+def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EXIT", "1")
+
+    async def work() -> None:
+        async with running(make_config(max_restarts=1), tmp_path) as pool:
+            with pytest.raises(UserError, match="no inference actor is left.*the fake actor was told to fail"):
+                await pool.generate(request(0))
+            assert pool.actors == {"actor-0": "gave up", "actor-1": "gave up"}
+
+    run(work())
+
+
+def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
+            with pytest.raises(UserError, match="refused request r0.*413"):
+                await pool.generate(request(0, token=13))
+            with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
+                await pool.generate(request(1, token=17))
+            assert await pool.generate(request(2))  # the actor is none the worse for it
+            assert pool.statistics["evictions"] == 0
+
+    run(work())
+
+
+def test_running_servers_are_used_and_their_wrong_token_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with running(make_config(num_actors=1), tmp_path) as pool:
+            await until(ready(pool, 1))
+            url = pool._actors[0]._handler.url  # type: ignore[union-attr]
+            (tmp_path / "second").mkdir()
+            monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
+            async with running(make_config(servers=[url]), tmp_path / "second") as outer:
+                assert await outer.generate(request(0))
+            (tmp_path / "third").mkdir()
+            monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "wrong")
+            async with running(make_config(servers=[url]), tmp_path / "third"):
+                await until(lambda: bool(events(tmp_path / "third", "actor_evicted")))
+            assert "401" in events(tmp_path / "third", "actor_evicted")[0]["reason"]
+
+    run(work())
+
+
+def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def work() -> None:
+        async with running(make_config(), tmp_path) as pool:
+            await until(ready(pool, 2))
+            seen.extend(process_ids(pool).values())
+            asyncio.ensure_future(pool.generate(request(0))).cancel()
+
+    run(work())
+    assert len(seen) == 2
+    for pid in seen:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

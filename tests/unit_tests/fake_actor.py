@@ -1,0 +1,89 @@
+"""An actor without a model, with the command line and the routes of torchtitan.inference.embedded, for pool tests.
+
+Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
+The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 17 makes it answer nonsense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0.0"))
+
+
+class FakeActor:
+    def __init__(self, token: str):
+        self.token = token
+        self.epoch: str | None = None
+        self.version: int | None = None
+        self.connections: list[dict[str, Any]] = []
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
+            return web.json_response({"error": "token"}, status=401)
+        return await handler(request)
+
+    async def health(self, request: web.Request) -> web.Response:
+        status = "not_ready" if self.version is None else "ok"
+        return web.json_response({"status": status, "epoch": self.epoch, "version": self.version})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        if self.version is None:
+            return web.json_response({"error": "no weights"}, status=503)
+        body = await request.json()
+        if body["prompt_ids"] == [13]:
+            return web.json_response({"error": "too long"}, status=413)
+        if body["prompt_ids"] == [17]:
+            return web.json_response({"completions": [{"token_ids": [1]}]})
+        epoch, version = self.epoch, self.version
+        await asyncio.sleep(DELAY_S)
+        span = {"epoch": epoch, "version": version, "start": 0, "end": 2}
+        completion = {
+            "token_ids": [os.getpid(), 1], "log_probs": [-0.5, -0.25], "finish_reason": "stop", "spans": [span],
+        }  # fmt: skip
+        return web.json_response({"completions": [completion] * body["sampling"]["n"]})
+
+    async def connect(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.connections.append(body)
+        self.epoch, self.version = body["epoch"], int(body["coordinator"].rpartition(":")[2])
+        return web.json_response({})
+
+
+async def serve(port_file: Path, token: str) -> None:
+    actor = FakeActor(token)
+    app = web.Application(middlewares=[actor.guard])
+    app.add_routes(
+        [
+            web.get("/health", actor.health),
+            web.post("/v1/generate", actor.generate),
+            web.post("/weights/connect", actor.connect),
+        ]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    partial = port_file.with_suffix(".partial")
+    partial.write_text(str(runner.addresses[0][1]))
+    partial.replace(port_file)
+    while os.getppid() == int(sys.argv[sys.argv.index("--parent-pid") + 1]):  # noqa: ASYNC110
+        await asyncio.sleep(0.5)
+
+
+if __name__ == "__main__":
+    if os.environ.get("FAKE_EXIT"):
+        sys.exit("the fake actor was told to fail")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port-file", type=Path)
+    parser.add_argument("--token-env")
+    known, _ = parser.parse_known_args()
+    asyncio.run(serve(known.port_file, os.environ[known.token_env]))
