@@ -20,6 +20,7 @@ LONGEST_TICK_SECONDS = 0.5
 MAXIMUM_FAILURES = 3
 MAXIMUM_MISSED_DEADLINES = 2
 ATTEMPTS_PER_TERM = 1 << 32
+PROTECTED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -461,18 +462,19 @@ class CoordinatorMachine:
             return max(a.received_bytes for a in attempts), attempts[0].serial
 
         for actor in min(candidates, key=progress):
-            if actor.attempt is not None and actor.attempt.received_bytes > 0:
-                actor.shortage_aborts += 1
+            actor.shortage_aborts += 1
             self._end_attempt(actor, "its slot is needed for a newer version")
 
     def _protected(self, actor: Actor) -> bool:
-        """An actor that makes progress is aborted for want of slots at most once in a row."""
+        """An actor that answers and makes progress is aborted for want of slots at most once in a row."""
         if not actor.shortage_aborts or actor.attempt is None:
             return False
-        if actor.attempt.state is AttemptState.OFFERED and actor.unanswered_since is not None:
-            # It had its turn to answer; a frozen actor answers nothing and must not hold a slot for it.
-            return self.time - actor.unanswered_since < self.settings.offer_timeout_s / 10
-        return True
+        # A frozen actor must not hold a slot for its turn until the deadline: a share of it shows enough.
+        if actor.attempt.state is AttemptState.OFFERED:
+            begun, patience = actor.unanswered_since, self.settings.offer_timeout_s
+        else:
+            begun, patience = actor.attempt.progress_at, self.settings.progress_timeout_s
+        return begun is not None and self.time - begun < patience * PROTECTED_SHARE
 
     def _judge(self, actor: Actor) -> None:
         """Deadlines of one actor, by phase."""
@@ -503,7 +505,9 @@ class CoordinatorMachine:
         actor.missed_deadlines += 1
         actor.reason = reason
         newest = self.versions.newest
-        behind = 0 if newest is None or actor.version == NO_VERSION else newest.version - actor.version
+        # One that never had a version falls behind the first that it was offered.
+        held = actor.attempt.version if actor.version == NO_VERSION and actor.attempt is not None else actor.version
+        behind = 0 if newest is None or held == NO_VERSION else newest.version - held
         if actor.missed_deadlines >= MAXIMUM_MISSED_DEADLINES or behind >= self.settings.evict_after_versions:
             self._evict(actor, reason)
             return

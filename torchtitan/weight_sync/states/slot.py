@@ -151,6 +151,8 @@ class SlotKeeper:
         """All ranks have this snapshot: it is pinned until a newer one is published."""
         if self.pinned is None or serial > self.pinned:
             self.pinned = serial
+        # Another term of the coordinator may have dropped what this one found whole.
+        self._dropped.discard(serial)
         self._sweep()
 
     def drop(self, serial: int) -> None:

@@ -1,0 +1,610 @@
+"""The protocol's state machines: random interleavings of whole runs, and the decisions one by one."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.unit_tests.weight_sync_world import World
+from torchtitan.weight_sync.states.actor import ActorState
+from torchtitan.weight_sync.states.coordinator import CoordinatorMachine, Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.receiver import BeginApply, ReceiverMachine, ReceiverState, Send
+from torchtitan.weight_sync.states.slot import SlotKeeper, SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.states.version import Outcome, VersionTable
+
+RANKS = st.integers(0, 1)
+ACTORS = st.sampled_from(["actor-0", "actor-1"])
+
+
+class WholeProtocol(RuleBasedStateMachine):
+    """Any order of events: never torn, never unknown, nothing leaked, and after healing nobody starves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.served: dict[str, int] = {}
+
+    @rule()
+    def train(self) -> None:
+        self.world.train()
+
+    @rule()
+    def snapshot_owed(self) -> None:
+        self.world.snapshot_owed()
+
+    @rule(rank=RANKS, count=st.integers(1, 4))
+    def courier_works(self, rank: int, count: int) -> None:
+        self.world.connect_courier(self.world.ranks[rank])
+        for _ in range(count):
+            self.world.courier_reads(self.world.ranks[rank])
+
+    @rule(rank=RANKS, actor=ACTORS)
+    def courier_sends(self, rank: int, actor: str) -> None:
+        self.world.courier_sends(self.world.ranks[rank], actor)
+
+    @rule(rank=RANKS, count=st.integers(1, 4))
+    def coordinator_hears_courier(self, rank: int, count: int) -> None:
+        for _ in range(count):
+            self.world.coordinator_reads_courier(self.world.ranks[rank])
+
+    @rule(actor=ACTORS, count=st.integers(1, 4))
+    def actor_works(self, actor: str, count: int) -> None:
+        process = self.world.actors[actor]
+        self.world.connect_actor(process)
+        for _ in range(count):
+            self.world.actor_reads(process)
+
+    @rule(actor=ACTORS, rank=RANKS)
+    def actor_receives(self, actor: str, rank: int) -> None:
+        self.world.actor_receives(self.world.actors[actor], rank)
+
+    @rule(actor=ACTORS, fails=st.booleans())
+    def engine_applies(self, actor: str, fails: bool) -> None:
+        self.world.engine_applies(self.world.actors[actor], fails)
+
+    @rule(actor=ACTORS, count=st.integers(1, 4))
+    def coordinator_hears_actor(self, actor: str, count: int) -> None:
+        for _ in range(count):
+            self.world.coordinator_reads_actor(self.world.actors[actor])
+
+    @rule(rounds=st.integers(1, 3))
+    def everything_moves(self, rounds: int) -> None:
+        """Whole deliveries have to be likely too."""
+        for _ in range(rounds):
+            self.world.everything_moves()
+
+    @rule(seconds=st.sampled_from([0.1, 0.4, 3.0]), ticks=st.integers(1, 30))
+    def time_passes(self, seconds: float, ticks: int) -> None:
+        for _ in range(ticks):
+            self.world.tick(seconds)
+
+    @rule(actor=ACTORS, frozen=st.booleans())
+    def freeze(self, actor: str, frozen: bool) -> None:
+        self.world.actors[actor].frozen = frozen
+
+    @rule(actor=ACTORS)
+    def cut_actor(self, actor: str) -> None:
+        if not self.world.actors[actor].frozen:
+            self.world.cut_actor(self.world.actors[actor])
+
+    @rule(actor=ACTORS)
+    def kill_actor(self, actor: str) -> None:
+        self.served.pop(actor, None)
+        self.world.kill_actor(self.world.actors[actor])
+
+    @rule(rank=RANKS)
+    def kill_courier(self, rank: int) -> None:
+        self.world.kill_courier(self.world.ranks[rank])
+
+    @precondition(lambda self: self.world.term < 5)
+    @rule()
+    def kill_coordinator(self) -> None:
+        self.world.start_coordinator()
+
+    @rule()
+    def corrupt(self) -> None:
+        self.world.corrupt_next = True
+
+    @invariant()
+    def nothing_torn(self) -> None:
+        self.world.check()
+
+    @invariant()
+    def versions_never_go_back(self) -> None:
+        for name, actor in self.world.actors.items():
+            served = actor.machine.served
+            if served is not None:
+                assert served.version >= self.served.get(name, -1)
+                self.served[name] = served.version
+
+    def teardown(self) -> None:
+        self.world.settle()
+        assert self.world.unsettled() == []
+
+
+WholeProtocol.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestWholeProtocol = WholeProtocol.TestCase
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_random_walks(slots: int) -> None:
+    """Long runs with rare faults reach what short ones do not: many versions, several terms, slots running short."""
+    applied = skipped = 0
+    for seed in range(40):
+        random, world = Random(f"{slots}-{seed}"), World(slots=slots)
+        for _ in range(1500):
+            world.random_event(random)
+            world.check()
+        applied += sum(record.event == "applied" for record in world.records)
+        skipped += world.owed is not None
+        world.settle()
+        assert world.unsettled() == [], f"seed {seed}"
+    assert applied > 200 and skipped > 0, "the walks did not go anywhere"
+
+
+class SlotLife(RuleBasedStateMachine):
+    """One rank's slots under every order of the writer's and the keeper's transitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = [0, 0, 0]
+        self.writer, self.keeper = SlotWriter(self.words), SlotKeeper(self.words)
+        self.memory: list[int] = [0, 0, 0]
+        self.serial = 0
+        self.reading: dict[int, int] = {}
+        self.attempts = 0
+
+    @rule()
+    def snapshot(self) -> None:
+        index = self.writer.reserve()
+        if index is not None:
+            self.serial += 1
+            self.writer.begin(index, self.serial, self.serial)
+            self.memory[index] = self.serial
+            self.writer.finish(index)
+
+    @rule()
+    def reserve_and_release(self) -> None:
+        index = self.writer.reserve()
+        if index is not None:
+            self.writer.release(index)
+
+    @rule(back=st.integers(0, 3))
+    def lease(self, back: int) -> None:
+        self.attempts += 1
+        if self.keeper.lease(self.serial - back, self.attempts):
+            self.keeper.hold(self.serial - back, str(self.attempts))
+            self.reading[self.attempts] = self.serial - back
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.reading:
+            attempt = data.draw(st.sampled_from(sorted(self.reading)))
+            self.keeper.end_lease(attempt)
+            if data.draw(st.booleans()):
+                self.keeper.let_go(self.reading.pop(attempt), str(attempt))
+
+    @rule(back=st.integers(0, 2))
+    def publish(self, back: int) -> None:
+        if self.serial - back in self.keeper.filled():
+            self.keeper.publish(self.serial - back)
+
+    @rule(back=st.integers(0, 2))
+    def drop(self, back: int) -> None:
+        self.keeper.drop(self.serial - back)
+
+    @invariant()
+    def readers_see_their_snapshot(self) -> None:
+        filled = self.keeper.filled()
+        for serial in self.reading.values():
+            assert self.memory[filled[serial][0]] == serial
+        if self.keeper.pinned is not None:
+            assert self.keeper.pinned in filled
+
+    def teardown(self) -> None:
+        for attempt, serial in self.reading.items():
+            self.keeper.end_lease(attempt)
+            self.keeper.let_go(serial, str(attempt))
+        if self.serial in self.keeper.filled():
+            self.keeper.publish(self.serial)
+            assert [SlotView.unpack(word).state for word in self.words].count(SlotState.FREE) == 2
+
+
+SlotLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotLife = SlotLife.TestCase
+
+
+def test_slot_transitions_have_one_owner() -> None:
+    words = [0, 0]
+    writer, keeper = SlotWriter(words), SlotKeeper(words)
+    index = writer.reserve()
+    assert index == 0
+    with pytest.raises(RuntimeError, match="expected WRITING"):
+        writer.finish(0)
+    writer.begin(0, 7, 1)
+    assert not keeper.lease(1, 1), "a slot that is being written cannot be leased"
+    writer.finish(0)
+    assert keeper.lease(1, 1) and SlotView.unpack(words[0]) == SlotView(SlotState.LEASED, 7, 1)
+    with pytest.raises(RuntimeError, match="expected RESERVED"):
+        writer.release(0)
+    assert writer.reserve() == 1 and writer.reserve() is None
+
+
+# Versions
+
+
+def test_version_exists_when_all_ranks_have_it() -> None:
+    table = VersionTable(2, deadline_s=10)
+    assert table.snapped(0, 1, 0, ["a"], 0.0) is Outcome.PENDING
+    assert table.newest is None
+    assert table.snapped(1, 1, 0, ["b"], 1.0) is Outcome.PUBLISHED
+    assert table.newest is not None and table.newest.published_checksums == [["a"], ["b"]]
+    table.snapped(0, 2, 1, ["c"], 2.0)
+    assert table.overdue(11.9) == [] and table.overdue(12.1) == [2]
+    table.drop(2)
+    assert table.snapped(1, 2, 1, ["d"], 13.0) is Outcome.DROPPED
+    table.rank_lost(1)
+    assert not table.whole(table.newest)
+    with pytest.raises(ValueError, match="have changed"):
+        table.snapped(1, 1, 0, ["other"], 14.0)
+    table.snapped(1, 1, 0, ["b"], 14.0)
+    assert table.whole(table.newest)
+
+
+# The coordinator's decisions
+
+
+class Desk:
+    """One coordinator with one rank, driven by hand."""
+
+    def __init__(self, **settings: Any):
+        self.machine = CoordinatorMachine(Settings(world_size=1, **settings), term=1)
+        self.now = 0.0
+        self.out: list[Any] = self.machine.layout_known({}, "layout", str, 0.0)
+        self.serial = 0
+        self.sessions: dict[str, int] = {}
+
+    def take(self, commands: list[Any]) -> list[Any]:
+        self.out = commands
+        return commands
+
+    def join(self, name: str, version: int | None = None, session: int = 1, poisoned: bool = False) -> list[Any]:
+        served = None if version is None else ["e", version, str([[str(version)]])]
+        self.sessions[name] = session
+        fields = {"data": "h:1", "epoch": "e", "served": served, "poisoned": poisoned}
+        self.machine.actor_joined(name, session, fields, self.now)
+        return self.say(name, "ready", layout_id="layout")
+
+    def say(self, name: str, kind: str, **fields: Any) -> list[Any]:
+        attempt = self.machine.actors[name].attempt
+        message = {"type": kind, "attempt": attempt.number if attempt else 0, **fields}
+        return self.take(self.machine.actor_message(name, self.sessions[name], message, self.now))
+
+    def publish(self, version: int) -> list[Any]:
+        self.serial += 1
+        message = {"type": "snapped", "serial": self.serial, "version": version, "checksums": [str(version)]}
+        return self.take(self.machine.courier_message(0, message, self.now))
+
+    def need_slot(self) -> list[Any]:
+        return self.take(self.machine.courier_message(0, {"type": "need_slot"}, self.now))
+
+    def wait(self, seconds: float, pings: tuple[str, ...] = ()) -> list[Any]:
+        events: list[Any] = []
+        for _ in range(round(seconds / 0.1)):
+            self.now += 0.1
+            for name in pings:
+                self.machine.actor_message(name, self.sessions[name], {"type": "ping"}, self.now)
+            events += self.machine.tick(self.now)
+        return self.take(events)
+
+    def state(self, name: str) -> ActorState:
+        return self.machine.actors[name].state
+
+    def offers(self) -> list[tuple[str, int]]:
+        return [
+            (c.actor, c.message["version"]) for c in self.out if isinstance(c, ToActor) and c.message["type"] == "offer"
+        ]
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        return [c.fields for c in self.out if isinstance(c, Record) and c.event == event]
+
+    def apply(self, name: str) -> list[Any]:
+        attempt = self.machine.actors[name].attempt
+        assert attempt is not None
+        digest = self.machine.versions.records[attempt.serial].digest
+        self.say(name, "accept")
+        self.say(name, "staged", digest=digest)
+        return self.say(name, "applied", version=attempt.version, digest=digest, figures={})
+
+
+def test_slots_are_held_before_the_offer_and_sent_after_the_accept() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    kinds = [c.message["type"] for c in desk.out if isinstance(c, ToCourier | ToActor)]
+    assert kinds == ["publish", "lease", "offer"]
+    desk.say("a", "accept")
+    assert [c.message["type"] for c in desk.out] == ["send"]
+    digest = desk.machine.versions.newest.digest  # type: ignore[union-attr]
+    desk.say("a", "staged", digest=digest)
+    assert [c.message["type"] for c in desk.out if not isinstance(c, Record)] == ["release", "apply"]
+    desk.say("a", "applied", version=0, digest=digest, figures={})
+    assert desk.state("a") is ActorState.READY and desk.machine.actors["a"].version == 0
+
+
+def test_mailbox_holds_the_latest_only() -> None:
+    desk = Desk()
+    desk.join("a")
+    for version in range(4):
+        desk.publish(version)
+    desk.apply("a")
+    assert desk.offers() == [("a", 3)]
+
+
+def test_late_messages_of_an_aborted_attempt_change_nothing() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    old = desk.machine.actors["a"].attempt.number  # type: ignore[union-attr]
+    desk.say("a", "accept")
+    desk.say("a", "refused", reason="checksum")
+    assert desk.offers() == [("a", 0)], "a refused version is sent again"
+    desk.say("a", "staged", attempt=old, digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    assert desk.state("a") is ActorState.OFFERED and not desk.out
+
+
+def test_repeated_corruption_evicts() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    for _ in range(3):
+        desk.say("a", "accept")
+        desk.say("a", "refused", reason="checksum")
+    assert desk.state("a") is ActorState.EVICTED
+    assert "checksum" in desk.records("evict")[0]["reason"]
+
+
+@pytest.mark.parametrize("phase", ["OFFERED", "RECEIVING", "APPLYING", "READY"])
+def test_frozen_actor_is_evicted_and_named_with_its_phase(phase: str) -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.join("b")
+    desk.publish(0)
+    desk.apply("b")
+    if phase == "READY":
+        desk.apply("a")
+    if phase in ("RECEIVING", "APPLYING"):
+        desk.say("a", "accept")
+    if phase == "APPLYING":
+        desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    assert desk.state("a").value == phase
+    events = desk.wait(12, pings=("b",))
+    assert desk.state("a") is ActorState.EVICTED
+    phases = [c.fields["phase"] for c in events if isinstance(c, Record) and c.event in ("suspect", "evict")]
+    assert phases[0] == phase
+    assert desk.state("b") is ActorState.READY, "its peer is unaffected"
+
+
+def test_slow_but_moving_transfer_is_never_given_up() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    for step in range(30):
+        desk.publish(step + 1)
+        desk.wait(4, pings=("a",))
+        desk.say("a", "progress", bytes=step + 1)
+    assert desk.state("a") is ActorState.RECEIVING
+    desk.wait(5.2, pings=("a",))
+    assert desk.state("a") is ActorState.EVICTED, "far behind and without progress"
+
+
+def test_suspect_recovers_when_it_is_heard() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.wait(5.2)
+    assert desk.state("a") is ActorState.SUSPECT
+    assert not desk.machine.actors["a"].attempt
+    desk.say("a", "ping")
+    assert desk.offers() == [("a", 0)]
+
+
+def test_a_pause_of_the_coordinator_extends_deadlines() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.now += 60
+    desk.machine.tick(desk.now)
+    assert desk.state("a") is ActorState.OFFERED
+
+
+def test_no_abort_after_apply() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    for commands in (desk.need_slot(), desk.take(desk.machine.courier_lost(0, desk.now))):
+        assert not [c for c in commands if not isinstance(c, Record)]
+    assert desk.state("a") is ActorState.APPLYING
+
+
+def test_lost_acknowledgement_is_settled_by_what_the_actor_serves() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    desk.machine.actor_lost("a", 1, "reset", desk.now)
+    assert desk.state("a") is ActorState.EVICTED
+    desk.join("a", version=0, session=2)
+    assert desk.machine.actors["a"].version == 0 and not desk.offers()
+    stale = {"type": "applied", "attempt": 1, "version": 0, "digest": "x", "figures": {}}
+    assert desk.machine.actor_message("a", 1, stale, desk.now) == []
+
+
+def test_rejoined_actor_gets_a_full_version() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(5)
+    desk.apply("a")
+    desk.machine.actor_lost("a", 1, "killed", desk.now)
+    desk.join("a", session=2)
+    assert desk.offers() == [("a", 5)]
+
+
+def test_poisoned_actor_does_not_serve_until_it_applied() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.apply("a")
+    desk.publish(1)
+    desk.say("a", "accept")
+    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    desk.say("a", "poisoned", reason="out of memory")
+    assert not desk.machine.actors["a"].serves and desk.offers() == [("a", 1)]
+    desk.apply("a")
+    assert desk.machine.actors["a"].serves
+
+
+def test_shortage_aborts_the_least_progress_but_each_actor_once_in_a_row() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    desk.say("a", "progress", bytes=100)
+    desk.publish(1)
+    desk.join("b")
+    desk.say("b", "accept")
+    desk.say("b", "progress", bytes=10)
+    desk.publish(2)
+    desk.need_slot()
+    assert [r["actor"] for r in desk.records("abort")] == ["b"], "10 bytes against 100"
+    assert desk.offers() == [("b", 0)], "it is offered what is leased anyway"
+    desk.say("b", "accept")
+    desk.say("b", "progress", bytes=1)
+    desk.need_slot()
+    assert not desk.records("abort"), "b has been aborted once, its turn protects the slot it shares with a"
+
+
+def test_frozen_actor_that_answers_no_offer_is_not_protected() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    desk.say("a", "progress", bytes=1)
+    desk.publish(1)
+    desk.need_slot()
+    desk.publish(2)
+    desk.wait(1)
+    desk.need_slot()
+    assert [r["phase"] for r in desk.records("abort")] == ["OFFERED"]
+    desk.wait(4.2)
+    assert desk.state("a") is ActorState.SUSPECT, "aborts do not restart the clock of an unanswered offer"
+
+
+def test_pinned_actor_keeps_its_version_for_the_evaluation() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.apply("a")
+    desk.machine.pin(0, desk.now)
+    desk.publish(1)
+    desk.wait(30)
+    assert desk.state("a") is ActorState.READY and desk.machine.actors["a"].pinned
+    desk.take(desk.machine.pin(None, desk.now))
+    assert desk.offers() == [("a", 1)]
+
+
+def test_rank_without_a_slot_drops_the_version_for_all() -> None:
+    machine = CoordinatorMachine(Settings(world_size=2), term=1)
+    machine.layout_known({}, "layout", str, 0.0)
+    machine.courier_message(0, {"type": "snapped", "serial": 1, "version": 3, "checksums": []}, 0.0)
+    commands = machine.courier_message(1, {"type": "failed", "serial": 1, "version": 3}, 0.0)
+    assert ToCourier(None, {"type": "drop", "serial": 1}) in commands
+    assert machine.status()["dropped"] == [[1, 3]]
+
+
+# The receiver
+
+
+def receiving(buckets: int = 1) -> ReceiverMachine:
+    machine = ReceiverMachine("e")
+    machine.connected(1)
+    machine.layout("layout")
+    machine.offer(10, 5, "d5", [(0, bucket) for bucket in range(buckets)])
+    return machine
+
+
+def applied(machine: ReceiverMachine) -> ReceiverMachine:
+    machine.bucket(10, (0, 0), True)
+    machine.staged(10)
+    machine.apply(10)
+    machine.apply_finished(10, None, {})
+    return machine
+
+
+def kinds(commands: list[Any]) -> list[str]:
+    return [c.message["type"] if isinstance(c, Send) else type(c).__name__ for c in commands]
+
+
+def test_receiver_stages_only_what_is_whole() -> None:
+    machine = receiving(2)
+    machine.bucket(10, (0, 0), True)
+    assert machine.staged(10) == [] and machine.apply(10) == []
+    machine.bucket(10, (0, 1), True)
+    assert kinds(machine.staged(10)) == ["staged"]
+    assert machine.served is None
+    assert kinds(machine.apply(10)) == ["BeginApply"]
+    assert kinds(machine.abort(10)) == [], "nothing is aborted once apply has begun"
+    assert kinds(machine.apply_finished(10, None, {})) == ["applied"]
+    assert machine.served is not None and machine.served.version == 5
+
+
+def test_receiver_refuses_what_is_corrupt_and_keeps_the_old() -> None:
+    machine = receiving()
+    assert kinds(machine.bucket(10, (0, 0), False)) == ["Discard", "refused"]
+    assert machine.state is ReceiverState.READY and machine.refused_versions == 1 and machine.served is None
+    assert machine.bucket(10, (0, 0), True) == []
+
+
+def test_receiver_refuses_old_epochs_terms_attempts_and_versions() -> None:
+    machine = applied(receiving())
+    assert not machine.acceptable("other", 1) and not machine.acceptable("e", 0)
+    assert machine.offer(9, 6, "d6", [(0, 0)]) == []
+    assert kinds(machine.offer(11, 5, "d5", [(0, 0)])) == ["decline"]
+    assert kinds(machine.offer(12, 4, "d4", [(0, 0)])) == ["decline"]
+    assert kinds(machine.offer(13, 6, "d6", [(0, 0)])) == ["accept"]
+    with pytest.raises(ValueError, match="term"):
+        machine.connected(0)
+
+
+def test_poisoned_receiver_takes_the_same_version_again() -> None:
+    machine = applied(receiving())
+    machine.offer(11, 6, "d6", [(0, 0)])
+    machine.bucket(11, (0, 0), True)
+    machine.staged(11)
+    machine.apply(11)
+    assert kinds(machine.apply_finished(11, "half written", {})) == ["poisoned"]
+    assert machine.poisoned and machine.served is not None and machine.served.version == 5
+    assert kinds(machine.offer(12, 5, "d5", [(0, 0)])) == ["accept"]
+
+
+def test_apply_survives_the_loss_of_the_coordinator() -> None:
+    machine = receiving()
+    machine.bucket(10, (0, 0), True)
+    machine.staged(10)
+    assert isinstance(machine.apply(10)[0], BeginApply)
+    machine.disconnected()
+    assert machine.state is ReceiverState.APPLYING
+    assert machine.apply_finished(10, None, {}) == [], "nobody is there to hear it"
+    assert machine.state is ReceiverState.DISCONNECTED
+    assert machine.hello_fields()["served"] == ["e", 5, "d5"]
