@@ -17,8 +17,17 @@ import torch.nn.functional as F
 
 from torchtitan.models.model_args import ModelArgs
 
-# A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding.
+# A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding
+# (and what rounding adds).
 BUCKET_FILL = 0.75
+# Attention runs over key lengths in steps of this. The CPU kernels sum in an order that depends on the length modulo
+# 16: otherwise the same tokens would give other last bits in another pack, or in the engine's cache.
+KEY_STEP = 16
+
+
+def padded_length(length: int) -> int:
+    """The key length that attention over `length` positions runs with."""
+    return -(-length // KEY_STEP) * KEY_STEP
 
 
 class PackedLayout:
@@ -43,7 +52,7 @@ class PackedLayout:
         offsets = F.pad(size.cumsum(0), (1, 0))
         self.positions = (torch.arange(self.total) - offsets[:-1].repeat_interleave(size)).to(device)
         self.cumulative = offsets.to(torch.int32).to(device)
-        self.uniform = len(set(lengths)) == 1
+        self.uniform = len(set(lengths)) == 1 and self.longest == padded_length(self.longest)
         self.buckets: list[torch.Tensor] = []
         self.restore: torch.Tensor | None = None
         if not self.uniform:
@@ -54,9 +63,10 @@ class PackedLayout:
         restore = torch.empty(self.total, dtype=torch.int64)
         base, start = 0, 0
         while start < len(order):
-            width = self.lengths[order[start]]
+            width = padded_length(self.lengths[order[start]])
+            least = BUCKET_FILL * self.lengths[order[start]]
             end = start
-            while end < len(order) and self.lengths[order[end]] >= BUCKET_FILL * width:
+            while end < len(order) and self.lengths[order[end]] >= least:
                 end += 1
             members = torch.tensor(order[start:end])
             column = torch.arange(width)

@@ -9,11 +9,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.attention import PackedAttention, PackedLayout, padded_length
 from torchtitan.models.model_args import ModelArgs
 
 FIRST_ROWS = 16
 FIRST_LENGTH = 64
+# Every forward has at least so many tokens, where need be with dummies: matrix kernels sum in another order for fewer
+# rows, and log-probs would differ from the trainer's in their last bits.
+LEAST_TOKENS = 16
+
+
+def least_queries(head_dim: int) -> int:
+    """Queries per key head from which on the CPU attends in the same order of sums as to whole sequences (measured)."""
+    return 2 if head_dim <= 32 else 4 if head_dim <= 64 else 8
 
 
 class KeyValueCache:
@@ -36,32 +44,37 @@ class KeyValueCache:
         device: torch.device,
     ):
         self.layers, self.heads, self.head_dim = args.num_hidden_layers, args.num_key_value_heads, args.head_dim
-        self.max_rows, self.max_length, self.max_bytes = max_rows, max_length, max_bytes
+        self.max_rows, self.max_length, self.max_bytes = max_rows, padded_length(max_length), max_bytes
         self.dtype, self.device = dtype, device
         self.rows = self.length = 0
-        self._allocate(min(FIRST_ROWS, max_rows), min(FIRST_LENGTH, max_length))
+        self._allocate(FIRST_ROWS, min(FIRST_LENGTH, self.max_length))
 
     def bytes_of(self, rows: int, length: int) -> int:
         """Memory that rows × length takes."""
+        rows, length = max(rows, LEAST_TOKENS), padded_length(length)
         return 2 * self.layers * rows * self.heads * length * self.head_dim * self.dtype.itemsize
 
     def room(self, length: int, used_rows: int) -> int:
         """Rows that the limits allow in all, when `length` tokens have to fit beside `used_rows` rows as they are."""
         if not self.max_bytes:
             return self.max_rows
-        return min(self.max_rows, self.max_bytes // self.bytes_of(1, max(length, self.length) if used_rows else length))
+        most = self.max_bytes // (
+            self.bytes_of(LEAST_TOKENS, max(length, self.length) if used_rows else length) // LEAST_TOKENS
+        )
+        return min(self.max_rows, most)
 
     def reserve(self, rows: int, length: int, used_rows: int) -> None:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
         if rows <= self.rows and length <= self.length:
             return
+        length = padded_length(length)
         needed_length = max(length, self.length) if used_rows else length
         shape = (
-            min(_power_of_two(max(rows, self.rows)), self.max_rows),
+            max(min(_power_of_two(max(rows, self.rows)), self.max_rows), LEAST_TOKENS),
             min(_power_of_two(max(length, self.length)), self.max_length),
         )
         if self.max_bytes and self.bytes_of(*shape) > self.max_bytes:
-            shape = (rows, needed_length)
+            shape = (max(rows, LEAST_TOKENS), needed_length)
         keys, values, visible = self.keys, self.values, self.visible
         used, old_length = used_rows * self.heads, self.length
         self._allocate(*shape)
@@ -146,15 +159,18 @@ class DecodeAttention:
         cache: the cache.
         positions: [B] int64, place of each row's new token.
         longest: the highest of them, plus one.
+
+    Unused rows may take part, at position 0: their output means nothing.
     """
 
     def __init__(self, cache: KeyValueCache, positions: torch.Tensor, longest: int):
         self._cache = cache
-        self._rows, self._longest = len(positions), longest
+        self._rows, self._longest = len(positions), padded_length(longest)
         self._index = cache.places(slice(0, self._rows), positions)
         cache.show(self._index)
         self._used = self._rows * cache.heads
-        self._visible = cache.visible[: self._used, None, None, :longest]
+        self._visible = cache.visible[: self._used, None, None, : self._longest]
+        self._least_queries = least_queries(cache.head_dim)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._cache
@@ -162,6 +178,10 @@ class DecodeAttention:
         keys = cache.keys[layer, : self._used, None, : self._longest]
         values = cache.values[layer, : self._used, None, : self._longest]
         # The query heads that share a key head stand where a sequence's tokens would. Two plain products and a softmax
-        # are 5 % faster for tiny models, but agree less with the trainer, which uses this kernel too.
+        # are 5 % faster for tiny models, but differ from the trainer, which uses this kernel too.
         grouped = q.reshape(self._used, 1, -1, cache.head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._visible).view(q.shape)
+        group = grouped.shape[2]
+        if group < self._least_queries:
+            grouped = F.pad(grouped, (0, 0, 0, self._least_queries - group))
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._visible)
+        return out[:, :, :group].reshape(q.shape)

@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from torchtitan.inference.embedded.cache import DecodeAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
@@ -106,13 +107,14 @@ class Engine:
             positions = torch.arange(max_length, device=self.device)
             self._cosine, self._sine = rotary_tables(self.args, positions, self.dtype)
         # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
-        self._lengths = np.zeros(max_sequences, np.int64)
-        self._generated = np.zeros(max_sequences, np.int64)
-        self._limits = np.zeros(max_sequences, np.int64)
-        self._last = np.zeros(max_sequences, np.int64)
-        self._keys = np.zeros(max_sequences, np.uint64)
-        self._tokens = np.zeros((max_sequences, 64), np.int64)
-        self._log_probs = np.zeros((max_sequences, 64), np.float32)
+        rows = max(max_sequences, LEAST_TOKENS)
+        self._lengths = np.zeros(rows, np.int64)
+        self._generated = np.zeros(rows, np.int64)
+        self._limits = np.zeros(rows, np.int64)
+        self._last = np.zeros(rows, np.int64)
+        self._keys = np.zeros(rows, np.uint64)
+        self._tokens = np.zeros((rows, 64), np.int64)
+        self._log_probs = np.zeros((rows, 64), np.float32)
         self._sampler: BatchSampler | None = None
 
     # Requests
@@ -131,7 +133,7 @@ class Engine:
         """Queue a request. Raises InvalidRequest for one that cannot be served, ValueError for an id in use."""
         check_request(request, self.args.vocab_size, self.max_length)
         length = len(request.prompt_ids) + request.sampling.max_tokens
-        if self._cache.max_bytes and self._cache.bytes_of(1, length) > self._cache.max_bytes:
+        if self._cache.room(length, 0) < 1:
             raise TooLong(f"{length} tokens do not fit into the cache's {self._cache.max_bytes} bytes")
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id!r} is running already")
@@ -283,12 +285,17 @@ class Engine:
 
     def _forward_prompts(self, prompts: list[tuple[list[int], int]]) -> torch.Tensor:
         """Fill the cache rows of whole sequences (tokens, row) in one packed forward -> logits after each [N, V]."""
+        asked = len(prompts)
+        while sum(len(tokens) for tokens, _ in prompts) < LEAST_TOKENS:
+            prompts = prompts + prompts
         layout = PackedLayout([len(tokens) for tokens, _ in prompts], self.device)
         attention = PrefillAttention(self._cache, layout, [row for _, row in prompts])
         token_ids = torch.tensor([token for tokens, _ in prompts for token in tokens], device=self.device)
         hidden = self.policy.model(token_ids, layout.positions, attention, self._rotary(layout.positions))
-        self.statistics.prefilled_tokens += layout.total
-        return self.policy.lm_head(hidden[layout.cumulative[1:].long() - 1])
+        self.statistics.prefilled_tokens += sum(layout.lengths[:asked])
+        ends = layout.cumulative[1 : asked + 1].long() - 1
+        padding = max(0, LEAST_TOKENS - asked)
+        return self.policy.lm_head(hidden[F.pad(ends, (0, padding))])[:asked]
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
@@ -298,11 +305,14 @@ class Engine:
         used = len(self._sequences)
         if self._sampler is None:
             self._sampler = self._make_sampler(0)
-        positions = torch.from_numpy(self._lengths[:used].copy()).to(self.device)
-        token_ids = torch.from_numpy(self._last[:used]).to(self.device)
+        width = max(used, LEAST_TOKENS)
+        # Dummies begin a sequence of token 0 in rows that nobody uses.
+        self._lengths[used:width] = self._last[used:width] = 0
+        positions = torch.from_numpy(self._lengths[:width].copy()).to(self.device)
+        token_ids = torch.from_numpy(self._last[:width]).to(self.device)
         attention = DecodeAttention(self._cache, positions, int(self._lengths[:used].max()) + 1)
         hidden = self.policy.model(token_ids, positions, attention, self._rotary(positions))
-        logits = self.policy.lm_head(hidden)
+        logits = self.policy.lm_head(hidden)[:used]
         self._lengths[:used] += 1
         self._emit(0, self._sampler, logits)
 
