@@ -21,6 +21,8 @@ BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
 # An actor that has served for this long has its restarts forgiven.
 STABLE_S = 600.0
+# An actor that does not serve for longer than this is mentioned in the events.
+BRIEFLY_S = 2.0
 # A process whose connections broke is given this long to be recognised as dead.
 REAP_S = 0.3
 
@@ -87,7 +89,8 @@ class Actor:
         self._handler = make_handler(url) if process is None else None
         self._started_once = False
         self._requests = self._failed_requests = 0
-        self._evicted_at = self._ready_at = 0.0
+        self._announced = False
+        self._evicted_at = self._ready_at = self._rejects_since = 0.0
         self._wake = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -189,7 +192,7 @@ class Actor:
         self.state = ActorState.STARTING
         if self._handler is not None:
             await self._handler.close()
-        self._connected, self.version, self._ready_at = False, None, 0.0
+        self._connected, self._announced, self.version, self._ready_at = False, False, None, 0.0
         self._handler = self._make_handler(await process.start())
         self._set_state(ActorState.JOINING)
 
@@ -212,14 +215,22 @@ class Actor:
         ours = health.serves and health.version is not None and health.epoch == self._epoch
         before = self.version
         self.version = health.version if ours else None
-        if ours and self.state is not ActorState.READY:
-            if self.state is ActorState.JOINING:
-                self._ready_at = time.monotonic()
-                self._events.write("actor_ready", actor=self.name, version=health.version)
+        now = time.monotonic()
+        if not ours:
+            self._rejects_since = self._rejects_since or now
+            if self._announced and now - self._rejects_since > BRIEFLY_S:
+                self._announced = False
+                self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
+            if self.state is not ActorState.JOINING:
+                self._set_state(ActorState.JOINING)
+                self._wake.set()  # engines do not serve while they apply a version: it is over at once
+            return
+        self._rejects_since = 0.0
+        if not self._announced:
+            self._announced, self._ready_at = True, now
+            self._events.write("actor_ready", actor=self.name, version=health.version)
+        if self.state is not ActorState.READY:
             self._set_state(ActorState.READY)
-        elif not ours and self.state is not ActorState.JOINING:
-            self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
-            self._set_state(ActorState.JOINING)
         elif self.version != before:
             self._changed()
 
@@ -244,7 +255,7 @@ class Actor:
         phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
         self.evictions += 1
         self._evicted_at = time.monotonic()
-        self.version = None
+        self.version, self._announced, self._rejects_since = None, False, 0.0
         self._events.write(
             "actor_evicted",
             level=logging.WARNING,

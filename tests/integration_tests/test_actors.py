@@ -1,0 +1,148 @@
+"""Rollouts with the real engine and the real weight path: actors are killed and frozen while versions go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
+from torchtitan.components.events import EventLog
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.job_config import JobConfig
+from torchtitan.models import export_policy
+from torchtitan.models.decoder import Decoder
+from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.source import RolloutSource, open_rollouts
+from torchtitan.rollout.types import Batch
+from torchtitan.weight_sync.facade import WeightSync
+
+EPOCH, TOKEN = "1-test", "secret-of-the-test"
+
+
+class Run:
+    """A trainer without training: it changes the weights a little and publishes them."""
+
+    def __init__(self, config: JobConfig, policy: Decoder, rollout: RolloutSource, sync: WeightSync, run_dir: Path):
+        self.config, self.policy, self.rollout, self.sync, self.run_dir = config, policy, rollout, sync, run_dir
+        self.version = 0
+        self.batches: list[Batch] = []
+
+    def publish(self) -> None:
+        self.sync.commit(self.version, 0 if self.sync.reserve() else 1)
+
+    def step(self) -> Batch:
+        deadline = time.monotonic() + 40
+        while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
+            assert time.monotonic() < deadline, "no batch came"
+            if self.sync.owed is not None:
+                self.sync.snapshot_owed(self.version)
+        self.batches.append(batch)
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.mul_(1.001)
+        self.version += 1
+        self.publish()
+        self.rollout.set_version(self.version)
+        return batch
+
+    def steps_until(self, condition: Callable[[], bool], seconds: float = 40.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it never happened"
+            self.step()
+
+    def events(self, kind: str, actor: str) -> list[dict[str, Any]]:
+        log = EventLog(self.run_dir / "events.jsonl").read()
+        return [event for event in log if event["kind"] == kind and event["actor"] == actor]
+
+    def process_of(self, actor: str) -> psutil.Process:
+        for process in psutil.Process().children(recursive=True):
+            if any(part.endswith(f"{actor}.port") for part in process.cmdline()):
+                return process
+        raise AssertionError(f"{actor} has no process")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    torch.set_num_threads(1)
+    policy = Decoder(debug_model_args())
+    policy.initialize_weights(0)
+    checkpoint, run_dir = tmp_path / "checkpoint", tmp_path / "run"
+    export_policy(policy, checkpoint)
+    write_tokenizer(checkpoint)
+    run_dir.mkdir()
+    config = JobConfig()
+    config.model.hf_assets_path = str(checkpoint)
+    config.training.seq_len, config.rollout.max_completion_tokens = 32, 12
+    config.training.global_batch_size, config.grpo.group_size = 16, 4
+    config.grpo.drop_zero_variance = False  # random weights earn nothing
+    config.rollout.max_staleness = 1
+    config.inference.threads_per_actor = 1
+    config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 1.0
+    journal = Journal(run_dir)
+    rollout = open_rollouts(
+        config, Tokenizer(checkpoint), journal, EventLog(run_dir / "events.jsonl"), run_dir, EPOCH, TOKEN
+    )
+    rollout.launch()
+    sync = None
+    try:
+        parameters = dict(policy.named_parameters())
+        sync = WeightSync(config.weight_sync, parameters, epoch=EPOCH, token=TOKEN, run_dir=run_dir)
+        made = Run(config, policy, rollout, sync, run_dir)
+        made.publish()
+        rollout.connect_weights(sync.coordinator_address)
+        rollout.start(0)
+        yield made
+    finally:
+        rollout.close()
+        if sync is not None:
+            sync.close()
+        journal.close()
+
+
+def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
+    run.steps_until(lambda: all(run.events("actor_ready", f"actor-{i}") for i in range(2)))
+    run.step()
+
+    victim = run.process_of("actor-1")
+    victim.send_signal(signal.SIGKILL)
+    run.steps_until(lambda: len(run.events("actor_ready", "actor-1")) == 2)
+    (evicted,) = run.events("actor_evicted", "actor-1")
+    assert evicted["phase"] in ("generate", "idle") and "SIGKILL" in evicted["reason"]
+    assert run.events("actor_restarting", "actor-1")[0]["restart"] == 1
+    assert run.process_of("actor-1").pid != victim.pid
+    newcomer_joined_at = run.version
+    run.step()
+
+    frozen = run.process_of("actor-0")
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        run.steps_until(lambda: bool(run.events("actor_evicted", "actor-0")))
+        run.step()
+        run.step()
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    run.steps_until(lambda: len(run.events("actor_ready", "actor-0")) == 2)
+    assert run.process_of("actor-0").pid == frozen.pid
+    run.step()
+    assert run.version > newcomer_joined_at
+
+    # Through all of it: full batches, every prompt once, no token too old or of another epoch.
+    used = [group.prompt_index for batch in run.batches for group in batch.groups]
+    assert len(used) == len(set(used))
+    for version, batch in enumerate(run.batches):
+        assert [len(group.samples) for group in batch.groups] == [4] * 4
+        spans = [span for sample in batch.samples for span in sample.spans]
+        assert {span.epoch for span in spans} == {EPOCH}
+        assert all(version - 1 <= span.version <= version for span in spans)
+    assert run.batches[-1].statistics["inference/evictions"] == 2.0
+    replay = ReplaySource(run.run_dir)
+    assert [replay.next_batch(version) for version in replay.versions] == run.batches
