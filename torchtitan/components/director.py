@@ -45,6 +45,8 @@ class Director:
         self._evaluation_seconds = 0.0
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
+        self._newest = 0
+        """The newest version that was snapshotted for the actors"""
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
 
@@ -92,6 +94,7 @@ class Director:
     def start(self, version: int) -> None:
         """Start the rollouts of version `version`, which has just been published, and the first evaluation."""
         self.journal.append_decision(version, published=True)
+        self._newest = version
         self.rollout.start(version)
         if self._resumed_step is None:
             self._evaluate(version)
@@ -126,6 +129,7 @@ class Director:
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it."""
         self.journal.append_decision(version, published)
+        self._newest = version if published else self._newest
         if published and not self.config.grpo.async_weight_update:
             self.weights.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
         self.rollout.set_version(version)
@@ -160,16 +164,14 @@ class Director:
 
     def _run_evaluation(self, version: int) -> dict[str, Figure] | None:
         started = time.monotonic()
-        published = self.weights.published_version
-        while published is None:
-            # The initial version is still on its way to the coordinator.
-            if time.monotonic() - started > self.config.eval.timeout_s:
-                return None
-            time.sleep(POLL_S)
-            published = self.weights.published_version
-        self.weights.wait_until_applied(published, self.config.eval.timeout_s / 2, at_least=1, counts_as_stall=False)
-        remaining = max(self.config.eval.timeout_s - (time.monotonic() - started), 1.0)
-        return self.evaluator.evaluate(version, self.epoch, published, remaining)
+        pinned = self._newest
+        self.weights.wait_until_applied(pinned, self.config.eval.timeout_s / 2, at_least=1, counts_as_stall=False)
+        self.weights.pin(pinned)
+        try:
+            remaining = max(self.config.eval.timeout_s - (time.monotonic() - started), 1.0)
+            return self.evaluator.evaluate(version, self.epoch, pinned, remaining)
+        finally:
+            self.weights.unpin()
 
     def _look_at_evaluation(self, version: int) -> None:
         assert self._evaluation is not None

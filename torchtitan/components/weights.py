@@ -23,9 +23,6 @@ class WeightPath(Protocol):
     @property
     def owed(self) -> int | None: ...
 
-    @property
-    def published_version(self) -> int | None: ...
-
     def reserve(self) -> bool: ...
 
     def commit(self, version: int, noes: int) -> str: ...
@@ -35,6 +32,10 @@ class WeightPath(Protocol):
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
     ) -> SyncOutcome: ...
+
+    def pin(self, version: int) -> frozenset[str]: ...
+
+    def unpin(self) -> None: ...
 
     def actors(self) -> Mapping[str, ActorStatus]: ...
 
@@ -46,7 +47,6 @@ class NoWeightSync:
 
     coordinator_address = ""
     owed: int | None = None
-    published_version: int | None = None
 
     def __init__(self) -> None:
         self._skipped = 0
@@ -65,6 +65,12 @@ class NoWeightSync:
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
     ) -> SyncOutcome:
         return SyncOutcome(frozenset(), {})
+
+    def pin(self, version: int) -> frozenset[str]:
+        return frozenset()
+
+    def unpin(self) -> None:
+        """Nothing is pinned."""
 
     def actors(self) -> Mapping[str, ActorStatus]:
         return {}
