@@ -19,6 +19,7 @@ from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
 from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -174,18 +175,19 @@ class EngineServer:
         token = body.get("token", self._token)
         if not isinstance(token, str):
             raise InvalidRequest("this server runs without a token: send the job's as token")
+        try:
+            wire.parse_address(coordinator)
+        except wire.ProtocolError as error:
+            raise InvalidRequest(str(error)) from None
         async with self._connecting:
             old = self._receiver
             served = None
             if old is not None:
                 await asyncio.to_thread(old.close)
                 served = old.served
-            try:
-                self._receiver = Receiver(
-                    coordinator, actor, epoch, token, self._apply, host=self._data_host, served=served
-                )
-            except ValueError as error:
-                raise InvalidRequest(str(error)) from None
+            self._receiver = Receiver(
+                coordinator, actor, epoch, token, self._apply, host=self._data_host, served=served
+            )
             self._receiver.start()
         return _answer(self._state())
 

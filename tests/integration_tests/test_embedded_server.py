@@ -1,0 +1,310 @@
+"""The engine as a process of its own: `python -m torchtitan.inference.embedded`, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.models import load_policy
+
+TOKEN = "a-token-for-tests"
+ANSWER_SECONDS = 20
+
+
+def body(max_tokens: int = 6, name: str = "a", **sampling: Any) -> dict[str, Any]:
+    return GenerateRequest(name, [5, 9, 3], SamplingParameters(max_tokens, **sampling)).to_json()
+
+
+class Client:
+    """Calls one server; every call has a deadline."""
+
+    def __init__(self, url: str, token: str | None = TOKEN):
+        self.url, self.headers = url, {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    async def __aenter__(self) -> Client:
+        self.session = aiohttp.ClientSession(headers=self.headers, timeout=aiohttp.ClientTimeout(ANSWER_SECONDS))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    async def call(self, method: str, path: str, **arguments: Any) -> tuple[int, Any]:
+        async with self.session.request(method, self.url + path, **arguments) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type == "application/json" else text
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            _, health = await self.call("GET", "/health")
+            if condition(health):
+                return health
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"still {health}")
+
+
+def start(directory: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torchtitan.inference.embedded", "--model", str(directory), "--threads", "1"]
+    return subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def process(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    port_file = tmp_path_factory.mktemp("server") / "port"
+    arguments = ("--token-env", "ENGINE_TOKEN", "--port-file", str(port_file), "--max-sequences", "8")
+    server = start(tiny_checkpoint(), *arguments, "--max-length", "400", ENGINE_TOKEN=TOKEN)
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert line.startswith("embedded engine listening on http://127.0.0.1:"), line + server.stdout.read()
+        url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+        assert url in line and TOKEN not in line
+        yield server, url
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def test_generates_what_the_engine_generates(
+    process: tuple[subprocess.Popen[str], str], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    async def scenario() -> None:
+        async with Client(process[1]) as client:
+            asked = [body(12, f"r{i}", n=3, seed=i) for i in range(4)]
+            answers = await asyncio.gather(*(client.call("POST", "/v1/generate", json=one) for one in asked))
+            engine = Engine(load_policy(tiny_checkpoint()), 8, 400)
+            expected = engine.generate([GenerateRequest.from_json(one) for one in asked])
+            for (status, answer), completions in zip(answers, expected, strict=True):
+                got = [Completion.from_json(one) for one in answer["completions"]]
+                assert status == 200 and [one.token_ids for one in got] == [one.token_ids for one in completions]
+                assert got[0].spans[-1].end == len(got[0].token_ids) == len(got[0].log_probs)
+            prompt = {"prompt": [5, 9, 3], "max_tokens": 12, "n": 3, "model": "any"}
+            status, answer = await client.call("POST", "/v1/completions", json=prompt)
+            assert status == 200
+            assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected[0]]
+            status, metrics = await client.call("GET", "/metrics")
+            assert status == 200 and "engine_finished_requests_total 5" in metrics
+
+    asyncio.run(scenario())
+
+
+def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[str], str]) -> None:
+    async def scenario() -> None:
+        for token in (None, "wrong", TOKEN + "x"):
+            async with Client(process[1], token) as stranger:
+                for method, path in (
+                    ("GET", "/health"),
+                    ("POST", "/v1/generate"),
+                    ("POST", "/weights/connect"),
+                    ("GET", "/no"),
+                ):
+                    status, answer = await stranger.call(method, path)
+                    assert status == 401 and "token" in answer["error"]
+        async with Client(process[1]) as client:
+            for content, said in (
+                (b"{", "not JSON"),
+                (b"[1]", "object"),
+                (b"{}", "lacks"),
+                (json.dumps({**body(), "extra": 1}).encode(), "unknown extra"),
+                (json.dumps({**body(), "sampling": {"max_tokens": 3, "top_q": 1}}).encode(), "top_q"),
+                (json.dumps({**body(), "prompt_ids": [1000]}).encode(), "0..127"),
+                (json.dumps(body(n=0)).encode(), "n must be"),
+            ):
+                status, answer = await client.call("POST", "/v1/generate", data=content)
+                assert status == 400 and said in answer["error"]
+            status, answer = await client.call("POST", "/v1/generate", json=body(398))
+            assert status == 413 and "max_length 400" in answer["error"]
+            status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
+            assert status == 400 and "token ids" in answer["error"]
+            status, answer = await client.call("POST", "/weights/connect", json={"coordinator": "x"})
+            assert status == 400 and "epoch" in answer["error"]
+            status, answer = await client.call("GET", "/nowhere")
+            assert status == 404 and "/nowhere" in answer["error"]
+
+    asyncio.run(scenario())
+
+
+def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) -> None:
+    async def scenario() -> None:
+        async with Client(process[1]) as client:
+            long = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, "long", n=8, top_k=120)))
+            await client.until(lambda health: health["running"] == 8)
+            queued = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4, "queued", n=2)))
+            await client.until(lambda health: health["waiting"] == 2)
+            status, health = await client.call("POST", "/pause")
+            assert status == 200 and health["status"] == "paused"
+            status, answer = await client.call("POST", "/v1/generate", json=body())
+            assert status == 503 and "paused" in answer["error"]
+            await asyncio.sleep(0.1)
+            assert not queued.done() and not long.done()
+            # Who hangs up no longer holds rows, even in a pause.
+            long.cancel()
+            await client.until(lambda health: health["running"] == 0)
+            assert (await client.call("POST", "/resume"))[1]["status"] == "ok"
+            status, answer = await queued
+            assert status == 200 and len(answer["completions"]) == 2
+            hopeless = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+            await client.until(lambda health: health["running"] == 8)
+            await client.call("POST", "/pause", json={"mode": "abort"})
+            status, answer = await hopeless
+            assert status == 503 and "aborted" in answer["error"]
+            await client.call("POST", "/resume")
+
+    asyncio.run(scenario())
+
+
+def test_sigterm_ends_it_quickly_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
+    server, url = process
+
+    async def scenario() -> None:
+        async with Client(url) as client:
+            running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+            await client.until(lambda health: health["running"] == 8)
+            server.send_signal(signal.SIGTERM)
+            status, answer = await running
+            assert status == 503 and "shutting down" in answer["error"]
+
+    begin = time.monotonic()
+    asyncio.run(scenario())
+    assert server.wait(10) == 0
+    assert time.monotonic() - begin < 8
+
+
+def test_ends_with_its_parent_and_asks_for_sense(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    parent = subprocess.Popen(["sleep", "60"])
+    server = start(tiny_checkpoint(), "--no-token", "--parent-pid", str(parent.pid), "--require-version")
+    try:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert "no token needed" in line
+
+        async def scenario() -> None:
+            async with Client(line.split()[4], None) as client:
+                assert (await client.call("GET", "/health"))[1]["status"] == "not_ready"
+                status, answer = await client.call("POST", "/v1/generate", json=body())
+                assert status == 503 and "no weights version" in answer["error"]
+
+        asyncio.run(scenario())
+        parent.kill()
+        parent.wait(10)
+        assert server.wait(10) == 0
+    finally:
+        parent.kill()
+        server.kill()
+        server.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--no-token", "--host", "0.0.0.0"], "loopback"),
+        (["--token-env", "NOT_SET_ANYWHERE"], "not set"),
+        (["--max-sequences", "0"], "at least 1"),
+        (["--dtype", "int4"], "invalid choice"),
+    ],
+)
+def test_bad_command_lines(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from torchtitan.inference.embedded.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "x", *arguments])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def in_process(directory: Path, scenario: Callable[[EngineServer, Client], Awaitable[None]], **options: Any) -> None:
+    """Run a scenario against a server in this process, whose engine can be reached into."""
+
+    async def run() -> None:
+        server = EngineServer(Engine(load_policy(directory), 8, 400, ()), "tiny", TOKEN, threads=1, **options)
+        port = await server.start("127.0.0.1", 0)
+        try:
+            async with Client(f"http://127.0.0.1:{port}") as client:
+                await scenario(server, client)
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+def test_versions_arrive_between_steps_and_failed_ones_poison(tiny_checkpoint: Callable[..., Path]) -> None:
+    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
+    broken = {**weights, "model.norm.weight": torch.zeros(64, device="meta")}
+
+    async def scenario(server: EngineServer, client: Client) -> None:
+        assert (await client.call("POST", "/v1/generate", json=body()))[0] == 503
+        assert await asyncio.to_thread(server.loop.apply, "e", 1, weights) > 0
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(300, n=8)))
+        await client.until(lambda health: health["running"] == 8 and health["version"] == 1)
+        await asyncio.to_thread(server.loop.apply, "e", 2, weights)
+        _, answer = await running
+        for one in answer["completions"]:
+            assert [span["version"] for span in one["spans"]] == [1, 2]
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+        await client.until(lambda health: health["running"] == 8)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            await asyncio.to_thread(server.loop.apply, "e", 3, broken)
+        status, answer = await running
+        assert status == 503 and "half-way" in answer["error"]
+        assert (await client.call("GET", "/health"))[1]["status"] == "poisoned"
+        assert (await client.call("POST", "/v1/generate", json=body()))[0] == 503
+        await asyncio.to_thread(server.loop.apply, "e", 4, weights)
+        status, answer = await client.call("POST", "/v1/generate", json=body())
+        assert status == 200 and answer["completions"][0]["spans"][0]["version"] == 4
+
+    in_process(tiny_checkpoint(), scenario, require_version=True)
+
+
+def test_connects_to_a_coordinator_and_replaces_the_connection(tiny_checkpoint: Callable[..., Path]) -> None:
+    async def scenario(server: EngineServer, client: Client) -> None:
+        assert (await client.call("GET", "/weights"))[1] == {"weights": None}
+        with socket.create_server(("127.0.0.1", 0)) as coordinator:
+            address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+            for epoch in ("first", "second"):
+                connect = {"coordinator": address, "actor": "actor-0", "epoch": epoch}
+                status, answer = await client.call("POST", "/weights/connect", json=connect)
+                assert status == 200 and answer["weights"]["connected"] is False
+                coordinator.settimeout(ANSWER_SECONDS)
+                connection, _ = await asyncio.to_thread(coordinator.accept)
+                connection.close()
+        status, answer = await client.call("POST", "/weights/connect", json={**connect, "coordinator": "nonsense"})
+        assert status == 400 and "nonsense" in answer["error"]
+
+    in_process(tiny_checkpoint(), scenario)
+
+
+def test_a_failed_engine_says_so_and_stops_the_server(tiny_checkpoint: Callable[..., Path]) -> None:
+    async def scenario(server: EngineServer, client: Client) -> None:
+        def fail() -> None:
+            raise RuntimeError("out of luck")
+
+        server.engine.step = fail  # type: ignore[method-assign, assignment]
+        status, answer = await client.call("POST", "/v1/generate", json=body())
+        assert status == 503 and "out of luck" in answer["error"]
+        await asyncio.wait_for(server.stopped.wait(), ANSWER_SECONDS)
+        assert (await client.call("POST", "/v1/generate", json=body()))[0] == 503
+
+    in_process(tiny_checkpoint(), scenario)
