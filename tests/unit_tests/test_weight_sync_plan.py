@@ -1,0 +1,293 @@
+"""Plan, manifest, slots and wire: who sends what, and nothing else is believed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.event_loop import Connection, EventLoop, Server, dial
+from torchtitan.weight_sync.manifest import (
+    Layout,
+    LayoutError,
+    Manifest,
+    ParameterEntry,
+    RankLayout,
+    ShardEntry,
+    bucket_checksum,
+    check_coverage,
+    content_digest,
+    merge_layouts,
+)
+from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.plan import PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.staging import Staging
+from torchtitan.weight_sync.states.slot import SlotState
+
+# (mesh, placements, how the ranks cut a tensor, outermost cut first: (mesh dimension, tensor dimension))
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...], list[tuple[int, int]]]] = {
+    "fsdp": ((4,), (Sharded(0),), [(0, 0)]),
+    "tp columns": ((2,), (Sharded(1),), [(0, 1)]),
+    "fsdp over tp rows": ((2, 2), (Sharded(0, split_factor=2), Sharded(0)), [(1, 0), (0, 0)]),
+    "fsdp over tp columns": ((2, 2), (Sharded(0), Sharded(1)), [(0, 0), (1, 1)]),
+    "fsdp, replicated over tp": ((3, 2), (Sharded(0), None), [(0, 0)]),
+    "hsdp": ((2, 3), (None, Sharded(0)), [(1, 0)]),
+    "hsdp over tp rows": ((2, 2, 2), (None, Sharded(0, split_factor=2), Sharded(0)), [(2, 0), (1, 0)]),
+    "replicated": ((2, 2), (None, None), []),
+    "left to right": ((2, 2), (Sharded(0), Sharded(0)), [(0, 0), (1, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=25, deadline=None)
+@given(shape=st.tuples(st.integers(1, 11), st.integers(1, 9)))
+def test_shards_of_all_ranks_make_up_the_tensor_once(name: str, shape: tuple[int, int]) -> None:
+    mesh, placements, cuts = LAYOUTS[name]
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    sent = np.zeros(shape, dtype=int)
+    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
+        parameter = PlacedParameter("w", shape, mesh, coordinate, placements)
+        expected = whole
+        for mesh_dim, dim in cuts:
+            chunks = expected.chunk(mesh[mesh_dim], dim)
+            index = coordinate[mesh_dim]
+            expected = chunks[index] if index < len(chunks) else expected.narrow(dim, 0, 0)
+        box = local_box(parameter)
+        assert box is not None and box.shape == tuple(expected.shape)
+        where = tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+        assert torch.equal(whole[where], expected)
+        if sent_box(parameter, rank) is not None:
+            sent[where] += 1
+    assert (sent == 1).all()
+
+
+def test_parameter_without_a_mesh_is_sent_by_the_lowest_rank() -> None:
+    parameter = PlacedParameter("norm", (3,))
+    assert sent_box(parameter, 0) is not None and sent_box(parameter, 1) is None
+    assert sent_box(PlacedParameter("w", (3,), (2,), None, (Sharded(0),)), 5) is None
+
+
+def test_placement_that_fits_no_mesh_is_refused() -> None:
+    parameter = PlacedParameter("w", (8,), (2, 2), (0, 0), (Sharded(0, split_factor=3), Sharded(0)))
+    with pytest.raises(PlanError, match="split factor"):
+        local_box(parameter)
+
+
+def test_ranks_layouts_merge_into_one_and_gaps_are_refused() -> None:
+    def part(rank: int, of: int = 2) -> dict[str, Any]:
+        placed = [PlacedParameter("w", (5, 2), (of,), (rank,), (Sharded(0),)), PlacedParameter("n", (3,))]
+        return plan_rank(placed, rank, "bfloat16", 64).to_json()
+
+    layout = merge_layouts([part(0), part(1)])
+    assert layout.ranks[0].slot_bytes == 64 + 3 * 2, "the second shard is aligned"
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    assert [layout.bucket_range(0, bucket) for bucket in range(layout.bucket_count(0))] == [(0, 64), (64, 70)]
+    with pytest.raises(LayoutError, match="elements of 10"):
+        merge_layouts([part(0)])
+    with pytest.raises(LayoutError, match="twice"):
+        merge_layouts([part(0), part(0)])
+
+
+@pytest.mark.parametrize(
+    ("shard", "problem"),
+    [
+        (ShardEntry(0, (3,), (2,), 0), "outside"),
+        (ShardEntry(1, (0,), (4,), 0), "unknown parameter"),
+        (ShardEntry(0, (0,), (4,), 4), "end at byte"),
+    ],
+)
+def test_impossible_shards_are_refused(shard: ShardEntry, problem: str) -> None:
+    layout = Layout(64, (ParameterEntry("w", "float32", (4,)),), (RankLayout(16, (shard,)),))
+    with pytest.raises(LayoutError, match=problem):
+        check_coverage(layout)
+
+
+def test_overlap_that_adds_up_is_refused() -> None:
+    shards = (ShardEntry(0, (0, 0), (2, 2), 0), ShardEntry(0, (1, 1), (1, 1), 16), ShardEntry(0, (2, 0), (1, 3), 20))
+    layout = Layout(64, (ParameterEntry("w", "float32", (2, 4)),), (RankLayout(64, shards[:2]),))
+    with pytest.raises(LayoutError):
+        check_coverage(layout)
+    twice = (ShardEntry(0, (0,), (2,), 0), ShardEntry(0, (1,), (2,), 8))
+    with pytest.raises(LayoutError, match="twice"):
+        check_coverage(Layout(64, (ParameterEntry("w", "float32", (4,)),), (RankLayout(16, twice),)))
+
+
+def test_manifest_is_believed_only_whole() -> None:
+    checksums = [["a", "b"], ["c"]]
+    manifest = Manifest("e", 3, "layout", (("a", "b"), ("c",)), content_digest("layout", checksums))
+    data = json.loads(json.dumps(manifest.to_json()))
+    assert Manifest.from_json(data) == manifest
+    data["checksums"][0][1] = "x"
+    with pytest.raises(LayoutError, match="digest"):
+        Manifest.from_json(data)
+    with pytest.raises(LayoutError, match="malformed"):
+        Manifest.from_json({"epoch": "e"})
+
+
+def test_digest_changes_with_every_bit() -> None:
+    data = bytearray(1000)
+    before = bucket_checksum(bytes(data))
+    data[500] ^= 1
+    assert bucket_checksum(bytes(data)) != before
+
+
+def test_tied_parameters_go_once() -> None:
+    shared = torch.nn.Parameter(torch.zeros(2))
+    names = unique_parameters({"embed": shared, "norm": torch.zeros(1), "head": shared})
+    assert list(names) == ["embed", "norm"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> None:
+    parameters = {f"w{n}": torch.randn(5, n) for n in range(1, 6)} | {"scalar": torch.tensor(2.5)}
+    expected = {name: value.clone().to(getattr(torch, dtype)) for name, value in parameters.items()}
+    publisher = Publisher(parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=100, folder=tmp_path)
+    with pytest.raises(RuntimeError, match="without a reserved slot"):
+        publisher.snapshot(0, 1)
+    assert publisher.reserve() and publisher.reserve(), "reserving twice is one reservation"
+    publisher.snapshot(7, 1)
+    for value in parameters.values():
+        value.add_(1)  # the next optimizer step
+    slots = publisher.slots
+    keeper = slots.keeper()
+    assert keeper.filled() == {1: (0, 7)}
+    staging = Staging(publisher.layout)
+    staging.memory[0][:] = slots.slot(0)
+    for name, tensor in staging.assemble().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert publisher.reserve()
+    publisher.release()
+    assert publisher.has_free_slot()
+    assert publisher.courier_bell.recv(10) == b"!"
+    publisher.close()
+
+
+def test_publisher_never_blocks_on_a_dead_courier(tmp_path: Path) -> None:
+    publisher = Publisher({"w": torch.zeros(1)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
+    for serial in range(2):
+        assert publisher.reserve()
+        publisher.snapshot(serial, serial + 1)
+    begun = time.perf_counter()
+    for _ in range(20000):
+        assert not publisher.reserve()
+    assert time.perf_counter() - begun < 5
+    assert publisher.slots.misses == 20000
+    publisher.courier_bell.close()
+    assert not publisher.reserve()
+    publisher.doorbell.close()
+    publisher.slots.close_files()
+
+
+def test_slots_are_shared_through_their_descriptors(tmp_path: Path) -> None:
+    slots = SharedSlots.create(3, 5000, tmp_path)
+    other = SharedSlots(slots.words_fd, slots.data_fd, 3, 5000)
+    writer, keeper = slots.writer(), other.keeper()
+    index = writer.reserve()
+    assert index is not None
+    writer.begin(index, 4, 9)
+    slots.slot(index)[:3] = b"abc"
+    writer.finish(index)
+    assert keeper.filled() == {9: (index, 4)} and bytes(other.slot(index)[:3]) == b"abc"
+    keeper.drop(9)
+    assert writer.view(index).state is SlotState.FREE
+    slots.set_failed(3, 2)
+    assert other.failed == (3, 2)
+
+
+# Wire
+
+
+@given(st.binary(max_size=200))
+def test_garbage_on_the_wire_is_a_protocol_error_or_nothing(data: bytes) -> None:
+    reader = wire.MessageReader(limit=1000)
+    reader.feed(data)
+    try:
+        message = reader.next()
+    except wire.ProtocolError:
+        return
+    assert message is None or "type" in message
+
+
+def test_messages_are_cut_from_a_stream_and_bounded() -> None:
+    reader = wire.MessageReader(limit=100)
+    data = wire.encode({"type": "ping"}) + wire.encode({"type": "apply", "attempt": 3})
+    found = []
+    for byte in data:
+        reader.feed(bytes([byte]))
+        if (message := reader.next()) is not None:
+            found.append(message)
+    assert [message["type"] for message in found] == ["ping", "apply"]
+    reader.feed(wire.encode({"type": "ping", "padding": "x" * 200}))
+    with pytest.raises(wire.ProtocolError, match="limit"):
+        reader.next()
+    for bad in ({"type": "apply"}, {"type": "apply", "attempt": "3"}, {"type": "exec"}, [1]):
+        with pytest.raises(wire.ProtocolError):
+            wire.validate(bad)
+
+
+def handshake(server_token: str, client_token: str) -> tuple[list[str], list[str]]:
+    """Roles that the server let in, and reasons why the client failed."""
+    loop = EventLoop()
+    peers: list[str] = []
+    failures: list[str] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def on_peer(connection: Connection, role: str, fields: dict[str, Any]) -> None:
+        peers.append(role)
+        connection.on_message, connection.on_close = lambda *_: None, lambda *_: None
+
+    def on_ready(connection: Connection, fields: dict[str, Any]) -> None:
+        connection.on_message, connection.on_close = lambda *_: None, lambda *_: None
+        loop.stop()
+
+    def on_failure(reason: str) -> None:
+        failures.append(reason)
+        loop.stop()
+
+    server = Server(loop, listener, server_token, lambda role, fields: {}, on_peer)
+    dial(loop, address, client_token, "actor", {}, on_ready, on_failure, 5.0)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    server.listener.close()
+    return peers, failures
+
+
+def test_only_who_knows_the_token_gets_in() -> None:
+    assert handshake("secret", "secret") == (["actor"], [])
+    peers, failures = handshake("secret", "guess")
+    assert peers == [] and "wrong token" in failures[0]
+
+
+def test_hello_of_a_stranger_is_cut_off() -> None:
+    """Before the handshake nothing but a short hello is read."""
+    loop = EventLoop()
+    listener = socket.create_server(("127.0.0.1", 0))
+    Server(loop, listener, "secret", lambda role, fields: {}, lambda *_: pytest.fail("a stranger was let in"))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", wire.encode({"type": "ping"}), wire.LENGTH.pack(1 << 31)):
+            with socket.create_connection(listener.getsockname(), timeout=5) as client:
+                client.sendall(data)
+                while client.recv(4096):
+                    pass
+    finally:
+        loop.stop()
+        thread.join(5)
+        listener.close()
