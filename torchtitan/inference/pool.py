@@ -153,12 +153,11 @@ class InferencePool:
         try:
             return await waiter.actor
         except asyncio.CancelledError:
-            if waiter.actor.done() and not waiter.actor.cancelled() and waiter.actor.exception() is None:
+            # Where the waiter had its actor already, the caller never learned of it.
+            if not waiter.actor.cancelled() and waiter.actor.done() and waiter.actor.exception() is None:
                 waiter.actor.result().load -= sequences
+                self._dispatch()
             raise
-        finally:
-            self._waiting = [other for other in self._waiting if other is not waiter]
-            self._dispatch()
 
     def _dispatch(self) -> None:
         """Give waiting requests, oldest first, to the least loaded actors that may take them."""
@@ -168,21 +167,31 @@ class InferencePool:
                 if not waiter.actor.done():
                     waiter.actor.set_exception(UserError(f"no inference actor is left ({reasons})"))
             return
-        newest = None
-        for waiter in self._waiting:
+        newest: int | None = None
+        nobody_from = math.inf
+        left: list[_Waiter] = []
+        for number, waiter in enumerate(self._waiting):
             if waiter.actor.done():
                 continue
+            if waiter.min_version >= nobody_from:
+                left.append(waiter)
+                continue
             actors = [actor for actor in self._actors if actor.serves(waiter.min_version)]
-            limit = self._limit(waiter, actors)
             if len(actors) < len(self._actors):
                 newest = waiter.min_version if newest is None else max(newest, waiter.min_version)
+            limit = self._limit(waiter, actors)
             open_to = [actor for actor in actors if actor.load == 0 or actor.load + waiter.sequences <= limit]
             if open_to:
                 chosen = min(open_to, key=lambda actor: actor.load)
                 chosen.load += waiter.sequences
                 waiter.actor.set_result(chosen)
-            elif actors:
-                break  # all are busy; who came later waits longer
+                continue
+            left.append(waiter)
+            if actors:
+                left += self._waiting[number + 1 :]  # all are busy; who came later waits longer
+                break
+            nobody_from = waiter.min_version
+        self._waiting = left
         for actor in self._actors:
             # Requests wait for a newer version than it is known to serve: look often.
             starved = newest is not None and actor.state is ActorState.READY and not actor.serves(newest)

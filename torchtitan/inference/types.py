@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -68,7 +68,7 @@ class GenerateRequest:
     sampling: SamplingParameters
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "sampling": dict(vars(self.sampling))}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GenerateRequest:

@@ -16,7 +16,7 @@ from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.prompts import PromptStream
-from torchtitan.rollout.staleness import Pace, group_staleness
+from torchtitan.rollout.staleness import Pace, group_version
 from torchtitan.rollout.statistics import RolloutStatistics
 from torchtitan.rollout.types import Batch, Group, Prompt
 
@@ -49,6 +49,7 @@ class RolloutFlow:
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
+        self._sampled_at: dict[int, float] = {}
         self._redo: list[int] = []
         self._survival = 1.0
         self._without_reward = 0
@@ -115,7 +116,8 @@ class RolloutFlow:
         state = json.loads(data)
         self._stream.load_state_dict(state["stream"])
         self._redo = sorted(state["unfinished"])
-        self._ready = {group.prompt_index: group for group in batch_from_json(state["ready"]).groups}
+        for group in batch_from_json(state["ready"]).groups:
+            self._add(group)
         logger.info("restored %d finished groups; %d unfinished are redone", len(self._ready), len(self._redo))
 
     async def close(self) -> None:
@@ -186,20 +188,18 @@ class RolloutFlow:
         self._survival += (usable - self._survival) / (2 * self._batch_groups)
         self._survival = max(self._survival, 1 / MOST_SPARES)
         if usable:
-            self._ready[group.prompt_index] = group
+            self._add(group)
             self._no_group_s = 0.0
             self._changed.set()
 
     def _drop_stale(self, version: int) -> None:
         """A group that is too old now stays too old."""
-        rollout = self._config.rollout
-        for index, group in list(self._ready.items()):
-            if group_staleness(group, version, rollout.gate_on) > rollout.max_staleness:
-                self._statistics.add_gate(group, admitted=False)
-                del self._ready[index]
+        for index, sampled_at in list(self._sampled_at.items()):
+            if version - sampled_at > self._config.rollout.max_staleness:
+                self._statistics.add_gate(self._remove(index), admitted=False)
 
     def _hand_out(self, version: int) -> Batch:
-        groups = [self._ready.pop(index) for index in sorted(self._ready)[: self._batch_groups]]
+        groups = [self._remove(index) for index in sorted(self._ready)[: self._batch_groups]]
         for group in groups:
             self._statistics.add_gate(group, admitted=True)
         batch = Batch(version, groups)
@@ -211,6 +211,14 @@ class RolloutFlow:
         self._no_completion_s = self._no_group_s = 0.0
         self._fill()
         return batch
+
+    def _add(self, group: Group) -> None:
+        self._ready[group.prompt_index] = group
+        self._sampled_at[group.prompt_index] = group_version(group, self._config.rollout.gate_on)
+
+    def _remove(self, index: int) -> Group:
+        del self._sampled_at[index]
+        return self._ready.pop(index)
 
     def _gauges(self) -> dict[str, float]:
         return {

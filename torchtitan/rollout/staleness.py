@@ -26,9 +26,9 @@ def sample_version(spans: Sequence[VersionSpan], gate_on: GateOn = "oldest") -> 
     return sum(span.version * (span.end - span.start) for span in spans) / tokens
 
 
-def group_staleness(group: Group, version: int, gate_on: GateOn = "oldest") -> float:
-    """Versions between the trainer's and that of the group's stalest sample."""
-    return max(version - sample_version(sample.spans, gate_on) for sample in group.samples)
+def group_version(group: Group, gate_on: GateOn = "oldest") -> float:
+    """The version that the staleness gate holds against a group: that of its stalest sample."""
+    return min(sample_version(sample.spans, gate_on) for sample in group.samples)
 
 
 @dataclass
