@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, Server, dial
+from torchtitan.weight_sync.connection import Connection, Server, dial
+from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import (
     Layout,
     LayoutError,

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit_tests.weight_sync_world import World
 from torchtitan.weight_sync.states.actor import ActorState
-from torchtitan.weight_sync.states.coordinator import CoordinatorMachine, Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.commands import Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.states.receiver import BeginApply, ReceiverMachine, ReceiverState, Send
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotState, SlotView, SlotWriter
 from torchtitan.weight_sync.states.version import Outcome, VersionTable

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from torchtitan.weight_sync.states.coordinator import (
-    CoordinatorMachine,
+from torchtitan.weight_sync.states.commands import (
     Disconnect,
     Record,
     Settings,
     ToActor,
     ToCourier,
 )
+from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.states.receiver import BeginApply, Discard, ReceiverMachine, ReceiverState, Send, Served
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotState, SlotView, SlotWriter
 

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, Server
+from torchtitan.weight_sync.connection import Connection, Server
+from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import LayoutError, content_digest, merge_layouts
-from torchtitan.weight_sync.states.coordinator import (
+from torchtitan.weight_sync.states.commands import (
     Command,
-    CoordinatorMachine,
     Disconnect,
     Record,
     Settings,
     ToActor,
     ToCourier,
 )
+from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.coordinator")

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.courier_link import CourierLink, Delivery
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, dial
+from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.faults import Faults
 from torchtitan.weight_sync.manifest import Layout, bucket_checksum
 from torchtitan.weight_sync.slots import SharedSlots

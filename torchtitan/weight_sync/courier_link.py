@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, dial
+from torchtitan.weight_sync.connection import Connection, dial
+from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.faults import Faults
 from torchtitan.weight_sync.wire import BUCKET_HEADER, BUCKET_MAGIC, Message
 

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, dial
+from torchtitan.weight_sync.connection import Connection, dial
+from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.wire import Message
 
 RETRY_SECONDS = 0.1

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 
 from torchtitan.weight_sync import manifest, wire
 from torchtitan.weight_sync.bucket_stream import BucketStream
-from torchtitan.weight_sync.event_loop import Connection, EventLoop, Server, Timer, dial
+from torchtitan.weight_sync.connection import Connection, Server, dial
+from torchtitan.weight_sync.event_loop import EventLoop, Timer
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.staging import StagedVersion, Staging
 from torchtitan.weight_sync.states.receiver import (

@@ -5,90 +5,30 @@ commands out. The same class runs in the coordinator's process and in tests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from torchtitan.weight_sync.states.actor import NO_VERSION, Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
-from torchtitan.weight_sync.states.version import Outcome, VersionRecord, VersionTable
-
-Message = dict[str, Any]
+from torchtitan.weight_sync.states.commands import Command, Message, Settings
+from torchtitan.weight_sync.states.delivery import MAXIMUM_FAILURES, Deliveries
+from torchtitan.weight_sync.states.version import Outcome, VersionRecord
 
 # The machine's clock never jumps: a longer gap between two events was a pause of this process, and deadlines are
 # extended by what exceeds this.
 LONGEST_TICK_SECONDS = 0.5
-MAXIMUM_FAILURES = 3
-MAXIMUM_MISSED_DEADLINES = 2
-ATTEMPTS_PER_TERM = 1 << 32
-PROTECTED_SHARE = 0.1
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Deadlines in seconds; see [weight_sync] in the configuration."""
-
-    world_size: int
-    join_timeout_s: float = 60.0
-    offer_timeout_s: float = 5.0
-    progress_timeout_s: float = 5.0
-    apply_timeout_s: float = 10.0
-    snapshot_timeout_s: float = 60.0
-    evict_after_versions: int = 16
-
-
-@dataclass(frozen=True)
-class ToCourier:
-    """To one rank's courier, or to all (rank None)."""
-
-    rank: int | None
-    message: Message
-
-
-@dataclass(frozen=True)
-class ToActor:
-    actor: str
-    session: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class Disconnect:
-    """Close the actor's connection, after what was sent before."""
-
-    actor: str
-    session: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of the journal."""
-
-    event: str
-    fields: Message
-
-
-Command = ToCourier | ToActor | Disconnect | Record
 Digest = Callable[[list[list[str]]], str]
 
 
-class CoordinatorMachine:
+class CoordinatorMachine(Deliveries):
     """Everything the coordinator knows, and what it decides."""
 
     def __init__(self, settings: Settings, term: int):
-        self.settings = settings
+        super().__init__(settings, term)
         self.term = term
-        self.actors: dict[str, Actor] = {}
-        self.versions = VersionTable(settings.world_size, settings.snapshot_timeout_s)
-        self.layout: Message | None = None
-        self.layout_id = ""
         self.content_digest: Digest | None = None
-        self.pinned_version: int | None = None
         self.dropped: list[tuple[int, int]] = []
         self.published_count = 0
-        self.time = 0.0
         self._last_now: float | None = None
-        self._next_attempt = term * ATTEMPTS_PER_TERM + 1
-        self._out: list[Command] = []
 
     # Events
 
@@ -219,7 +159,7 @@ class CoordinatorMachine:
             "digest": "" if newest is None else newest.digest,
             "published": self.published_count,
             "pinned": self.pinned_version,
-            "dropped": [list(pair) for pair in self.dropped[-16:]],
+            "dropped": [list(pair) for pair in self.dropped],
             "actors": {name: actor.status() for name, actor in self.actors.items()},
         }
 
@@ -255,67 +195,9 @@ class CoordinatorMachine:
             return
         self.versions.drop(serial)
         if (serial, version) not in self.dropped:
-            self.dropped.append((serial, version))
+            self.dropped = [*self.dropped[-63:], (serial, version)]
             self._record("drop", version=version, serial=serial, reason=reason)
         self._to_couriers({"type": "drop", "serial": serial})
-
-    # Offers
-
-    def _refill(self, actor: Actor) -> None:
-        newest = self.versions.newest
-        if newest is not None and (newest.version > actor.version or actor.poisoned):
-            actor.mailbox = True
-
-    def _choose(self, actor: Actor) -> VersionRecord | None:
-        """The version to offer: the newest, or, after an abort for want of slots, one whose slot is held anyway."""
-        newest = self.versions.newest
-        if newest is None or not self.versions.whole(newest):
-            return None
-        if newest.version <= actor.version and not actor.poisoned:
-            actor.mailbox = False
-            return None
-        if actor.shortage_aborts:
-            leased = {a.attempt.serial for a in self.actors.values() if a.attempt is not None and a.attempt.leases}
-            shared = [self.versions.records[s] for s in sorted(leased, reverse=True) if s != newest.serial]
-            for record in shared:
-                if record.version > actor.version and self.versions.whole(record):
-                    return record
-        return newest
-
-    def _offer_all(self) -> None:
-        """Offer to every idle actor whose mailbox is full; one lease message per version, however many actors."""
-        offers: dict[int, list[tuple[Actor, Attempt]]] = {}
-        for actor in self.actors.values():
-            actor.pinned = self.pinned_version is not None and actor.version == self.pinned_version and actor.idle
-            if not actor.idle or not actor.mailbox or actor.pinned:
-                continue
-            record = self._choose(actor)
-            if record is None:
-                continue
-            attempt = Attempt(self._next_attempt, actor.name, record.serial, record.version, self.time)
-            self._next_attempt += 1
-            actor.attempt = attempt
-            actor.mailbox = record is not self.versions.newest
-            if actor.unanswered_since is None:
-                actor.unanswered_since = self.time
-            actor.move(ActorState.OFFERED, self.time)
-            offers.setdefault(record.serial, []).append((actor, attempt))
-        for serial, pairs in offers.items():
-            record = self.versions.records[serial]
-            # Held on all ranks from the offer on; the couriers read this before anything that could free the slot.
-            numbers = [[attempt.number, actor.name] for actor, attempt in pairs]
-            self._to_couriers({"type": "lease", "serial": serial, "attempts": numbers})
-            for actor, attempt in pairs:
-                self._record("offer", actor=actor.name, attempt=attempt.number, version=record.version)
-                offer = {
-                    "type": "offer",
-                    "attempt": attempt.number,
-                    "version": record.version,
-                    "layout_id": self.layout_id,
-                    "checksums": record.published_checksums,
-                    "digest": record.digest,
-                }
-                self._to_actor(actor, offer)
 
     # Actor messages
 
@@ -395,143 +277,12 @@ class CoordinatorMachine:
         else:
             self._refill(actor)
 
-    # Ends
-
-    def _actor_of(self, attempt: int) -> Actor | None:
-        for actor in self.actors.values():
-            if actor.attempt is not None and actor.attempt.number == attempt:
-                return actor
-        return None
-
-    def _end_attempt(self, actor: Actor, reason: str, refill: bool = True, to: ActorState | None = None) -> None:
-        """Abort for all who take part, and lead the actor back. Never after APPLY has been ordered."""
-        attempt = actor.attempt
-        if attempt is None or not attempt.leases:
-            return
-        phase = attempt.state.value
-        attempt.move(AttemptState.ABORTED)
-        actor.attempt = None
-        abort = {"type": "abort", "attempt": attempt.number, "reason": reason}
-        self._to_couriers(abort)
-        self._to_actor(actor, abort)
-        fields = {"actor": actor.name, "attempt": attempt.number, "version": attempt.version}
-        self._record("abort", **fields, phase=phase, bytes=attempt.received_bytes, reason=reason)
-        actor.move(to or actor.idle_state, self.time)
-        if refill:
-            self._refill(actor)
-
-    def _attempt_failed(self, actor: Actor, reason: str) -> None:
-        if actor.attempt is None or not actor.attempt.leases:
-            return
-        actor.failures += 1
-        actor.reason = reason
-        self._end_attempt(actor, reason)
-        if actor.failures >= MAXIMUM_FAILURES:
-            self._evict(actor, f"{actor.failures} failed attempts in a row, the last: {reason}")
-
-    def _evict(self, actor: Actor, reason: str) -> None:
-        phase = actor.state.value
-        self._end_attempt(actor, reason, refill=False)
-        # An attempt that is being applied holds no slot; what the actor then serves it says when it rejoins.
-        actor.attempt = None
-        actor.move(ActorState.EVICTED, self.time)
-        actor.reason = f"{reason} (in {phase})"
-        actor.evictions += 1
-        actor.mailbox = actor.pinned = False
-        self._to_actor(actor, {"type": "evict", "reason": reason})
-        self._out.append(Disconnect(actor.name, actor.session))
-        self._record("evict", actor=actor.name, phase=phase, version=actor.version, reason=reason)
-
-    def _need_slot(self) -> None:
-        """The publisher found no free slot: give up the delivery with the least progress, so that a slot comes free."""
-        newest = self.versions.newest
-        holders: dict[int, list[Actor]] = {}
-        for actor in self.actors.values():
-            if (
-                actor.attempt is not None
-                and actor.attempt.leases
-                and actor.attempt.serial != getattr(newest, "serial", 0)
-            ):
-                holders.setdefault(actor.attempt.serial, []).append(actor)
-        candidates = [group for group in holders.values() if not any(map(self._protected, group))]
-        if not candidates:
-            return
-
-        def progress(group: list[Actor]) -> tuple[int, int]:
-            attempts = [actor.attempt for actor in group if actor.attempt is not None]
-            return max(a.received_bytes for a in attempts), attempts[0].serial
-
-        for actor in min(candidates, key=progress):
-            actor.shortage_aborts += 1
-            self._end_attempt(actor, "its slot is needed for a newer version")
-
-    def _protected(self, actor: Actor) -> bool:
-        """An actor that answers and makes progress is aborted for want of slots at most once in a row."""
-        if not actor.shortage_aborts or actor.attempt is None:
-            return False
-        # A frozen actor must not hold a slot for its turn until the deadline: a share of it shows enough.
-        if actor.attempt.state is AttemptState.OFFERED:
-            begun, patience = actor.unanswered_since, self.settings.offer_timeout_s
-        else:
-            begun, patience = actor.attempt.progress_at, self.settings.progress_timeout_s
-        return begun is not None and self.time - begun < patience * PROTECTED_SHARE
-
-    def _judge(self, actor: Actor) -> None:
-        """Deadlines of one actor, by phase."""
-        if actor.pinned:
-            return
-        settings, now = self.settings, self.time
-        attempt = actor.attempt
-        if actor.state is ActorState.JOINING:
-            if self.layout is not None and now - actor.since > settings.join_timeout_s:
-                self._evict(actor, f"did not join within {settings.join_timeout_s:g} s")
-        elif actor.state is ActorState.OFFERED and actor.unanswered_since is not None:
-            if now - actor.unanswered_since > settings.offer_timeout_s:
-                self._missed(actor, f"no answer to an offer within {settings.offer_timeout_s:g} s")
-        elif actor.state is ActorState.RECEIVING and attempt is not None:
-            if now - attempt.progress_at > settings.progress_timeout_s:
-                self._missed(actor, f"no byte within {settings.progress_timeout_s:g} s")
-        elif actor.state is ActorState.APPLYING:
-            if now - actor.since > settings.apply_timeout_s:
-                self._evict(actor, f"no acknowledgement of apply within {settings.apply_timeout_s:g} s")
-        elif actor.state is ActorState.SUSPECT:
-            if now - actor.since > settings.offer_timeout_s:
-                self._evict(actor, actor.reason)
-        elif actor.idle and now - actor.heard_at > settings.offer_timeout_s:
-            self._missed(actor, f"no heartbeat for {settings.offer_timeout_s:g} s")
-
-    def _missed(self, actor: Actor, reason: str) -> None:
-        phase = actor.state.value
-        actor.missed_deadlines += 1
-        actor.reason = reason
-        newest = self.versions.newest
-        # One that never had a version falls behind the first that it was offered.
-        held = actor.attempt.version if actor.version == NO_VERSION and actor.attempt is not None else actor.version
-        behind = 0 if newest is None or held == NO_VERSION else newest.version - held
-        if actor.missed_deadlines >= MAXIMUM_MISSED_DEADLINES or behind >= self.settings.evict_after_versions:
-            self._evict(actor, reason)
-            return
-        self._record("suspect", actor=actor.name, phase=phase, reason=reason)
-        if actor.attempt is not None:
-            self._end_attempt(actor, reason, refill=False, to=ActorState.SUSPECT)
-        else:
-            actor.move(ActorState.SUSPECT, self.time)
-
     # Plumbing
 
     def _advance(self, now: float) -> None:
         if self._last_now is not None:
             self.time += min(max(0.0, now - self._last_now), LONGEST_TICK_SECONDS)
         self._last_now = now
-
-    def _to_couriers(self, message: Message, rank: int | None = None) -> None:
-        self._out.append(ToCourier(rank, message))
-
-    def _to_actor(self, actor: Actor, message: Message) -> None:
-        self._out.append(ToActor(actor.name, actor.session, message))
-
-    def _record(self, event: str, **fields: Any) -> None:
-        self._out.append(Record(event, fields))
 
     def _commands(self) -> list[Command]:
         self._offer_all()

@@ -1,0 +1,272 @@
+"""JSON connections on an event loop: framing, the handshake over the job's token, and no call that blocks."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.wire import Message, MessageReader, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+READ_BYTES = 1 << 20
+# A peer that reads nothing must not grow our memory: beyond this much unsent control traffic it is cut off.
+MAXIMUM_UNSENT_BYTES = 1 << 30
+
+
+class Connection:
+    """Framed JSON messages over one socket. Sending never blocks; closing calls `on_close(reason)` once."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        on_message: Callable[[Connection, Message], None],
+        on_close: Callable[[Connection, str], None],
+    ):
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.loop = loop
+        self.socket = sock
+        self.on_message = on_message
+        self.on_close = on_close
+        self.reader = MessageReader()
+        self.closed = False
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._watches_write = False
+        loop.watch(sock, selectors.EVENT_READ, self._ready)
+
+    def trust(self) -> None:
+        """The peer has proved that it knows the token: accept long messages from now on."""
+        self.reader.limit = wire.MAXIMUM_MESSAGE_BYTES
+
+    def send(self, message: Message) -> None:
+        """Queue one message."""
+        if self.closed:
+            return
+        data = wire.encode(message)
+        self._unsent.append(memoryview(data))
+        self._unsent_bytes += len(data)
+        self._flush()
+        if self._unsent_bytes > MAXIMUM_UNSENT_BYTES:
+            self.close("the peer does not read its messages")
+
+    def close(self, reason: str) -> None:
+        """Close now; what is queued is lost."""
+        if self.closed:
+            return
+        self.closed = True
+        self.loop.forget(self.socket)
+        self.socket.close()
+        self._unsent.clear()
+        self.on_close(self, reason)
+
+    def detach(self) -> socket.socket:
+        """Give the socket away (to be used for raw frames); this connection is over, without on_close."""
+        if self.reader.pending_bytes or self._unsent:
+            raise ProtocolError("bytes are pending on a connection that changes its use")
+        self.closed = True
+        self.loop.forget(self.socket)
+        return self.socket
+
+    def _ready(self, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush()
+            if events & selectors.EVENT_READ and not self.closed:
+                self._read()
+        except ProtocolError as error:
+            logger.warning("closing a connection: %s", error)
+            self.close(f"protocol error: {error}")
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                sent = self.socket.send(self._unsent[0])
+                self._unsent_bytes -= sent
+                if sent == len(self._unsent[0]):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = self._unsent[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            # Not now: whoever is sending does not expect to be told from within send().
+            self._unsent.clear()
+            reason = f"connection lost: {error}"
+            self.loop.call_from_thread(lambda: self.close(reason))
+            return
+        if self._watches_write != bool(self._unsent):
+            self._watches_write = bool(self._unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._watches_write else 0)
+            self.loop.watch(self.socket, events, self._ready)
+
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"connection lost: {error}")
+            return
+        if not data:
+            self.close("the peer closed the connection")
+            return
+        self.reader.feed(data)
+        while not self.closed and (message := self.reader.next()) is not None:
+            self.on_message(self, message)
+
+
+def _ignore_message(_connection: Connection, _message: Message) -> None:
+    raise ProtocolError("a message came before the handshake was over")
+
+
+class Server:
+    """Accepts connections and makes each prove that it knows the token.
+
+    Then `admit(role, fields)` returns the fields of the welcome, or raises ProtocolError to refuse; after the welcome
+    `on_peer(connection, role, fields)` takes the connection over (and must set its callbacks).
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: socket.socket,
+        token: str,
+        admit: Callable[[str, Message], Message],
+        on_peer: Callable[[Connection, str, Message], None],
+    ):
+        listener.setblocking(False)
+        self.loop, self.listener, self.token = loop, listener, token
+        self.admit, self.on_peer = admit, on_peer
+        loop.watch(listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        self.loop.forget(self.listener)
+        self.listener.close()
+
+    def _accept(self, _events: int) -> None:
+        try:
+            sock, _ = self.listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        nonce = wire.new_nonce()
+        connection = Connection(self.loop, sock, _ignore_message, lambda _connection, _reason: timer.cancel())
+        timer = self.loop.call_later(HANDSHAKE_SECONDS, lambda: connection.close("no hello in time"))
+
+        def hello(peer: Connection, message: Message) -> None:
+            timer.cancel()
+            peer.on_message = _ignore_message
+            if message["type"] != "hello":
+                raise ProtocolError("the first message is not a hello")
+            role, client_nonce = message["role"], message["nonce"]
+            expected = wire.client_proof(self.token, role, nonce, client_nonce)
+            if not wire.check_proof(expected, message["proof"]):
+                peer.send({"type": "refuse", "reason": "wrong token"})
+                raise ProtocolError("a peer does not know the token")
+            peer.trust()
+            try:
+                fields = self.admit(role, message["fields"])
+            except ProtocolError as error:
+                peer.send({"type": "refuse", "reason": str(error)})
+                raise
+            proof = wire.server_proof(self.token, role, nonce, client_nonce)
+            peer.send({"type": "welcome", "proof": proof, "fields": fields})
+            self.on_peer(peer, role, message["fields"])
+
+        connection.on_message = hello
+        connection.send({"type": "challenge", "nonce": nonce})
+
+
+def dial(
+    loop: EventLoop,
+    address: str,
+    token: str,
+    role: str,
+    fields: Message,
+    on_ready: Callable[[Connection, Message], None],
+    on_failure: Callable[[str], None],
+    timeout: float = HANDSHAKE_SECONDS,
+) -> Callable[[], None]:
+    """Connect and shake hands without blocking. Calls exactly one of `on_ready(connection, welcome fields)` (which must
+    set the connection's callbacks) and `on_failure(reason)`, unless the returned function cancels the attempt first."""
+    host, port = wire.parse_address(address)
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    connection: Connection | None = None
+    over = False
+
+    def finish() -> bool:
+        nonlocal over
+        first, over = not over, True
+        timer.cancel()
+        return first
+
+    def fail(reason: str) -> None:
+        if finish():
+            close(reason)
+            on_failure(reason)
+
+    def close(reason: str) -> None:
+        if connection is not None:
+            connection.close(reason)
+        else:
+            loop.forget(sock)
+            sock.close()
+
+    def cancel() -> None:
+        if finish():
+            close("cancelled")
+
+    def connected(_events: int) -> None:
+        nonlocal connection
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            fail(f"cannot connect to {address}: {OSError(code, '').errno}")
+            return
+        loop.forget(sock)
+        connection = Connection(loop, sock, challenged, lambda _connection, reason: fail(reason))
+
+    client_nonce = wire.new_nonce()
+
+    def challenged(peer: Connection, message: Message) -> None:
+        if message["type"] != "challenge":
+            raise ProtocolError("the first message is not a challenge")
+        server_nonce = message["nonce"]
+
+        def welcomed(same: Connection, reply: Message) -> None:
+            if reply["type"] == "refuse":
+                fail(f"{address} refused: {reply['reason']}")
+                return
+            expected = wire.server_proof(token, role, server_nonce, client_nonce)
+            if reply["type"] != "welcome" or not wire.check_proof(expected, reply["proof"]):
+                raise ProtocolError(f"{address} does not know the token")
+            finish()
+            same.trust()
+            same.on_message = _ignore_message
+            on_ready(same, reply["fields"])
+
+        peer.on_message = welcomed
+        proof = wire.client_proof(token, role, server_nonce, client_nonce)
+        peer.send({"type": "hello", "role": role, "nonce": client_nonce, "proof": proof, "fields": fields})
+
+    timer = loop.call_later(timeout, lambda: fail(f"{address} did not answer within {timeout:g} s"))
+    try:
+        sock.connect((host, port))
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        reason = f"cannot connect to {address}: {error}"
+        loop.call_from_thread(lambda: fail(reason))
+        return cancel
+    loop.watch(sock, selectors.EVENT_WRITE, connected)
+    return cancel
