@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from torchtitan.models.attention import rotate
 from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
@@ -73,14 +74,39 @@ def _layers(policy: Decoder) -> list[DecoderLayer]:
     return [layer for layer in policy.model.layers if isinstance(layer, DecoderLayer)]
 
 
-def fuse_projections(policy: Decoder) -> None:
-    """Let `policy` (whole, not sharded) run with fused projections from now on. For inference only.
+def _same_bits(projections: list[nn.Linear]) -> bool:
+    """Whether one product of few rows gives what separate products of many rows give, to the last bit.
 
-    Weights may be overwritten in place afterwards; replacing a parameter or moving the policy undoes the sharing.
+    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU nobody counts on
+    equal bits, so there it does not matter.
     """
-    for layer in _layers(policy):
-        layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
-        layer.mlp.fused = FusedGateUp(layer.mlp)
+    weight = projections[0].weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return True
+    x = torch.randn(256, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    bias = None
+    if projections[0].bias is not None:
+        bias = torch.cat([projection.bias for projection in projections])
+    joint = F.linear(x[:16], torch.cat([projection.weight for projection in projections]), bias)
+    return torch.equal(joint, torch.cat([projection(x)[:16] for projection in projections], -1))
+
+
+@torch.no_grad()
+def fuse_projections(policy: Decoder) -> None:
+    """Let `policy` (whole, not sharded) run with fused projections from now on, where they compute the same bits.
+
+    For inference only. Weights may be overwritten in place afterwards; replacing a parameter or moving the policy
+    undoes the sharing.
+    """
+    layers = _layers(policy)
+    attention, mlp = layers[0].self_attn, layers[0].mlp
+    fuse_attention = _same_bits([attention.q_proj, attention.k_proj, attention.v_proj])
+    fuse_mlp = _same_bits([mlp.gate_proj, mlp.up_proj])
+    for layer in layers:
+        if fuse_attention:
+            layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
+        if fuse_mlp:
+            layer.mlp.fused = FusedGateUp(layer.mlp)
 
 
 @contextmanager
