@@ -297,16 +297,23 @@ def test_weights_change_in_flight(tiny_checkpoint: Callable[..., Path]) -> None:
 def test_waiting_samples_never_reuse_an_older_prompt(tiny_checkpoint: Callable[..., Path]) -> None:
     old, new = load_policy(tiny_checkpoint()), load_policy(tiny_checkpoint())
     new.load_state_dict(other_weights(old), strict=False)
-    engine = Engine(load_policy(tiny_checkpoint()), 2, 64, ())
-    engine.submit(request("a", PROMPTS[1], 5, n=5))
-    engine.step()
-    assert (engine.running, engine.waiting) == (2, 3)
-    engine.apply_weights("e", 1, dict(new.named_parameters()))
-    done = {}
-    while engine.busy:
-        done.update(engine.step())
-    (fresh,) = Engine(new, 8, 64, ()).generate([request("a", PROMPTS[1], 5, n=5)])
-    assert [one.token_ids for one in done["a"][2:]] == [one.token_ids for one in fresh[2:]]
+    for update in (False, True):
+        engine = Engine(load_policy(tiny_checkpoint()), 3, 64, ())
+        engine.submit(request("short", PROMPTS[0], 6))
+        engine.submit(request("a", PROMPTS[1], 12, n=5))
+        engine.step()
+        assert (engine.running, engine.waiting) == (3, 3)
+        if update:
+            engine.apply_weights("e", 1, dict(new.named_parameters()))
+        done = {}
+        while engine.busy:
+            done.update(engine.step())
+            if engine.waiting == 2:
+                # The third sample began beside the first two: it shares their prompt unless that is an older version's.
+                prompts = len(PROMPTS[0]) + len(PROMPTS[1])
+                assert engine.statistics.prefilled_tokens == prompts + (len(PROMPTS[1]) if update else 0)
+        (fresh,) = Engine(new if update else old, 8, 64, ()).generate([request("a", PROMPTS[1], 12, n=5)])
+        assert [one.token_ids for one in done["a"][2:]] == [one.token_ids for one in fresh[2:]]
 
 
 def test_bad_versions_are_refused_and_half_applied_ones_poison(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -77,8 +77,8 @@ def _layers(policy: Decoder) -> list[DecoderLayer]:
 def _same_bits(projections: list[nn.Linear]) -> bool:
     """Whether one product of few rows gives what separate products of many rows give, to the last bit.
 
-    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU nobody counts on
-    equal bits, so there it does not matter.
+    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU nobody counts
+    on equal bits, so there it does not matter.
     """
     weight = projections[0].weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
