@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--held-out-fraction", type=float, default=0.1, help="as rollout.held_out_fraction")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(min(os.cpu_count() or 1, 8))
+    torch.set_num_threads(min(os.cpu_count() or 1, 2))
     started = time.perf_counter()
     rows, _ = hold_out(load_rows(arguments.dataset), arguments.held_out_fraction, prompt_column="question")
     texts = [f"{row['question']}\n{row['answer']}" for row in rows]

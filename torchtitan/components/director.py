@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # How long rank 0 looks for a batch before it looks at signals and owed versions again.
 POLL_S = 0.05
+# While a version is owed, a batch that is ready is taken, and one that is not is barely waited for.
+OWED_POLL_S = 0.01
 # Without free slots an owed version is not tried again for this long.
 SNAPSHOT_PAUSE_S = 0.25
 
@@ -116,7 +118,7 @@ class Director:
             elif version >= self.config.training.steps:
                 return Order(Kind.STOP)
             else:
-                batch = self.rollout.next_batch(version, timeout=POLL_S if self.weights.owed is None else 0.0)
+                batch = self.rollout.next_batch(version, timeout=POLL_S if self.weights.owed is None else OWED_POLL_S)
                 if batch is not None:
                     return Order(Kind.BATCH, batch)
             now = time.monotonic()
