@@ -271,8 +271,9 @@ def test_evaluation_pins_a_version(tmp_path: Path) -> None:
         job.step()
         job.sync.wait_until_applied(0, 20, at_least=1)
         assert job.sync.pin(0) == {"a"}
-        for _ in range(5):
-            job.step()
+        for version in range(1, 6):
+            assert job.step() == "published"
+            job.wait_for(lambda version=version: job.sync.published_version == version)  # type: ignore[misc]
         assert job.sync.wait_until_applied(job.version, 0.5).missing, "pinned actors are not waited for"
         assert job.sync.actors()["a"].version == 0
         job.sync.unpin()
@@ -370,7 +371,8 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
         progress_of_healthy(1.5)
         sync._coordinator.supervised.process.kill()
         progress_of_healthy(1.5)
-        job.wait_for(lambda: any(record["actor"] == "frozen" for record in job.journal("suspect")))
+        given_up = job.journal("suspect") + job.journal("evict")
+        assert any(record["actor"] == "frozen" and record["phase"] == "OFFERED" for record in given_up)
         actors.signal("frozen", signal.SIGCONT)
         sync._courier.process.kill()
         sync._coordinator.supervised.process.kill()

@@ -115,8 +115,8 @@ class Receiver:
 
     @property
     def served(self) -> Served | None:
-        """The version that the engine holds since the last apply."""
-        return self._machine.served
+        """The version that the engine holds since the last apply; None after a failed one."""
+        return None if self._machine.poisoned else self._machine.served
 
     @property
     def poisoned(self) -> bool:
