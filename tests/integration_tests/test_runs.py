@@ -44,11 +44,13 @@ def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def launch(checkpoint: Path, dump_folder: Path, steps: int, *overrides: str) -> subprocess.Popen[bytes]:
+def launch(
+    checkpoint: Path, dump_folder: Path, steps: int, *overrides: str, launcher: tuple[str, ...] = ("-m",)
+) -> subprocess.Popen[bytes]:
     """The default configuration, small: 8 prompts × 8 samples a step, one rank. The first life of a run that is to be
     killed gets more steps than it can make; a constant rate makes its steps those of a shorter run."""
     command = [
-        sys.executable, "-m", "torchtitan.grpo_train",
+        sys.executable, *launcher, "torchtitan.grpo_train",
         "--job.config_file", str(ROOT / "train_configs" / "debug_cpu.toml"),
         "--job.dump_folder", str(dump_folder),
         "--model.hf_assets_path", str(checkpoint),
@@ -253,3 +255,20 @@ def test_sigterm_saves_and_leaves(debug_checkpoint: Path, tmp_path: Path) -> Non
     last = steps_of(tmp_path / "latest")[-1]["step"]
     assert whole_steps(tmp_path / "latest" / "checkpoint") == [last]
     assert "Traceback" not in (tmp_path / "console.log").read_text()
+
+
+def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> None:
+    """Tensor parallelism over two ranks, started as ./run_grpo.sh starts it; every step waits for both actors."""
+    log = tmp_path / "console.log"
+    launcher = ("-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", "2", "-m")
+    process = launch(
+        debug_checkpoint, tmp_path, 4, "--grpo.async_weight_update", "false",
+        "--parallelism.tensor_parallel_degree", "2", launcher=launcher,
+    )  # fmt: skip
+    finish(process, log)
+    rows = steps_of(tmp_path / "latest")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["weight_sync/versions_skipped"] == 0
+        assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
+    assert (tmp_path / "latest" / "hf" / "step-4" / "model.safetensors").exists()

@@ -49,6 +49,7 @@ class Director:
         self._last_snapshot_try = 0.0
         self._newest = 0
         """The newest version that was snapshotted for the actors"""
+        self._evictions: dict[str, int] = {}
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
 
@@ -133,7 +134,11 @@ class Director:
         self.journal.append_decision(version, published)
         self._newest = version if published else self._newest
         if published and not self.config.grpo.async_weight_update:
-            self.weights.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
+            outcome = self.weights.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
+            for actor, reason in outcome.missing.items():
+                self.events.write(
+                    "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason
+                )
         self.rollout.set_version(version)
         interval = self.config.eval.interval
         if version >= self.config.training.steps or (interval > 0 and version % interval == 0):
@@ -148,9 +153,20 @@ class Director:
         step_s = figures["time/step_s"]
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
+        self._note_evictions()
         actors = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
         self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, actors)
         self.metrics.log_completions(version, batch, self.tokenizer)
+
+    def _note_evictions(self) -> None:
+        """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too."""
+        for name, status in self.weights.actors().items():
+            if status.evictions > self._evictions.get(name, 0):
+                self.events.write(
+                    "actor_evicted_from_sync", level=logging.WARNING, actor=name, version=status.version,
+                    reason=status.reason,
+                )  # fmt: skip
+            self._evictions[name] = status.evictions
 
     def finish(self) -> None:
         """Close the record and draw the report."""
