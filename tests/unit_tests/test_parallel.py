@@ -282,7 +282,10 @@ def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:
         policy = build_policy(_config(str(directory), layout), dims)
         assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
         values = _step(policy, dims)
-        assert values != expected and values == pytest.approx(expected, rel=0.05)
+        assert values != expected
+        # The loss is a sum of log-probs of about 8 with weights of both signs: bfloat16 carries each to 2^-8.
+        assert values[0] == pytest.approx(expected[0], abs=8 * 2**-8)
+        assert values[1:] == pytest.approx(expected[1:], rel=0.05)
     finally:
         device.shutdown()
 
