@@ -24,9 +24,9 @@ def train(config: JobConfig) -> int:
         job.start()
         while (order := job.next_order()).kind is not Kind.STOP:
             if order.kind is Kind.SNAPSHOT:
-                job.weights.snapshot_owed(job.version)
+                job.snapshot_owed()
             elif order.kind is Kind.EXPORT:
-                job.export()
+                job.export_on_demand()
             elif order.batch is not None:
                 result = job.trainer.train_batch(order.batch, job.weights.reserve)
                 job.version += 1

@@ -86,3 +86,12 @@ def test_a_rank_that_was_told_has_the_deadline_too(monkeypatch: pytest.MonkeyPat
         flags.start_deadline()
         time.sleep(0.4)
     assert left == [128 + signal.SIGTERM]
+
+
+def test_another_rank_waits_for_the_leading_one() -> None:
+    """Its own signal neither asks for a stop nor starts a clock that would tear the job down."""
+    with SignalFlags(0.05, leads=False) as flags:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        assert not flags.stop_requested
+        assert flags.exit_code == 0

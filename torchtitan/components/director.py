@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from torchtitan.components.evaluation import Evaluator
-from torchtitan.components.events import EventLog
-from torchtitan.components.metrics import Figure, MetricsLogger
+from torchtitan.components.events import EventLog, read_json_lines
+from torchtitan.components.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.components.orders import Kind, Order
 from torchtitan.components.report import write_report
 from torchtitan.components.signals import SignalFlags
@@ -44,6 +44,7 @@ class Director:
         self.signals = signals
         self._closing = contextlib.ExitStack()
         self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
+        self._evaluation_due = False
         self._evaluation_seconds = 0.0
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
@@ -90,17 +91,22 @@ class Director:
             self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
         )
         self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
-        self._closing.callback(self.metrics.close)
+        # Also a run that ends with an error has something to show.
+        self._closing.callback(self._draw_report)
         if self.rollout.has_actors:
             self.rollout.connect_weights(weights.coordinator_address)
 
     def start(self, version: int) -> None:
-        """Start the rollouts of version `version`, which has just been published, and the first evaluation."""
+        """Start the rollouts of version `version`, which has just been published, and an evaluation if one is due.
+
+        After a resume one may be due that the interrupted run did not come to.
+        """
         self.journal.append_decision(version, published=True)
         self._newest = version
         self.rollout.start(version)
-        if self._resumed_step is None:
-            self._evaluate(version)
+        rows = read_json_lines(self.run_dir / METRICS_FILE)
+        if not any(row.get("step") == version and "eval/version" in row for row in rows):
+            self._plan_evaluation(version)
 
     def decide(self, version: int) -> Order:
         """The next order. Returns within a quarter of comm.train_timeout_seconds.
@@ -116,6 +122,11 @@ class Director:
                 return Order(Kind.EXPORT)
             if self._evaluation is not None:
                 self._look_at_evaluation(version)
+            elif self._evaluation_due and self.weights.owed is None:
+                self._start_evaluation(version)
+            elif self._evaluation_due:
+                # The version to evaluate is still owed to the actors; it goes out first.
+                time.sleep(OWED_POLL_S)
             elif version >= self.config.training.steps:
                 return Order(Kind.STOP)
             else:
@@ -123,7 +134,11 @@ class Director:
                 if batch is not None:
                     return Order(Kind.BATCH, batch)
             now = time.monotonic()
-            if self.weights.owed is not None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+            if (
+                self._evaluation is None
+                and self.weights.owed is not None
+                and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S
+            ):
                 self._last_snapshot_try = now
                 return Order(Kind.SNAPSHOT)
             if now > give_up:
@@ -140,9 +155,12 @@ class Director:
                     "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason
                 )
         self.rollout.set_version(version)
-        interval = self.config.eval.interval
-        if version >= self.config.training.steps or (interval > 0 and version % interval == 0):
-            self._evaluate(version)
+        self._plan_evaluation(version)
+
+    def snapshotted_owed(self, version: int) -> None:
+        """Record that a version which had been skipped went out after all."""
+        self.journal.append_decision(version, published=True)
+        self._newest = version
 
     def take_evaluation_seconds(self) -> float:
         """Seconds of evaluation since the last call; they belong to no step."""
@@ -168,15 +186,18 @@ class Director:
                 )  # fmt: skip
             self._evictions[name] = status.evictions
 
-    def finish(self) -> None:
-        """Close the record and draw the report."""
+    def _draw_report(self) -> None:
         self.metrics.close()
         logger.info("report: %s", write_report(self.run_dir))
 
-    def _evaluate(self, version: int) -> None:
-        """Start an evaluation in the background; orders wait for its end, so the weights stand still meanwhile."""
-        if not self.config.eval.enable or not self.rollout.has_actors or self._evaluation is not None:
-            return
+    def _plan_evaluation(self, version: int) -> None:
+        interval = self.config.eval.interval
+        regular = version == 0 or version >= self.config.training.steps or (interval > 0 and version % interval == 0)
+        self._evaluation_due = self.config.eval.enable and self.rollout.has_actors and regular
+
+    def _start_evaluation(self, version: int) -> None:
+        """Evaluate in the background; orders wait for the end, so the weights stand still meanwhile."""
+        self._evaluation_due = False
         self._evaluation_started = time.monotonic()
         self._evaluation = self._executor.submit(self._run_evaluation, version)
 

@@ -17,6 +17,7 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
+from torchtitan.components.profiling import profile
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
 from torchtitan.components.weights import open_weight_path
@@ -24,6 +25,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.types import Batch
 
@@ -40,6 +42,8 @@ class Job:
         self.version = 0
         self._closing = contextlib.ExitStack()
         self._waited = 0.0
+        self._stepped = False
+        self._failure: UserError | None = None
 
     def __enter__(self) -> Job:
         try:
@@ -56,8 +60,8 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the signal that stopped the run."""
-        return self.signals.exit_code
+        """0, or 128 + the signal that stopped the run. Rank 0 speaks for all."""
+        return 0 if self.director is None else self.signals.exit_code
 
     def start(self) -> None:
         """Publish the initial weights, then start the rollouts."""
@@ -65,13 +69,20 @@ class Job:
         self.weights.commit(self.version, noes=0)
         if self.director is not None:
             self.director.start(self.version)
-        device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
         self._boundary = time.perf_counter()
 
     def next_order(self) -> Order:
         """What all ranks do next, as rank 0 decides."""
         started = time.perf_counter()
-        order = share_order(None if self.director is None else self.director.decide(self.version))
+        decision = None
+        if self.director is not None:
+            try:
+                decision = self.director.decide(self.version)
+            except UserError as error:
+                # No data, no actors: all ranks leave in order, so that what was trained is saved.
+                self._failure = error
+                decision = Order(Kind.STOP)
+        order = share_order(decision)
         self._waited += time.perf_counter() - started
         if order.kind is Kind.STOP and self.version < self.config.training.steps:
             self.signals.start_deadline()
@@ -85,6 +96,11 @@ class Job:
         if self.director is not None:
             self.director.published(self.version, outcome == "published")
 
+    def snapshot_owed(self) -> None:
+        """Offer a version that was skipped, while there is no data to train on."""
+        if self.weights.snapshot_owed(self.version) and self.director is not None:
+            self.director.snapshotted_owed(self.version)
+
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):
             self._save()
@@ -97,7 +113,12 @@ class Job:
             "time/step_s": now - self._boundary - evaluation,
             "time/data_wait_s": max(self._waited - evaluation, 0.0),
         }
+        if not self._stepped:
+            # Compilation and first connections are over: from now on a rank that is late is a rank that is lost.
+            device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
+            self._stepped = True
         self._boundary, self._waited = now, 0.0
+        self._profiler.step()
         if self.director is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
             self.director.log_step(self.version, batch, statistics)
@@ -106,15 +127,22 @@ class Job:
         """Write the policy as a Hugging Face checkpoint directory (collective)."""
         self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
 
+    def export_on_demand(self) -> None:
+        """As `export`, but a failure (a full disk, say) does not end the run."""
+        try:
+            self.export()
+        except UserError as error:
+            logger.error("the export after step %d failed, training goes on: %s", self.version, error)
+
     def finish(self) -> None:
-        """What is owed at the end of a run: its last checkpoint, the export, the report."""
+        """What is owed at the end of a run: its last checkpoint and the export. Raises what stopped the run early."""
         if self.config.checkpoint.enable:
             self._save()
             self.checkpointer.wait()
         if self.config.checkpoint.last_save_in_hf and self.version >= self.config.training.steps:
             self.export()
-        if self.director is not None:
-            self.director.finish()
+        if self._failure is not None:
+            raise self._failure
 
     def _save(self) -> None:
         # Only rank 0 has rollouts to keep; data positions are in there too.
@@ -126,7 +154,7 @@ class Job:
         device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()
-        self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s))
+        self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
         facts = self._agree_on_facts()
         self.run_dir = Path(facts["run_dir"])
         set_up_logging(self.run_dir, rank)
@@ -143,12 +171,13 @@ class Job:
         optimizer = build_optimizer(policy, config.optimizer)
         scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler)
-        self._closing.callback(self.checkpointer.close)
+        self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
         if config.checkpoint.resume:
             restored = self.checkpointer.load(config.checkpoint.load_step)
             self.version = restored.version
             if self.director is not None:
                 self.director.resume(restored.version, restored.rollout)
+        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device())
         self.weights = self._closing.enter_context(
             open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir)

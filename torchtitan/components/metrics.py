@@ -183,11 +183,17 @@ def _start_wandb(config: JobConfig, run_dir: Path) -> Any:
             "metrics.enable_wandb = true needs the wandb extra: pip install 'torchtitan-grpo[wandb]' "
             "(from a checkout: pip install -e '.[wandb]'), or set metrics.enable_wandb = false"
         ) from error
-    return wandb.init(
-        project=config.job.name,
-        name=run_dir.name,
-        id=run_dir.name,
-        dir=str(run_dir),
-        config=dataclasses.asdict(config),
-        resume="allow",
-    )
+    try:
+        return wandb.init(
+            project=config.job.name,
+            name=run_dir.name,
+            id=run_dir.name,
+            dir=str(run_dir),
+            config=dataclasses.asdict(config),
+            resume="allow",
+        )
+    except (wandb.errors.Error, OSError) as error:
+        raise UserError(
+            f"wandb could not start: {error}. Log in with `wandb login`, set WANDB_MODE=offline, or set "
+            "metrics.enable_wandb = false"
+        ) from error

@@ -22,8 +22,11 @@ class SignalFlags:
     What a signal means for the other ranks is the caller's to spread: only `stop_signal` of one rank should count.
     """
 
-    def __init__(self, save_deadline_s: float):
+    def __init__(self, save_deadline_s: float, leads: bool = True):
+        """leads: this rank's first stop signal counts for the job. Elsewhere it waits for the leading rank's decision:
+        torchrun signals all ranks, and one that acted alone would tear the others down."""
         self.save_deadline_s = save_deadline_s
+        self.leads = leads
         self.stop_signal: int | None = None
         """Number of the first SIGTERM or SIGINT"""
         self._stopped_at = 0.0
@@ -64,7 +67,9 @@ class SignalFlags:
             self._begin_stop(signal.SIGTERM)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_signal is None:
+        if not self.leads and not self._stopped_at:
+            self._stopped_at = time.monotonic()
+        elif self.leads and self.stop_signal is None:
             name = signal.Signals(number).name
             _say(f"{name}: saving and leaving within {self.save_deadline_s:g} s; once more to leave at once")
             self._begin_stop(number)

@@ -27,7 +27,7 @@ class WeightPath(Protocol):
 
     def commit(self, version: int, noes: int) -> str: ...
 
-    def snapshot_owed(self, version: int) -> None: ...
+    def snapshot_owed(self, version: int) -> bool: ...
 
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
@@ -58,7 +58,7 @@ class NoWeightSync:
         self._skipped += 1
         return "skipped"
 
-    def snapshot_owed(self, version: int) -> None:
+    def snapshot_owed(self, version: int) -> bool:
         raise RuntimeError("nothing is owed where nothing is published")
 
     def wait_until_applied(

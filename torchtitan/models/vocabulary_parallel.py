@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan.distributed.placement import local_region
-from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.models.logprob_head import KeptTokens, project
 
 
 class VocabularyShard:
@@ -41,12 +40,12 @@ class VocabularyShard:
         vocabulary = local_region(weight)[0]
         local_weight = weight.to_local()
         if targets is None:
-            logits = F.linear(rows, local_weight)
+            logits = project(rows, local_weight)
             shape = (len(rows), weight.shape[0])
             return DTensor.from_local(
                 logits, self.mesh, [Shard(1)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
             ).full_tensor()
-        scaled = F.linear(rows[: len(targets)], local_weight).float()
+        scaled = project(rows[: len(targets)], local_weight)
         if temperature != 1.0:
             scaled = scaled / temperature
         if kept is not None:

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.flow import RolloutFlow
@@ -132,7 +133,7 @@ class RolloutProducer:
             return
         try:
             loop.call(self._close(), CLOSE_TIMEOUT_S)
-        except (TimeoutError, concurrent.futures.TimeoutError):
+        except (UserError, concurrent.futures.TimeoutError):
             logger.warning("rollouts did not stop within %g s; what is left ends with this process", CLOSE_TIMEOUT_S)
         finally:
             loop.close()

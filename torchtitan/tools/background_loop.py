@@ -9,6 +9,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from torchtitan.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -26,7 +28,7 @@ class BackgroundLoop:
         """Run `work` in the loop and return its result, or raise its exception.
 
         Raises:
-            TimeoutError: it was not done within `timeout_s`; it is cancelled then.
+            UserError: it was not done within `timeout_s`; it is cancelled then.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -34,7 +36,10 @@ class BackgroundLoop:
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise  # the work's own
-            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+            raise UserError(
+                f"the rollouts gave no answer within {timeout_s:g} s: the machine is too busy, or an actor's start "
+                "hangs (see logs/ in the run folder)"
+            ) from None
         finally:
             future.cancel()
 

@@ -161,7 +161,7 @@ class WeightSync:
     def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.
 
-        A skipped version is owed. Raises RuntimeError when a process of the synchronisation has died too often.
+        A skipped version is owed. Raises UserError when a process of the synchronisation has died too often.
         """
         self._check_alive()
         begun = time.perf_counter()
@@ -177,20 +177,23 @@ class WeightSync:
         self._stall_s += time.perf_counter() - begun
         return outcome
 
-    def snapshot_owed(self, version: int) -> None:
+    def snapshot_owed(self, version: int) -> bool:
         """On every rank, ordered by whoever hands out batches: snapshot the owed version while there is no data.
 
-        Where a rank has no free slot the version is dropped on all ranks, and stays owed.
+        Where a rank has no free slot the version is dropped on all ranks, and stays owed. Returns whether this rank
+        had one.
         """
         self._check_alive()
         begun = time.perf_counter()
         self._serial += 1
-        if self._publisher.reserve():
+        reserved = self._publisher.reserve()
+        if reserved:
             self._take_snapshot(version)
         else:
             self._publisher.fail(version, self._serial)
             self._owed = version
         self._stall_s += time.perf_counter() - begun
+        return reserved
 
     def _take_snapshot(self, version: int) -> None:
         self._publisher.snapshot(version, self._serial)
@@ -293,12 +296,13 @@ class WeightSync:
     # Figures and end
 
     def statistics(self) -> dict[str, float]:
-        """Keys for metrics.jsonl. The two times are sums over the trainer thread since the last call, in seconds."""
+        """Keys for metrics.jsonl. The two times are sums over the trainer thread since the last call, in seconds; what
+        it spent on synchronisation altogether is their sum."""
         figures: dict[str, float] = {
             "weight_sync/versions_published": self._published,
             "weight_sync/versions_skipped": self._skipped,
             "time/snapshot_s": self._snapshot_s,
-            "time/sync_stall_s": self._stall_s,
+            "time/sync_stall_s": self._stall_s - self._snapshot_s,
         }
         self._snapshot_s = self._stall_s = 0.0
         if self._observer is not None:
@@ -321,7 +325,7 @@ class WeightSync:
     def _check_alive(self) -> None:
         failure = self._failure()
         if failure:
-            raise RuntimeError(f"weight synchronisation has failed: {failure}")
+            raise UserError(f"weight synchronisation has failed: {failure}")
 
     def close(self, timeout: float = 5.0) -> None:
         """End courier and coordinator within about `timeout` seconds. May be called twice."""

@@ -23,6 +23,7 @@ class Observer:
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "published": 0, "failure": "", "term": 0}
         self._pin: int | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="weight-sync-observer", daemon=True)
         self._thread.start()
 
@@ -31,12 +32,12 @@ class Observer:
         return self._status
 
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> bool:
-        """Wait until `condition(status)` holds; False when it did not within `timeout` seconds."""
+        """Wait until `condition(status)` holds; False when it did not within `timeout` seconds, or after close()."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not condition(self._status):
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or self._closed:
                     return False
                 self._changed.wait(left)
         return True
@@ -47,7 +48,10 @@ class Observer:
         self._loop.call_from_thread(self._send_pin)
 
     def close(self, timeout: float) -> None:
-        """Stop the thread."""
+        """Stop the thread, and whoever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._loop.stop()
         self._thread.join(timeout)
 
