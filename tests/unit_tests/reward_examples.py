@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 
@@ -21,6 +22,16 @@ def hang(completions: list[str], **kwargs: Any) -> list[float]:
     while "bad" in completions:
         pass
     return [1.0] * len(completions)
+
+
+def hang_with_child(completions: list[str], **kwargs: Any) -> list[float]:
+    """Hangs beside a forked child, which holds the worker's pipes; "worse" puts it out of the group's reach."""
+    if completions != ["fine"] and os.fork() == 0:
+        if "worse" in completions:
+            os.setsid()
+        time.sleep(20)
+        os._exit(0)
+    return hang(["bad" if text == "worse" else text for text in completions])
 
 
 def bomb(completions: list[str], **kwargs: Any) -> list[float]:

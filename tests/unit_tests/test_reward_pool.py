@@ -90,6 +90,16 @@ def test_a_hang_ends_at_the_time_limit() -> None:
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.parametrize("text", ["bad", "worse"])
+def test_a_hang_with_a_forked_child_ends_too(text: str) -> None:
+    config = make_config("hang_with_child", timeout_s=1.0)
+    started = time.monotonic()
+    results, statistics = score(config, (PROMPT, completions_of(text)), (PROMPT, completions_of("fine")))
+    assert [totals(result) for result in results] == [[None], [1.0]]
+    assert statistics == {"failures": 1, "timeouts": 1, "worker_restarts": 1}
+    assert time.monotonic() - started < 15
+
+
 def test_values_that_are_no_rewards_are_counted_and_none_is_not() -> None:
     results, statistics = score(make_config("odd_values"), (PROMPT, completions_of("nan", "true", "text", "none")))
     assert totals(results[0]) == [None, 1.0, None, None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -28,7 +30,7 @@ Score = tuple[float | None, dict[str, float | None]]
 HEADER = struct.Struct(">I")
 START_TIMEOUT_S = 60.0
 MAX_START_ATTEMPTS = 3
-PIPE_CLOSE_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
 # After a group's call timed out, its samples get this many times the group's limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
@@ -204,20 +206,24 @@ class _Worker:
         return reply
 
     async def stop(self) -> None:
-        """Kill the process; it has nothing to lose."""
+        """Kill the process and what it has forked; none of them has anything to lose. Never takes long."""
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None:
-            try:
-                process.kill()
-            except ProcessLookupError:
-                logger.debug("reward worker %d was gone already", process.pid)
-        await process.wait()
-        if process.stdin is not None and process.stdout is not None:
-            process.stdin.close()
-            # Up to its end, so that the pipes are closed while their loop still runs.
-            await asyncio.wait_for(process.stdout.read(), PIPE_CLOSE_TIMEOUT_S)
+        try:
+            # It leads a session of its own. Its children may live on after it, and keep the group's id from reuse.
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+            logger.debug("reward worker %d was gone already", process.pid)
+        try:
+            # This waits for the pipes too, and a child that made itself a session of its own still holds them.
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            logger.warning("a process that a reward function started has outlived worker %d", process.pid)
+        finally:
+            # asyncio's Process has no public way to close its pipes while their loop still runs.
+            process._transport.close()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
 
     async def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         data = json.dumps(message, default=str).encode()
