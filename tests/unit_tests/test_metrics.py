@@ -15,7 +15,7 @@ import pytest
 
 from torchtitan.components import console
 from torchtitan.components.events import EventLog, read_json_lines
-from torchtitan.components.metrics import REQUIRED_KEYS, MetricsLogger
+from torchtitan.components.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import VersionSpan
@@ -194,6 +194,15 @@ def test_events_are_appended_whole(tmp_path: Path) -> None:
     EventLog(log.path).write("after_restart")
     assert [event["kind"] for event in log.read()] == ["actor_evicted", "odd", "after_restart"]
     assert log.read()[0]["actor"] == "actor-1" and log.read()[0]["time"] > 1e9
+
+
+def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    rows = [{"step": 1, "completion": "a\u0085b\u2028c\u2029d\x1ce\r\nf"}, {"step": 2, "completion": ""}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '3\n["x"]\nnull\n{"st')
+    assert read_json_lines(path) == rows
+    cut_after(path, 1)
+    assert read_json_lines(path) == rows[:1]
 
 
 def test_reading_rows_needs_no_torch() -> None:

@@ -51,12 +51,16 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; none where there is no file. A last line cut off by a kill is left out."""
     if not Path(path).is_file():
         return []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    # Not splitlines(): text in JSON may hold U+0085 or U+2028 as they are, and those end no line here.
+    *lines, cut_off = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate([*lines, cut_off], start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                logger.warning("%s: line %d is not JSON, left out", path, number + 1)
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number <= len(lines):
+            logger.warning("%s: line %d is no JSON object, left out", path, number)
     return rows
