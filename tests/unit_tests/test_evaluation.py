@@ -31,8 +31,10 @@ class Actors:
         self.stale_calls, self.error = stale_calls, error
         self.calls: list[list[GenerateRequest]] = []
 
-    def generate(self, requests: list[GenerateRequest], timeout_s: float) -> list[list[Completion]]:
-        assert 0 < timeout_s <= 300
+    def generate(
+        self, requests: list[GenerateRequest], timeout_s: float, min_version: int = 0
+    ) -> list[list[Completion]]:
+        assert 0 < timeout_s <= 300 and min_version == VERSION
         self.calls.append(requests)
         if self.error is not None:
             raise self.error
@@ -109,6 +111,12 @@ def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, setti
     (event,) = evaluator.events.read()
     assert event["kind"] == "evaluation_missing" and reason in event["reason"] and event["version"] == VERSION
     assert len(actors.calls) <= MAX_ROUNDS
+
+
+def test_pass_at_1_is_always_there(tmp_path: Path) -> None:
+    figures = make(tmp_path, Actors(), pass_at_k=[4]).evaluate(5, EPOCH, VERSION)
+    assert figures is not None
+    assert [name for name in figures if "pass@" in name] == ["eval/pass@1", "eval/pass@4"]
 
 
 def test_mistakes_in_the_program_are_not_hidden(tmp_path: Path) -> None:

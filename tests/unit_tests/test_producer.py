@@ -34,6 +34,7 @@ class FakeActors:
         self.version = 0
         self.epoch = "now"
         self.served: list[tuple[str, int]] = []
+        self.stop_token_ids: set[tuple[int, ...]] = set()
         self.running = self.most_running = 0
         self.failure: Exception | None = None
         self.statistics = {"evictions": 0}
@@ -53,6 +54,7 @@ class FakeActors:
             await asyncio.sleep(0.001)
         if self.failure is not None:
             raise self.failure
+        self.stop_token_ids.add(tuple(request.sampling.stop_token_ids))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         version = self.version
@@ -302,7 +304,9 @@ def test_groups_in_flight_can_be_bounded() -> None:
 
 def test_evaluation_goes_through_the_same_actors() -> None:
     actors = FakeActors()
-    with running(make_config(0), actors) as producer:
+    config = make_config(0)
+    config.rollout.stop_token_ids = [10]
+    with running(config, actors) as producer:
         producer.connect_weights("127.0.0.1:1234")
         assert actors.coordinator == "127.0.0.1:1234"
         prompts = producer.held_out_prompts()
@@ -310,8 +314,13 @@ def test_evaluation_goes_through_the_same_actors() -> None:
         training = take(producer, 0)
         maker = producer._groups
         requests = [maker.request(prompt) for prompt in prompts[:3]]
+        for request in requests:
+            request.sampling.stop_token_ids = []
         completions = producer.generate(requests, 5.0)
         assert [len(group) for group in completions] == [GROUP_SIZE] * 3
+        assert actors.stop_token_ids == {(10, 1)}
+        with pytest.raises(TimeoutError):
+            producer.generate(requests, 0.05, min_version=1)
         assert producer.score(prompts[:3], completions, 5.0) == [[0.0, 1.0]] * 3
         trained = {tuple(sample.prompt_ids) for sample in training.samples}
         assert not trained & {tuple(prompt.token_ids) for prompt in prompts}

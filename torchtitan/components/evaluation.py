@@ -32,8 +32,12 @@ FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.f
 
 
 class Generate(Protocol):
-    def __call__(self, requests: list[GenerateRequest], timeout_s: float) -> list[list[Completion]]:
-        """All completions of all requests, in order; raises TimeoutError, OSError or UserError."""
+    def __call__(
+        self, requests: list[GenerateRequest], timeout_s: float, min_version: int = 0
+    ) -> list[list[Completion]]:
+        """All completions of all requests, in order, by actors that serve at least `min_version`; they end at the stop
+        tokens of training. Raises TimeoutError, OSError or UserError.
+        """
 
 
 class Score(Protocol):
@@ -95,7 +99,7 @@ class Evaluator:
         if all(n == 0 for n, _ in counts):
             raise _Missing("no sample could be judged by the reward function")
         figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
-        for k in self.config.eval.pass_at_k:
+        for k in sorted({1, *self.config.eval.pass_at_k}):
             figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
         if self.config.eval.greedy:
             answers = [reward for group in greedy for reward in group if reward is not None]
@@ -121,7 +125,8 @@ class Evaluator:
             # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
             batch = [_renamed(requests[index], round_number) for index in wanted]
             redone += len(wanted) if round_number else 0
-            for index, group in zip(wanted, self.generate(batch, _remaining(deadline)), strict=True):
+            groups = self.generate(batch, _remaining(deadline), version)
+            for index, group in zip(wanted, groups, strict=True):
                 whole = len(group) == requests[index].sampling.n
                 if whole and all(is_pinned(completion, epoch, version) for completion in group):
                     results[index] = group
@@ -142,7 +147,6 @@ class Evaluator:
             max_tokens=max(1, min(rollout.max_completion_tokens, room)),
             n=1 if greedy else settings.samples_per_prompt,
             temperature=0.0 if greedy else settings.temperature,
-            stop_token_ids=list(rollout.stop_token_ids),
             seed=int.from_bytes(digest[:4], "big") >> 1,
         )
         return GenerateRequest(f"eval-{step}-{kind}-{prompt.index}", prompt.token_ids, sampling)

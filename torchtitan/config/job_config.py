@@ -455,7 +455,7 @@ class Eval:
     """Sampled completions per prompt"""
 
     pass_at_k: list[int] = field(default_factory=lambda: [1, 4])
-    """k of the reported pass@k; each at most samples_per_prompt"""
+    """k of the reported pass@k, besides 1; each at most samples_per_prompt"""
 
     temperature: float = 1.0
     """Sampling temperature of pass@k"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torchtitan.config.job_config import JobConfig
@@ -74,6 +75,10 @@ class GroupMaker:
             seed=_seed(self._config.training.seed, prompt.index),
         )
         return GenerateRequest(f"{self._epoch}-{prompt.index}", prompt.token_ids, sampling)
+
+    def with_stop_tokens(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with the stop tokens of training, whatever it had: an evaluation must end where training does."""
+        return replace(request, sampling=replace(request.sampling, stop_token_ids=self._stop_token_ids))
 
     async def generate(self, prompt: Prompt, min_version: int) -> list[Completion]:
         """Completions of a whole group. Raises UserError where no actor can make them."""

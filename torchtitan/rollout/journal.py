@@ -164,7 +164,9 @@ class ReplaySource:
     def connect_weights(self, coordinator: str) -> None:
         """There is nobody to connect."""
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int = 0
+    ) -> list[list[Completion]]:
         """Raises UserError: nobody can generate."""
         raise UserError("a replay has no actors to generate with")
 

@@ -97,6 +97,8 @@ class RolloutProducer:
     ) -> list[list[Completion]]:
         """Completions of all requests, in order, through the same actors (for evaluation).
 
+        The requests get the stop tokens of training; actors that serve less than `min_version` are left out.
+
         Raises:
             TimeoutError: not all came within `timeout_s`.
             UserError: no actor can make them.
@@ -155,7 +157,7 @@ class RolloutProducer:
     async def _generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int
     ) -> list[list[Completion]]:
-        work = [self._pool.generate(request, min_version) for request in requests]
+        work = [self._pool.generate(self._groups.with_stop_tokens(request), min_version) for request in requests]
         return await _gather(work, timeout_s)
 
     async def _score(

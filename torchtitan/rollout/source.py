@@ -37,7 +37,9 @@ class RolloutSource(Protocol):
 
     def restore_state(self, state: bytes) -> None: ...
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[Completion]]: ...
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int = 0
+    ) -> list[list[Completion]]: ...
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], timeout_s: float
