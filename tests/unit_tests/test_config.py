@@ -366,6 +366,24 @@ def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
         assert load_config([*arguments, *words]).checkpoint.resume == folder
 
 
+def test_the_home_folder_is_resolved_once_for_everybody(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = write_config(GOOD.replace('"checkpoint"', '"~/checkpoint"'), more="[eval]\ndataset = '~/e.jsonl'\n")
+    Path("run/checkpoint/step-1").mkdir(parents=True)
+    for name in ("run/journal.jsonl", "e.jsonl", "d.jsonl"):
+        Path(name).touch()
+    words = ["--job.dump_folder=~/out", "--checkpoint.resume=~/run", "--rollout.dataset=~/d.jsonl"]
+    config = load_config([*arguments, *words, "--rollout.replay=~/run"])
+    assert config.model.hf_assets_path == f"{tmp_path}/checkpoint"
+    assert (config.job.dump_folder, config.checkpoint.resume) == (f"{tmp_path}/out", f"{tmp_path}/run")
+    assert (config.rollout.dataset, config.eval.dataset) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/e.jsonl")
+    assert config.rollout.replay == f"{tmp_path}/run"
+    with pytest.raises(ConfigError, match="no directory"):
+        load_config([*arguments, "--model.hf_assets_path=~nobody-of-this-name/x"])
+
+
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     if kind is bool:
         return st.booleans()

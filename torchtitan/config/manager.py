@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,12 @@ else:
     import tomli as tomllib
 
 
+# Everybody takes these values as they are, so `~` is resolved once, here.
+PATHS = (
+    "job.dump_folder", "model.hf_assets_path", "checkpoint.resume", "rollout.dataset", "rollout.replay", "eval.dataset",
+)  # fmt: skip
+
+
 def load_config(argv: Sequence[str]) -> JobConfig:
     """The validated configuration of a command line such as ["--job.config_file", "x.toml", "--training.steps", "3"].
 
@@ -51,6 +58,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[JobConfig, bool]:
 def load(command: CommandLine, planning: bool) -> JobConfig:
     """The validated configuration. Raises ConfigError with all problems together."""
     config, problems, complete = read_config(command)
+    expand_user(config)
     if complete:
         # A key that was just reported holds its default now.
         reported = {problem.key for problem in problems}
@@ -58,6 +66,14 @@ def load(command: CommandLine, planning: bool) -> JobConfig:
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return config
+
+
+def expand_user(config: JobConfig) -> None:
+    """Replace a leading `~` of PATHS by the home folder; `~nobody` stays, and is refused as a missing folder."""
+    for name in PATHS:
+        table, _, key = name.partition(".")
+        section = getattr(config, table)
+        setattr(section, key, os.path.expanduser(getattr(section, key)))
 
 
 @dataclass
@@ -123,7 +139,7 @@ def read_config(command: CommandLine) -> tuple[JobConfig, list[Problem], bool]:
 
 
 def _read_toml(file: str) -> tuple[dict[str, Any], Problem | None]:
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream), None

@@ -34,7 +34,7 @@ def read_shape(config: JobConfig) -> ModelArgs | None:
         return find_flavor(model.name, model.flavor)
     if is_missing_debug_checkpoint(config):
         return None
-    path = Path(model.hf_assets_path).expanduser() / "config.json"
+    path = Path(model.hf_assets_path) / "config.json"
     try:
         args = ModelArgs.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
@@ -54,7 +54,7 @@ def check_model(config: JobConfig, planning: bool) -> Iterator[Problem]:
     """Problems of [model] and of what must fit its shape. `planning`: no checkpoint files are needed."""
     model = config.model
     key = "model.hf_assets_path"
-    directory = Path(model.hf_assets_path).expanduser()
+    directory = Path(model.hf_assets_path)
     if model.flavor:
         known = [name for family in FLAVORS if model.name in ("auto", family) for name in FLAVORS[family]]
         if model.flavor not in known:
@@ -98,7 +98,7 @@ def _how_to_make(config: JobConfig) -> str:
     path = config.model.hf_assets_path
     if is_missing_debug_checkpoint(config):
         return f"; make it: python scripts/make_debug_checkpoint.py --output {path} (./run_grpo.sh does so by itself)"
-    parent = Path(path).expanduser().parent
+    parent = Path(path).parent
     siblings = [other.name for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
     return f" (looked in {Path.cwd()}){nearest(Path(path).name, siblings)}"
 

@@ -147,7 +147,7 @@ def _check_rollout(config: JobConfig) -> Iterator[Problem]:
 def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
     name = str(get(config, key))
     what = "must be arithmetic, a .jsonl or .parquet file, or a Hugging Face dataset name"
-    path = Path(name).expanduser()
+    path = Path(name)
     if name == "arithmetic":
         return
     if not name:
@@ -226,14 +226,14 @@ def _check_evaluation(config: JobConfig) -> Iterator[Problem]:
 
 def _check_files(config: JobConfig) -> Iterator[Problem]:
     """Folders that are read or written."""
-    dump_folder = Path(config.job.dump_folder).expanduser()
+    dump_folder = Path(config.job.dump_folder)
     if not config.job.dump_folder or (dump_folder.exists() and not dump_folder.is_dir()):
         yield refuse(config, "job.dump_folder", "must be a folder, or a path where one can be made")
-    if config.rollout.replay and not (Path(config.rollout.replay).expanduser() / "journal.jsonl").is_file():
+    if config.rollout.replay and not (Path(config.rollout.replay) / "journal.jsonl").is_file():
         yield refuse(config, "rollout.replay", "must be a run folder with a journal.jsonl")
     resume = config.checkpoint.resume
     if resume:
-        folder = dump_folder / "latest" if resume == "latest" else Path(resume).expanduser()
+        folder = dump_folder / "latest" if resume == "latest" else Path(resume)
         if not folder.is_dir():
             yield refuse(config, "checkpoint.resume", f"there is no run folder {folder}")
         elif not any((folder / config.checkpoint.folder).glob("step-*")):
