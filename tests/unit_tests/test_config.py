@@ -217,6 +217,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("system prompt", "", ["--rollout.system_prompt", "Hi"], ['rollout.system_prompt = "Hi"', "chat_template = true"]),
     ("dataset file", "", ["--rollout.dataset", "x.jsonl"], ['rollout.dataset = "x.jsonl"', "no such file"]),
     ("evaluation file", "", ["--eval.dataset", "./e.jsonl"], ['eval.dataset = "./e.jsonl"', "no such file"]),
+    ("evaluation on training prompts", "", ["--eval.dataset", "arithmetic"], ["eval.dataset", "prompts of training"]),
     ("dataset is a folder", "", ["--rollout.dataset", "checkpoint"], ["rollout.dataset", "arithmetic"]),
     ("server address", "", ["--inference.servers", "localhost"], ['"localhost"', "http://127.0.0.1:8000"]),
     ("replay", "", ["--rollout.replay", "runs/1"], ['rollout.replay = "runs/1"', "journal.jsonl"]),
@@ -311,6 +312,16 @@ def test_layouts(
     with pytest.raises(ConfigError) as caught:
         load_config(arguments)
     assert "parallelism." in str(caught.value)
+
+
+def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.config.validate.find_spec", lambda name: name)
+    arguments = [*write_config(), "--rollout.dataset", "openai/gsm8k:main", "--eval.dataset", "openai/gsm8k:main"]
+    assert load_config(arguments).eval.dataset_split == "test"
+    with pytest.raises(ConfigError, match="must not be the prompts of training"):
+        load_config([*arguments, "--rollout.dataset_split", "test"])
 
 
 def test_tensor_parallel_degree_names_what_the_model_allows(

@@ -141,6 +141,35 @@ def test_an_evaluation_dataset_leaves_the_training_data_whole(tmp_path: Path) ->
     assert (train[0]["prompt"], held_out[0]["prompt"]) == ("a", "b")
 
 
+def test_the_reward_of_the_evaluation_needs_its_column_too(tmp_path: Path) -> None:
+    config = make_config(dataset=write_jsonl(tmp_path / "a.jsonl", *({"prompt": text} for text in "abcdefghij")))
+    config.rewards.functions = ["format"]
+    load_datasets(config)
+    config.eval.reward_function = "exact_match"
+    with pytest.raises(UserError, match="rollout.dataset.*no column 'answer'"):
+        load_datasets(config)
+    config.eval.enable = False
+    load_datasets(config)
+    config.eval.enable, config.eval.dataset = True, write_jsonl(tmp_path / "b.jsonl", {"prompt": "c"})
+    with pytest.raises(UserError, match="eval.dataset.*no column 'answer'"):
+        load_datasets(config)
+    config.eval.dataset = write_jsonl(tmp_path / "b.jsonl", {"prompt": "c", "answer": "1"})
+    assert len(load_datasets(config)[0]) == 10
+
+
+def test_the_evaluation_has_a_split_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        @staticmethod
+        def load_dataset(name: str, subset: str | None, split: str) -> list[dict[str, str]]:
+            return [{"prompt": f"{name} {split}", "answer": "1"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", Library)
+    config = make_config(dataset="some/name")
+    config.eval.dataset = "some/name"
+    train, held_out = load_datasets(config)
+    assert (train[0]["prompt"], held_out[0]["prompt"]) == ("some/name train", "some/name test")
+
+
 def test_prompts_keep_their_form_and_columns() -> None:
     config = make_config(prompt_column="question", chat_template=True, system_prompt="be brief")
     config.rewards.answer_column = "gold"

@@ -448,6 +448,9 @@ class Eval:
     dataset: str = ""
     """Held-out prompts: a file or dataset name; empty takes the held-out share of rollout.dataset"""
 
+    dataset_split: str = "test"
+    """Split of eval.dataset where that is a Hugging Face dataset"""
+
     num_prompts: int = 128
     """Prompts per evaluation"""
 

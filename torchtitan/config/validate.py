@@ -15,6 +15,8 @@ from torchtitan.config.model_shape import check_model
 from torchtitan.config.ranges import NAMES, RANGES
 from torchtitan.rewards import BUILTIN
 
+FILE_ENDINGS = (".jsonl", ".parquet")
+
 
 def world_size() -> int:
     """Ranks of this job: torchrun's WORLD_SIZE, or 1."""
@@ -137,11 +139,21 @@ def _check_rollout(config: JobConfig) -> Iterator[Problem]:
         yield from _check_dataset(config, "rollout.dataset")
     if config.eval.enable and config.eval.dataset:
         yield from _check_dataset(config, "eval.dataset")
+        if _evaluates_training_data(config):
+            yield refuse(config, "eval.dataset", "must not be the prompts of training (rollout.dataset, same split)")
     if rollout.system_prompt and not rollout.chat_template:
         yield refuse(config, "rollout.system_prompt", "needs rollout.chat_template = true")
     for key in ("rollout.prompt_column", "rewards.answer_column"):
         if not get(config, key):
             yield refuse(config, key, "must name a column")
+
+
+def _evaluates_training_data(config: JobConfig) -> bool:
+    rollout, evaluation = config.rollout, config.eval
+    if rollout.replay or rollout.dataset != evaluation.dataset:
+        return False
+    has_splits = rollout.dataset != "arithmetic" and not rollout.dataset.endswith(FILE_ENDINGS)
+    return not has_splits or rollout.dataset_split == evaluation.dataset_split
 
 
 def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
@@ -152,9 +164,9 @@ def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
         return
     if not name:
         yield refuse(config, key, what)
-    elif path.suffix in (".jsonl", ".parquet"):
+    elif name.endswith(FILE_ENDINGS):
         if not path.is_file():
-            found = [other.name for other in path.parent.glob("*") if other.suffix in (".jsonl", ".parquet")]
+            found = [other.name for other in path.parent.glob("*") if other.name.endswith(FILE_ENDINGS)]
             yield refuse(config, key, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
         elif path.suffix == ".parquet" and find_spec("pyarrow") is None:
             yield refuse(config, key, "a .parquet file needs pyarrow: pip install 'torchtitan-grpo[data]'")

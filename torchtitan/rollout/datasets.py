@@ -27,10 +27,14 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
     Raises:
         UserError: a file, column or package is missing, or a row is malformed.
     """
-    rollout = config.rollout
+    rollout, evaluation = config.rollout, config.eval
+    trained_on = set(config.rewards.functions)
+    judging = {evaluation.reward_function or config.rewards.functions[0]} if evaluation.enable else set()
     rows = load_rows(rollout.dataset, rollout.dataset_split)
-    _check_rows(rows, config, rollout.dataset, "rollout.dataset")
-    if not config.eval.dataset:
+    # The held-out share of the training rows is judged by both.
+    functions = trained_on if evaluation.dataset else trained_on | judging
+    _check_rows(rows, config, rollout.dataset, "rollout.dataset", functions)
+    if not evaluation.dataset:
         train, held_out = hold_out(rows, rollout.held_out_fraction, rollout.prompt_column)
         if not train:
             raise UserError(
@@ -38,8 +42,8 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
                 f"the {len(rows)} rows of {rollout.dataset}"
             )
         return train, held_out
-    held_out = load_rows(config.eval.dataset, rollout.dataset_split)
-    _check_rows(held_out, config, config.eval.dataset, "eval.dataset")
+    held_out = load_rows(evaluation.dataset, evaluation.dataset_split)
+    _check_rows(held_out, config, evaluation.dataset, "eval.dataset", judging)
     return rows, held_out
 
 
@@ -125,10 +129,10 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
     return [dict(row) for row in loaded]
 
 
-def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str) -> None:
-    """Every row must have a usable prompt, and the reference answer where a reward function needs one."""
+def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, functions: set[str]) -> None:
+    """Every row must have a usable prompt, and the reference answer where one of these reward functions needs it."""
     wanted = {config.rollout.prompt_column: "rollout.prompt_column"}
-    if NEEDS_ANSWER.intersection(config.rewards.functions):
+    if NEEDS_ANSWER & functions:
         wanted[config.rewards.answer_column] = "rewards.answer_column"
     for number, row in enumerate(rows, start=1):
         for column, setting in wanted.items():
