@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import socket
@@ -283,12 +284,56 @@ def test_hello_of_a_stranger_is_cut_off() -> None:
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        for data in (b"GET / HTTP/1.1\r\n\r\n", wire.encode({"type": "ping"}), wire.LENGTH.pack(1 << 31)):
+        many_digits = b'{"type": "hello", "nonce": ' + b"9" * 5000 + b"}"
+        hello = {"type": "hello", "role": "actor", "nonce": "n", "proof": "p", "fields": {}}
+        strangers = [
+            b"GET / HTTP/1.1\r\n\r\n",
+            wire.encode({"type": "ping"}),
+            wire.LENGTH.pack(1 << 31),
+            wire.LENGTH.pack(len(many_digits)) + many_digits,
+            *(wire.encode({**hello, name: "\ud800"}) for name in ("role", "nonce", "proof")),
+        ]
+        for data in strangers:
             with socket.create_connection(listener.getsockname(), timeout=5) as client:
                 client.sendall(data)
                 while client.recv(4096):
                     pass
+        assert thread.is_alive(), "one stranger ended the loop for everybody"
     finally:
         loop.stop()
         thread.join(5)
         listener.close()
+
+
+def test_running_out_of_files_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener(socket.socket):
+        failures = 2
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    monkeypatch.setattr("torchtitan.weight_sync.connection.ACCEPT_PAUSE_SECONDS", 0.05)
+    loop = EventLoop()
+    listener = Listener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    Server(loop, listener, "secret", lambda role, fields: {}, lambda *_: None)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        with socket.create_connection(listener.getsockname(), timeout=5) as client:
+            assert b"challenge" in client.recv(4096)
+        assert listener.failures == 0
+    finally:
+        loop.stop()
+        thread.join(5)
+        listener.close()
+
+
+@pytest.mark.parametrize("address", ["host", ":1", "host:", "host:0", "host:65536", "host:²", "host:" + "1" * 5000])
+def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(wire.ProtocolError, match="not an address"):
+        wire.parse_address(address)

@@ -15,6 +15,8 @@ from torchtitan.weight_sync.wire import Message, MessageReader, ProtocolError
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
+# No file is left for another connection: the listener rests for so long.
+ACCEPT_PAUSE_SECONDS = 1.0
 READ_BYTES = 1 << 20
 # A peer that reads nothing must not grow our memory: beyond this much unsent control traffic it is cut off.
 MAXIMUM_UNSENT_BYTES = 1 << 30
@@ -87,6 +89,10 @@ class Connection:
         except ProtocolError as error:
             logger.warning("closing a connection: %s", error)
             self.close(f"protocol error: {error}")
+        except (ValueError, TypeError, RecursionError) as error:
+            # Something of an unforeseen shape: it ends its sender's connection, not the loop that serves everybody.
+            logger.warning("closing a connection", exc_info=True)
+            self.close(f"protocol error: {error!r}")
 
     def _flush(self) -> None:
         try:
@@ -148,19 +154,34 @@ class Server:
         listener.setblocking(False)
         self.loop, self.listener, self.token = loop, listener, token
         self.admit, self.on_peer = admit, on_peer
-        loop.watch(listener, selectors.EVENT_READ, self._accept)
+        self._listen()
 
     def close(self) -> None:
         self.loop.forget(self.listener)
         self.listener.close()
+
+    def _listen(self) -> None:
+        if self.listener.fileno() >= 0:
+            self.loop.watch(self.listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self, _events: int) -> None:
         try:
             sock, _ = self.listener.accept()
         except (BlockingIOError, ConnectionError):
             return
+        except OSError as error:
+            # Who waits in the backlog stays there, and would wake the loop without end.
+            logger.warning("cannot accept a connection, trying again in %g s: %s", ACCEPT_PAUSE_SECONDS, error)
+            self.loop.forget(self.listener)
+            self.loop.call_later(ACCEPT_PAUSE_SECONDS, self._listen)
+            return
         nonce = wire.new_nonce()
-        connection = Connection(self.loop, sock, _ignore_message, lambda _connection, _reason: timer.cancel())
+        try:
+            connection = Connection(self.loop, sock, _ignore_message, lambda _connection, _reason: timer.cancel())
+        except OSError as error:
+            logger.warning("a connection ended while it was accepted: %s", error)
+            sock.close()
+            return
         timer = self.loop.call_later(HANDSHAKE_SECONDS, lambda: connection.close("no hello in time"))
 
         def hello(peer: Connection, message: Message) -> None:
@@ -200,7 +221,11 @@ def dial(
     """Connect and shake hands without blocking. Calls exactly one of `on_ready(connection, welcome fields)` (which must
     set the connection's callbacks) and `on_failure(reason)`, unless the returned function cancels the attempt first."""
     host, port = wire.parse_address(address)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        no_socket = f"no socket for a connection to {address}: {error}"
+        return loop.call_later(0.0, lambda: on_failure(no_socket)).cancel
     sock.setblocking(False)
     connection: Connection | None = None
     over = False
@@ -264,7 +289,7 @@ def dial(
         sock.connect((host, port))
     except BlockingIOError:
         pass
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver takes
         reason = f"cannot connect to {address}: {error}"
         loop.call_from_thread(lambda: fail(reason))
         return cancel

@@ -125,7 +125,8 @@ class MessageReader:
         del self._buffer[:end]
         try:
             return validate(json.loads(body))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
+            # ValueError: not UTF-8, not JSON, or a number with too many digits.
             raise ProtocolError(f"a message is not JSON: {error}") from error
 
 
@@ -134,8 +135,13 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
+def _bytes(text: str) -> bytes:
+    # JSON can hold half a surrogate pair, which plain UTF-8 refuses.
+    return text.encode("utf-8", "surrogatepass")
+
+
 def _proof(token: str, side: str, role: str, server_nonce: str, client_nonce: str) -> str:
-    text = "\n".join((side, role, server_nonce, client_nonce)).encode()
+    text = _bytes("\n".join((side, role, server_nonce, client_nonce)))
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
 
 
@@ -151,12 +157,13 @@ def server_proof(token: str, role: str, server_nonce: str, client_nonce: str) ->
 
 def check_proof(expected: str, given: str) -> bool:
     """Constant-time comparison of proofs."""
-    return hmac.compare_digest(expected.encode(), given.encode())
+    return hmac.compare_digest(_bytes(expected), _bytes(given))
 
 
 def parse_address(address: str) -> tuple[str, int]:
     """`host:port` -> (host, port). Raises ProtocolError when it is neither."""
     host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    if not separator or not host or not digits or not 0 < int(port) < 65536:
         raise ProtocolError(f"not an address of the form host:port: {address!r}")
     return host.strip("[]"), int(port)
