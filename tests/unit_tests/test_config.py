@@ -25,6 +25,7 @@ from torchtitan.config.plan import describe_plan, make_plan
 from torchtitan.config.ranges import NAMES, RANGES
 from torchtitan.config.reference import field_documentation, markdown
 from torchtitan.errors import ConfigError
+from torchtitan.grpo.names import LOSS_TYPES
 from torchtitan.models.model_args import ModelArgs
 
 if sys.version_info >= (3, 11):
@@ -442,7 +443,7 @@ def test_the_reference_is_current_and_complete() -> None:
 def test_known_names_are_those_of_the_code() -> None:
     from torchtitan.grpo.objectives import OBJECTIVES
 
-    assert set(NAMES["grpo.loss_type"]) == set(OBJECTIVES)
+    assert LOSS_TYPES == NAMES["grpo.loss_type"] == tuple(OBJECTIVES)
 
 
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:

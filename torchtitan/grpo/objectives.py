@@ -3,7 +3,8 @@
 Every objective is a sum over tokens of weight × loss. The weights depend only on lengths, which are known before the
 first forward, so packing, micro-batching and the number of ranks cannot change the result.
 
-To add an objective: write its per-token loss and its token weights, and name the pair in OBJECTIVES.
+To add an objective: write its per-token loss and its token weights, and name the pair in OBJECTIVES
+and in names.py.
 """
 
 from __future__ import annotations
