@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.errors import UserError
+from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.engine import Engine, Poisoned
-from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
+from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
 from torchtitan.inference.embedded.sampler import stream_keys, truncation_mask, uniforms
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
@@ -359,6 +361,19 @@ def test_not_a_number_fails_its_requests_and_leaves_no_trace(tiny_checkpoint: Ca
     assert engine.generate([request("a", PROMPTS[2])])[0][0].log_probs == before[0][0].log_probs
 
 
+def test_a_failure_during_admission_spares_the_limits_of_its_neighbours(tiny_checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(load_policy(tiny_checkpoint()), 4, 64, ())
+    engine.submit(request("first", PROMPTS[1], 2, n=2))
+    engine.submit(request("fails", PROMPTS[0], 20, n=3))
+    engine.submit(request("short", PROMPTS[2], 1))
+    assert [name for name, _ in engine.step()] == ["first"] and engine.waiting == 2
+    # The third sample of "fails" is admitted together with "short", and takes older rows down with it.
+    engine._requests["fails"].prompt_logits = torch.full((128,), math.nan)
+    (finished,) = engine.step()
+    assert finished[0] == "short" and len(finished[1][0].token_ids) == 1
+    assert list(engine.take_failures()) == ["fails"] and not engine.busy
+
+
 def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
     engine = Engine(load_policy(tiny_checkpoint()), 6, 64, ())
     expected = engine.generate([request("kept", PROMPTS[1], 20, n=3)])[0]
@@ -395,6 +410,9 @@ def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
         ([1], {"n": "2"}, "n must"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"temperature": math.nan}, "temperature"),
+        ([1], {"temperature": 1e-30}, "temperature"),
+        ([1], {"temperature": 10**400}, "temperature"),
+        ([1], {"n": 10**6}, "n must be at most"),
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"top_p": 1.5}, "top_p"),
         ([1], {"min_p": 2.0}, "min_p"),
@@ -411,6 +429,18 @@ def test_invalid_requests(
         engine.submit(GenerateRequest("a", prompt, SamplingParameters(**{"max_tokens": 4, **sampling})))
 
 
+def test_extreme_but_valid_requests_do_not_harm_the_engine(tiny_checkpoint: Callable[..., Path]) -> None:
+    engine = Engine(load_policy(tiny_checkpoint()), 4, 64, ())
+    for seed, other in ((2**64 + 5, 5), (-1, 2**64 - 1), (-(10**30), -(10**30) % 2**64)):
+        extreme = request("a", PROMPTS[0], seed=seed, top_k=2**70, temperature=1)
+        check_request(extreme, 128, 64)
+        plain = engine.generate([request("b", PROMPTS[0], seed=other)])
+        assert engine.generate([extreme])[0][0].token_ids == plain[0][0].token_ids
+    for temperature in (1e-4, 1e4):
+        (completions,) = engine.generate([request("c", PROMPTS[0], temperature=temperature, stop_token_ids=[-(2**80)])])
+        assert all(math.isfinite(value) for value in completions[0].log_probs)
+
+
 def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) -> None:
     free = Engine(load_policy(tiny_checkpoint()), 64, 256, ())
     expected = [[one.token_ids for one in group] for group in free.generate(requests(40, n=4))]
@@ -420,7 +450,34 @@ def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) 
     assert [[one.token_ids for one in group] for group in engine.generate(requests(40, n=4))] == expected
     assert engine._cache.bytes_of(engine._cache.rows, engine._cache.length) <= limit
     with pytest.raises(TooLong, match="cache"):
-        Engine(load_policy(tiny_checkpoint()), 1, 256, (), cache_bytes=1000).submit(request("a", PROMPTS[0]))
+        engine.submit(request("a", PROMPTS[0], 200))
+    with pytest.raises(UserError, match="1000 bytes"):
+        Engine(load_policy(tiny_checkpoint()), 1, 256, (), cache_bytes=1000)
+
+
+def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(tiny_checkpoint: Callable[..., Path]) -> None:
+    args = load_policy(tiny_checkpoint()).args
+    cpu = torch.device("cpu")
+    free = KeyValueCache(args, 256, 512, 0, torch.float32, cpu)
+    assert free.room(512, 0) == 256
+    limit = free.bytes_of(40, 128)
+    cache = KeyValueCache(args, 256, 512, limit, torch.float32, cpu)
+    # Sixteen rows are allocated at least: where those do not fit, nothing does.
+    assert cache.room(512, 0) == 0 and cache.room(128, 0) == 40
+    for layer in range(args.num_hidden_layers):
+        cache.keys[layer][:, 3] = 7.0 + layer
+    held = [cache.keys[layer][: 2 * cache.heads].clone() for layer in range(args.num_hidden_layers)]
+    rows = cache.room(128, 2)
+    assert 16 < rows < 40  # while one tensor is copied there are two of it
+    before = cache.bytes_of(cache.rows, cache.length)
+    cache.reserve(rows, 128, 2)
+    assert cache.bytes_of(cache.rows, cache.length) + before // (2 * args.num_hidden_layers + 1) <= limit
+    for layer, old in enumerate(held):
+        assert torch.equal(cache.keys[layer][: 2 * cache.heads, :64], old)
+        assert not cache.keys[layer][2 * cache.heads :].any() and not cache.keys[layer][:, 64:].any()
+    # What is there already needs no growth.
+    assert cache.room(128, rows) == rows
+    assert cache.room(128, 0) == 40
 
 
 def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) -> None:

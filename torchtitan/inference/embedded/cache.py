@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedAttention, PackedLayout, padded_length
 from torchtitan.models.model_args import ModelArgs
 
@@ -25,13 +26,15 @@ def least_queries(head_dim: int) -> int:
 
 
 class KeyValueCache:
-    """Keys and values [layers, rows × heads, length, head_dim], grown in powers of two up to the limits.
+    """Keys and values, per layer [rows × heads, length, head_dim], grown in powers of two up to the limits.
 
     Args:
         args: the model's shape.
         max_rows: sequences at a time.
         max_length: tokens of one sequence, prompt and completion.
         max_bytes: memory limit; 0 for none.
+
+    Raises UserError where the limit is too low for any sequence.
     """
 
     def __init__(
@@ -47,21 +50,35 @@ class KeyValueCache:
         self.max_rows, self.max_length, self.max_bytes = max_rows, padded_length(max_length), max_bytes
         self.dtype, self.device = dtype, device
         self.rows = self.length = 0
-        self._allocate(FIRST_ROWS, min(FIRST_LENGTH, self.max_length))
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        first_length = min(FIRST_LENGTH, self.max_length)
+        if max_bytes and self.bytes_of(FIRST_ROWS, first_length) > max_bytes:
+            raise UserError(
+                f"a key-value cache of {max_bytes} bytes is too small for this model: {FIRST_ROWS} sequences of "
+                f"{first_length} tokens take {self.bytes_of(FIRST_ROWS, first_length)}; free memory or raise the limit"
+            )
+        self._allocate(FIRST_ROWS, first_length, 0)
 
     def bytes_of(self, rows: int, length: int) -> int:
-        """Memory that rows × length takes."""
-        rows, length = max(rows, LEAST_TOKENS), padded_length(length)
-        return 2 * self.layers * rows * self.heads * length * self.head_dim * self.dtype.itemsize
+        """Memory that rows × length takes: of every layer two tensors, and the mask."""
+        places = max(rows, LEAST_TOKENS) * self.heads * padded_length(length)
+        return places * (2 * self.layers * self.head_dim + 1) * self.dtype.itemsize
+
+    def _growth_bytes(self) -> int:
+        """What growing takes beside the new cache: tensors are replaced one by one."""
+        return self.rows * self.heads * self.length * self.head_dim * self.dtype.itemsize
 
     def room(self, length: int, used_rows: int) -> int:
         """Rows that the limits allow in all, when `length` tokens have to fit beside `used_rows` rows as they are."""
         if not self.max_bytes:
             return self.max_rows
-        most = self.max_bytes // (
-            self.bytes_of(LEAST_TOKENS, max(length, self.length) if used_rows else length) // LEAST_TOKENS
-        )
-        return min(self.max_rows, most)
+        wanted = max(length, self.length) if used_rows else length
+        most = self.max_bytes - (self._growth_bytes() if used_rows else 0)
+        least = self.bytes_of(LEAST_TOKENS, wanted)
+        grown = most * LEAST_TOKENS // least if least <= most else 0
+        present = self.rows if length <= self.length else 0
+        return min(self.max_rows, max(grown, present))
 
     def reserve(self, rows: int, length: int, used_rows: int) -> None:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
@@ -73,25 +90,35 @@ class KeyValueCache:
             max(min(_power_of_two(max(rows, self.rows)), self.max_rows), LEAST_TOKENS),
             min(_power_of_two(max(length, self.length)), self.max_length),
         )
-        if self.max_bytes and self.bytes_of(*shape) > self.max_bytes:
+        if self.max_bytes and self.bytes_of(*shape) + (self._growth_bytes() if used_rows else 0) > self.max_bytes:
             shape = (max(rows, LEAST_TOKENS), needed_length)
-        keys, values, visible = self.keys, self.values, self.visible
-        used, old_length = used_rows * self.heads, self.length
-        self._allocate(*shape)
-        if used:
-            self.keys[:, :used, :old_length] = keys[:, :used]
-            self.values[:, :used, :old_length] = values[:, :used]
-            self.visible[:used, :old_length] = visible[:used]
+        self._allocate(*shape, used_rows)
 
-    def _allocate(self, rows: int, length: int) -> None:
-        shape = (self.layers, rows * self.heads, length, self.head_dim)
-        # Zeros, not garbage: a masked position still enters the products, and NaN would come through.
-        self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self.values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def _allocate(self, rows: int, length: int, used_rows: int) -> None:
+        """New tensors in the place of the old ones, with what rows [0, used_rows) hold."""
+        used, old_length = used_rows * self.heads, self.length
+        # Views would keep the old memory; where nothing is kept, all of it goes first.
+        self._flat_keys: list[torch.Tensor] = []
+        self._flat_values: list[torch.Tensor] = []
+        if not used:
+            self.keys, self.values = [], []
+        shape = (rows * self.heads, length, self.head_dim)
+        for tensors in (self.keys, self.values):
+            for layer in range(self.layers):
+                # Zeros, not garbage: a masked position still enters the products, and NaN would come through.
+                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                if used:
+                    new[:used, :old_length] = tensors[layer][:used]
+                    tensors[layer] = new
+                else:
+                    tensors.append(new)
         # What attention adds to the scores: 0 for positions a row has, -inf beyond.
-        self.visible = torch.full(shape[1:3], float("-inf"), dtype=self.dtype, device=self.device)
-        self._flat_keys = self.keys.view(self.layers, -1, self.head_dim)
-        self._flat_values = self.values.view(self.layers, -1, self.head_dim)
+        visible = torch.full(shape[:2], float("-inf"), dtype=self.dtype, device=self.device)
+        if used:
+            visible[:used, :old_length] = self.visible[:used]
+        self.visible = visible
+        self._flat_keys = [tensor.view(-1, self.head_dim) for tensor in self.keys]
+        self._flat_values = [tensor.view(-1, self.head_dim) for tensor in self.values]
         self._base = (torch.arange(rows * self.heads, device=self.device) * length).view(rows, self.heads)
         self.rows, self.length = rows, length
 
@@ -116,9 +143,9 @@ class KeyValueCache:
 
     def copy_row(self, source: int, first: int, count: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to rows [first, first + count)."""
-        for tensor in (self.keys, self.values):
-            rows = tensor.view(self.layers, self.rows, self.heads, self.length, self.head_dim)
-            rows[:, first : first + count, :, :length] = rows[:, source : source + 1, :, :length]
+        for tensor in (*self.keys, *self.values):
+            rows = tensor.view(self.rows, self.heads, self.length, self.head_dim)
+            rows[first : first + count, :, :length] = rows[source : source + 1, :, :length]
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -130,8 +157,8 @@ class KeyValueCache:
     @torch.inference_mode()
     def clear_row(self, row: int) -> None:
         """Forget what a row holds, NaN included."""
-        for tensor in (self.keys, self.values):
-            tensor[:, row * self.heads : (row + 1) * self.heads].zero_()
+        for tensor in (*self.keys, *self.values):
+            tensor[row * self.heads : (row + 1) * self.heads].zero_()
 
 
 def _power_of_two(number: int) -> int:
@@ -175,8 +202,8 @@ class DecodeAttention:
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._cache
         cache.write(layer, self._index, k, v)
-        keys = cache.keys[layer, : self._used, None, : self._longest]
-        values = cache.values[layer, : self._used, None, : self._longest]
+        keys = cache.keys[layer][: self._used, None, : self._longest]
+        values = cache.values[layer][: self._used, None, : self._longest]
         # The query heads that share a key head stand where a sequence's tokens would. Two plain products and a softmax
         # are 5 % faster for tiny models, but differ from the trainer, which uses this kernel too.
         grouped = q.reshape(self._used, 1, -1, cache.head_dim)

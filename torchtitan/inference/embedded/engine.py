@@ -73,6 +73,8 @@ class Engine:
         in_flight_kv: what running sequences do with keys and values of older weights.
         exact: rescore finished completions, at the price of one more forward.
         cache_bytes: limit of the cache's memory; 0 for none.
+
+    Raises UserError where the cache would not even hold short sequences.
     """
 
     def __init__(
@@ -344,7 +346,8 @@ class Engine:
         if not np.isfinite(choice.log_probs).all():
             broken = [one for one, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
             self._fail(broken)
-            sequences = self._sequences[first:]
+            # What failed may have been released from rows before `first`, and new rows have taken their places.
+            first, sequences = 0, list(self._sequences)
         stopped = [one for one in sequences if int(self._last[one.row]) in one.owner.stops]
         for sequence in stopped:
             self._release(sequence, "stop")

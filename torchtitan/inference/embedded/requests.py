@@ -12,6 +12,10 @@ from torchtitan.errors import UserError
 from torchtitan.inference.embedded.sampler import stream_keys
 from torchtitan.inference.types import Completion, GenerateRequest
 
+# Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4
+MOST_SAMPLES = 4096
+
 
 class InvalidRequest(UserError):
     """The request cannot be served by any engine with this model: the message says what is wrong."""
@@ -42,12 +46,19 @@ def check_request(request: GenerateRequest, vocab_size: int, max_length: int) ->
     for name, (value, least) in integers.items():
         if type(value) is not int or value < least:
             raise InvalidRequest(f"{name} must be an integer of at least {least}, got {value!r}")
+    if sampling.n > MOST_SAMPLES:
+        raise InvalidRequest(f"n must be at most {MOST_SAMPLES}, got {sampling.n}")
     if type(sampling.seed) is not int:
         raise InvalidRequest(f"seed must be an integer, got {sampling.seed!r}")
     numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
     for name, number in numbers.items():
         if type(number) not in (int, float) or not 0 <= number < float("inf"):
             raise InvalidRequest(f"{name} must be a finite number of at least 0, got {number!r}")
+    if sampling.temperature and not LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature must be 0 (greedy) or lie in {LEAST_TEMPERATURE:g}..{MOST_TEMPERATURE:g}, "
+            f"got {sampling.temperature!r}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest(f"top_p must be above 0 and at most 1, got {sampling.top_p}")
     if sampling.min_p > 1:
