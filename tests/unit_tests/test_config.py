@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -323,6 +324,61 @@ def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
     assert load_config(arguments).eval.dataset_split == "test"
     with pytest.raises(ConfigError, match="must not be the prompts of training"):
         load_config([*arguments, "--rollout.dataset_split", "test"])
+
+
+REWARDS = """
+raise SystemExit("nobody may run this to check a configuration")
+from os.path import join as joined
+try:
+    import torch
+except ImportError:
+    fallback = None
+else:
+    async def quick(**kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("own.rewards:quick", None),
+        ("own.rewards:fallback", None),
+        ("own.rewards:joined", None),
+        ("own.rewards:kwargs", "rewards.py has no kwargs"),
+        ("own.rewards:quik", "has no quik (nearest: quick)"),
+        ("own.open:anything", None),
+        ("own.broken:f", "broken.py cannot be read as Python"),
+        ("own.rewarts:quick", "module own.rewarts is not on the Python path"),
+        ("own.rewards.more:quick", "module own.rewards.more is not on the Python path"),
+        ("awn.rewards:quick", "module awn.rewards is not on the Python path"),
+        ("name.space.rewards:quick", None),
+        ("name.space:quick", "is a folder"),
+        ("json:loads", None),
+        ("math:sqrt", None),
+    ],
+)
+def test_own_rewards_are_looked_for_and_not_run(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, problem: str | None
+) -> None:
+    arguments = write_config()
+    for folder in ("own", "name/space"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "rewards.py").write_text(REWARDS)
+    Path("own/__init__.py").touch()
+    Path("own/open.py").write_text("from own.rewards import *")
+    Path("own/broken.py").write_text("def f(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        for key in ("rewards.functions", "eval.reward_function"):
+            if problem is None:
+                load_config([*arguments, f"--{key}={name}"])
+                continue
+            with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+                load_config([*arguments, f"--{key}={name}"])
+            assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(key)
+    finally:
+        for module in ("own", "name", "name.space"):
+            sys.modules.pop(module, None)
 
 
 def test_tensor_parallel_degree_names_what_the_model_allows(

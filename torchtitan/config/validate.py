@@ -13,6 +13,7 @@ from torchtitan.config.fields import Problem, nearest, show
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.model_shape import check_model
 from torchtitan.config.ranges import NAMES, RANGES
+from torchtitan.config.reward_names import reward_problem
 from torchtitan.rewards import BUILTIN
 
 FILE_ENDINGS = (".jsonl", ".parquet")
@@ -182,8 +183,8 @@ def _check_rewards(config: JobConfig) -> Iterator[Problem]:
     if not rewards.functions:
         yield refuse(config, "rewards.functions", f"must name at least one of {', '.join(BUILTIN)}")
     for name in rewards.functions:
-        if not _is_reward(name):
-            yield _unknown_reward("rewards.functions", name)
+        if problem := reward_problem(name):
+            yield Problem("rewards.functions", f"rewards.functions: {problem}")
     if len(set(rewards.functions)) < len(rewards.functions):
         yield refuse(config, "rewards.functions", "every function may be named once")
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
@@ -191,17 +192,8 @@ def _check_rewards(config: JobConfig) -> Iterator[Problem]:
         yield refuse(config, "rewards.weights", text)
     if not all(map(math.isfinite, rewards.weights)):
         yield refuse(config, "rewards.weights", "every weight must be a finite number")
-    if config.eval.enable and config.eval.reward_function and not _is_reward(config.eval.reward_function):
-        yield _unknown_reward("eval.reward_function", config.eval.reward_function)
-
-
-def _is_reward(name: str) -> bool:
-    return name in BUILTIN or re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name) is not None
-
-
-def _unknown_reward(key: str, name: str) -> Problem:
-    allowed = f"must be one of {', '.join(BUILTIN)}, or package.module:function"
-    return Problem(key, f"{key}: unknown reward function {show(name)}: {allowed}{nearest(name, BUILTIN)}")
+    if config.eval.enable and config.eval.reward_function and (problem := reward_problem(config.eval.reward_function)):
+        yield Problem("eval.reward_function", f"eval.reward_function: {problem}")
 
 
 def _check_inference(config: JobConfig) -> Iterator[Problem]:
