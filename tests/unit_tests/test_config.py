@@ -222,6 +222,8 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("evaluation on training prompts", "", ["--eval.dataset", "arithmetic"], ["eval.dataset", "prompts of training"]),
     ("dataset is a folder", "", ["--rollout.dataset", "checkpoint"], ["rollout.dataset", "arithmetic"]),
     ("server address", "", ["--inference.servers", "localhost"], ['"localhost"', "http://127.0.0.1:8000"]),
+    ("server elsewhere", "", ["--inference.servers", "http://10.0.0.5:8000"], ["http://10.0.0.5:8000", "this machine"]),
+    ("server by its name", "", ["--inference.servers", "https://node7"], ['"https://node7"', "this machine"]),
     ("replay", "", ["--rollout.replay", "runs/1"], ['rollout.replay = "runs/1"', "journal.jsonl"]),
     ("resume", "", ["--checkpoint.resume", "runs/1"], ['checkpoint.resume = "runs/1"', "no run folder"]),
     ("resume the latest", "", ["--checkpoint.resume", "latest"], ["outputs/latest"]),
@@ -314,6 +316,39 @@ def test_layouts(
     with pytest.raises(ConfigError) as caught:
         load_config(arguments)
     assert "parallelism." in str(caught.value)
+
+
+def test_servers_on_this_machine_are_allowed(write_config: WriteConfig) -> None:
+    servers = ["http://127.0.0.1:8000", "http://localhost:8001/", "http://[::1]:8002"]
+    assert load_config([*write_config(), "--inference.servers", *servers]).inference.servers == servers
+
+
+def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*write_config(), "--weight_sync.blocking_timeout_s", "120"]
+    blocking = [*arguments, "--grpo.async_weight_update", "false"]
+    load_config(blocking)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(arguments)
+    load_config([*blocking, "--comm.train_timeout_seconds", "121"])
+    with pytest.raises(ConfigError, match="blocking_timeout_s = 120.0 .* less than comm.train_timeout_seconds = 120"):
+        load_config(blocking)
+
+
+def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: WriteConfig) -> None:
+    words = ["--model.name", "qwen3", "--model.flavor", "debug"]
+    arguments = [*write_config(), *words]
+    load_config(arguments)
+    Path("run").mkdir()
+    Path("run/journal.jsonl").touch()
+    for file in ("model.safetensors", "config.json"):
+        Path("checkpoint", file).unlink()
+        with pytest.raises(ConfigError, match="export one of this flavor first"):
+            load_config(arguments)
+        load_config([*arguments, "--rollout.replay", "run"])
+        load_config([*arguments, "--inference.servers", "http://127.0.0.1:8000"])
+    Path("checkpoint/tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer.json"):
+        load_config([*arguments, "--rollout.replay", "run", "--eval.enable", "false"])
 
 
 def test_the_same_dataset_with_another_split_is_a_fair_evaluation(

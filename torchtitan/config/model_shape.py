@@ -84,13 +84,20 @@ def check_model(config: JobConfig, planning: bool) -> Iterator[Problem]:
 
 
 def _missing_file(config: JobConfig, directory: Path) -> str | None:
-    if not config.model.flavor and not (directory / "config.json").is_file():
-        return "there is no config.json in it"
-    # A replay without evaluation never sees text.
-    if not (directory / "tokenizer.json").is_file() and (config.eval.enable or not config.rollout.replay):
+    starts_actors = not config.rollout.replay and not config.inference.servers
+    needs_model = starts_actors or not config.model.flavor
+    reason = ""
+    if config.model.flavor:
+        reason = (
+            ", and actors start from a checkpoint, not from model.flavor: export one of this flavor first, or set "
+            "model.hf_assets_path to one (only with rollout.replay or inference.servers no actor is started)"
+        )
+    if needs_model and not (directory / "config.json").is_file():
+        return f"there is no config.json in it{reason}"
+    if not (directory / "tokenizer.json").is_file():
         return "there is no tokenizer.json in it"
-    if not config.model.flavor and not any(directory.glob("*.safetensors")):
-        return "there are no *.safetensors in it (training from random weights: set model.flavor)"
+    if needs_model and not any(directory.glob("*.safetensors")):
+        return f"there are no *.safetensors in it{reason}"
     return None
 
 

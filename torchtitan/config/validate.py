@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
@@ -46,6 +47,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_rollout(config),
         *_check_rewards(config),
         *_check_inference(config),
+        *_check_weight_sync(config, ranks),
         *_check_evaluation(config),
         *_check_files(config),
         *check_model(config, planning),
@@ -197,20 +199,40 @@ def _check_rewards(config: JobConfig) -> Iterator[Problem]:
 
 
 def _check_inference(config: JobConfig) -> Iterator[Problem]:
-    inference, sync = config.inference, config.weight_sync
+    inference = config.inference
     if inference.mode == "colocate" and inference.backend == "embedded":
         yield refuse(config, "inference.mode", "inference.backend embedded runs with inference.mode server only")
     for server in inference.servers:
-        if not re.fullmatch(r"https?://[^/\s:]+(:\d{1,5})?/?", server):
-            text = f"inference.servers: {show(server)} is not allowed: must be a URL such as http://127.0.0.1:8000"
-            yield Problem("inference.servers", text)
+        url = re.fullmatch(r"https?://([^/\s:]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?", server)
+        text = f"inference.servers: {show(server)} is not allowed: must be"
+        if url is None:
+            yield Problem("inference.servers", f"{text} a URL such as http://127.0.0.1:8000")
+        elif not _is_loopback(url[1].strip("[]")):
+            # The coordinator, from which servers fetch their weights, listens there only.
+            yield Problem("inference.servers", f"{text} on this machine, such as http://127.0.0.1:8000")
     if not inference.host.strip():
         yield refuse(config, "inference.host", "must be an address of this machine, such as 127.0.0.1")
     if inference.health_timeout_s <= inference.health_interval_s:
         text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
         yield refuse(config, "inference.health_timeout_s", text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
+    sync, limit = config.weight_sync, config.comm.train_timeout_seconds
     if sync.blocking_timeout_s < sync.apply_timeout_s:
         text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
+        yield refuse(config, "weight_sync.blocking_timeout_s", text)
+    if ranks > 1 and not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
+        text = (
+            f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
+        )
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
 
 
