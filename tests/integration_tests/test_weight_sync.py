@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -27,7 +28,6 @@ from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
-from torchtitan.weight_sync.identity import mint_epoch, new_token
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
@@ -46,7 +46,7 @@ class Job:
     def __init__(self, run_dir: Path, **changes: Any):
         self.run_dir = run_dir
         self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
-        self.epoch, self.token = mint_epoch(run_dir), new_token()
+        self.epoch, self.token = "e1-test", secrets.token_urlsafe(16)
         self.sync = WeightSync(
             quick_config(**changes), self.parameters, epoch=self.epoch, token=self.token, run_dir=run_dir
         )
@@ -201,6 +201,27 @@ def test_poisoned_engine_does_not_serve_until_it_applied(tmp_path: Path) -> None
     assert engine.versions == [0, 1]
 
 
+def test_actor_that_always_fails_costs_blocking_mode_one_wait(tmp_path: Path) -> None:
+    def fail(_staged: StagedVersion) -> None:
+        raise MemoryError("never fits")
+
+    with running_job(tmp_path) as job:
+        job.receive("healthy", Served())
+        job.receive("bad", fail)
+        job.wait_for(lambda: [actor.state for actor in job.sync.actors().values()].count("READY") == 2)
+        job.step()
+        outcome = job.sync.wait_until_applied(0, 20, at_least=1)
+        assert outcome.applied == {"healthy"} and "never fits" in outcome.missing["bad"]
+        failures = []
+        for version in range(1, 20):
+            job.step()
+            outcome = job.sync.wait_until_applied(version, 20)
+            assert outcome.applied == {"healthy"} and not outcome.missing, "told once, then left out"
+            failures.append(len(job.journal("poisoned")))
+            time.sleep(0.1)
+        assert 3 <= failures[0] and failures[-1] <= 6, "it is offered something less and less often"
+
+
 def test_stuck_apply_is_evicted_and_its_acknowledgement_settled(tmp_path: Path) -> None:
     stuck, healthy = Served(), Served()
     with running_job(tmp_path) as job:
@@ -220,7 +241,7 @@ def test_stuck_apply_is_evicted_and_its_acknowledgement_settled(tmp_path: Path) 
 
 def test_other_epoch_or_token_is_refused(tmp_path: Path) -> None:
     with running_job(tmp_path) as job:
-        old = job.receive("old", Served(), epoch="0-old", retry_for_s=0.5)
+        old = job.receive("old", Served(), epoch="e0-test", retry_for_s=0.5)
         job.wait_for(lambda: old.status().failure is not None)
         assert "epoch" in str(old.status().failure)
         stranger = Receiver(job.sync.coordinator_address, "x", job.epoch, "guess", Served(), retry_for_s=0.5)
@@ -229,7 +250,6 @@ def test_other_epoch_or_token_is_refused(tmp_path: Path) -> None:
         assert "wrong token" in str(stranger.status().failure)
         stranger.close()
         assert job.sync.actors() == {}
-    assert mint_epoch(tmp_path) != job.epoch and mint_epoch(tmp_path).startswith("3-")
 
 
 def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Path) -> None:

@@ -376,6 +376,62 @@ def test_repeated_corruption_evicts() -> None:
     assert "checksum" in desk.records("evict")[0]["reason"]
 
 
+def test_failures_outlive_a_rejoin_and_delay_the_next_offer() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    for _ in range(3):
+        desk.say("a", "accept")
+        desk.say("a", "refused", reason="checksum")
+    delays = []
+    for session in range(2, 12):
+        assert desk.machine.status()["actors"]["a"]["on_probation"]
+        desk.join("a", session=session)
+        assert not desk.offers()
+        begun = desk.now
+        while desk.state("a") is ActorState.READY and desk.now < begun + 100:
+            desk.wait(0.1, pings=("a",))
+        delays.append(desk.now - begun)
+        desk.say("a", "accept")
+        desk.say("a", "refused", reason="checksum")
+        assert desk.state("a") is ActorState.EVICTED, "one attempt per rejoin"
+    assert delays[:4] == pytest.approx([0.5, 1, 2, 4], abs=0.11)
+    assert delays[-3:] == pytest.approx([60, 60, 60], abs=0.11)
+    desk.join("a", session=20)
+    desk.wait(60.5, pings=("a",))
+    desk.apply("a")
+    assert not desk.machine.status()["actors"]["a"]["on_probation"]
+    desk.machine.actor_lost("a", 20, "killed", desk.now)
+    desk.join("a", session=21)
+    assert desk.offers() == [("a", 0)], "an applied version clears the record"
+
+
+def test_an_actor_that_always_hangs_is_waited_for_a_few_times_only() -> None:
+    desk = Desk()
+    desk.publish(0)
+    for session in range(1, 4):
+        assert not desk.machine.actors or not desk.machine.actors["a"].on_probation
+        desk.join("a", session=session)
+        assert desk.offers() == [("a", 0)]
+        desk.wait(11)
+        assert desk.state("a") is ActorState.EVICTED
+    desk.join("a", session=4)
+    assert desk.machine.actors["a"].on_probation and not desk.offers()
+
+
+def test_a_late_apply_that_succeeded_is_no_failure() -> None:
+    desk = Desk()
+    desk.join("a")
+    for version in range(5):
+        desk.publish(version)
+        desk.say("a", "accept")
+        desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+        desk.wait(10.2, pings=("a",))
+        assert desk.state("a") is ActorState.EVICTED
+        desk.join("a", version=version, session=version + 2)
+        assert desk.machine.actors["a"].failures == 0
+
+
 @pytest.mark.parametrize("phase", ["OFFERED", "RECEIVING", "APPLYING", "READY"])
 def test_frozen_actor_is_evicted_and_named_with_its_phase(phase: str) -> None:
     desk = Desk()
@@ -478,6 +534,21 @@ def test_poisoned_actor_does_not_serve_until_it_applied() -> None:
     assert not desk.machine.actors["a"].serves and desk.offers() == [("a", 1)]
     desk.apply("a")
     assert desk.machine.actors["a"].serves
+
+
+def test_refused_version_leaves_the_actor_serving_and_is_offered_a_bounded_number_of_times() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    desk.apply("a")
+    desk.publish(1)
+    for _ in range(3):
+        actor = desk.machine.actors["a"]
+        assert actor.serves and actor.version == 0 and desk.offers() == [("a", 1)]
+        desk.say("a", "accept")
+        desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+        desk.say("a", "refused", reason="does not fit the model")
+    assert actor.state is ActorState.EVICTED and not actor.poisoned and "does not fit" in actor.reason
 
 
 def test_shortage_aborts_the_least_progress_but_each_actor_once_in_a_row() -> None:
@@ -601,6 +672,18 @@ def test_poisoned_receiver_takes_the_same_version_again() -> None:
     assert kinds(machine.apply_finished(11, "half written", {})) == ["poisoned"]
     assert machine.poisoned and machine.served is not None and machine.served.version == 5
     assert kinds(machine.offer(12, 5, "d5", [(0, 0)])) == ["accept"]
+
+
+def test_receiver_of_an_engine_that_refuses_is_not_poisoned() -> None:
+    machine = applied(receiving())
+    machine.offer(11, 6, "d6", [(0, 0)])
+    machine.bucket(11, (0, 0), True)
+    machine.staged(11)
+    machine.apply(11)
+    assert kinds(machine.apply_finished(11, "does not fit", {}, refused=True)) == ["refused"]
+    assert not machine.poisoned and machine.refused_versions == 1
+    assert machine.served is not None and machine.served.version == 5
+    assert kinds(machine.offer(12, 6, "d6", [(0, 0)])) == ["accept"]
 
 
 def test_apply_survives_the_loss_of_the_coordinator() -> None:

@@ -56,8 +56,8 @@ class WeightSync:
     Args:
         config: the [weight_sync] table.
         parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank.
-        epoch: minted by rank 0 (identity.mint_epoch), the same on every rank.
-        token: the job's secret (identity.new_token), the same on every rank and actor.
+        epoch: this launch's, minted by rank 0 (run_dir.mint_epoch), the same on every rank.
+        token: the job's secret, the same on every rank and actor.
         run_dir: the run folder; logs and the journal go to its weight_sync folder.
         coordinator_address: what rank 0's `coordinator_address` says; None on rank 0, which starts the coordinator.
         dtype: type in which the actors hold weights ([inference] dtype).
@@ -248,16 +248,19 @@ class WeightSync:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
         The wait is the trainer's (`time/sync_stall_s`) unless another thread, say an evaluation's, does the waiting.
-        Evicted actors are not waited for, nor are pinned ones. Rank 0 only; other ranks return at once with nothing.
+        Evicted actors are not waited for, nor are pinned ones, nor those that have failed again and again and not yet
+        recovered. `missing` leaves out whoever was and is gone so: that is no news. Rank 0 only; other ranks return at
+        once with nothing.
         """
         if self._observer is None:
             return SyncOutcome(frozenset(), {})
         begun = time.perf_counter()
+        gone = {name for name, actor in self._observer.status()["actors"].items() if not _is_live(actor)}
 
         def everyone(status: Message) -> bool:
             actors = status["actors"].values()
             done = sum(_has(actor, version) for actor in actors)
-            waited_for = [actor for actor in actors if actor["state"] != "EVICTED" and not actor["pinned"]]
+            waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
             dead = bool(self._failure())
             return dead or (
                 status["newest"] is not None
@@ -276,7 +279,7 @@ class WeightSync:
             name: f"{actor['state']} at version {actor['version']}"
             + (f": {actor['reason']}" if actor["reason"] else "")
             for name, actor in actors.items()
-            if name not in applied
+            if name not in applied and not (name in gone and not _is_live(actor))
         }
         return SyncOutcome(applied, missing)
 
@@ -339,6 +342,10 @@ class WeightSync:
         if self._coordinator is not None:
             self._coordinator.close(deadline)
         self._publisher.close()
+
+
+def _is_live(actor: Message) -> bool:
+    return actor["state"] != "EVICTED" and not actor["on_probation"]
 
 
 def _has(actor: Message, version: int) -> bool:

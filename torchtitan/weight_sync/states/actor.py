@@ -40,6 +40,9 @@ _NEXT = {
 }
 
 NO_VERSION = -1
+MAXIMUM_FAILURES = 3
+FIRST_BACKOFF_SECONDS = 0.5
+LONGEST_BACKOFF_SECONDS = 60.0
 
 
 @dataclass
@@ -66,7 +69,10 @@ class Actor:
     """Consecutive attempts aborted for want of slots although they made progress"""
     missed_deadlines: int = 0
     failures: int = 0
-    """Consecutive attempts that ended in corruption, a broken connection or a failed apply"""
+    """Attempts that ended in corruption, a broken connection or a failed apply, and evictions over a deadline, since the
+    last applied version; a rejoin does not forget them"""
+    offers_from: float = 0.0
+    """No offer before this time"""
     pinned: bool = False
     reason: str = ""
     evictions: int = 0
@@ -87,6 +93,19 @@ class Actor:
         """May be sent prompts: some version of this epoch is whole in it."""
         return self.version != NO_VERSION and not self.poisoned and self.state is not ActorState.EVICTED
 
+    @property
+    def on_probation(self) -> bool:
+        """Has failed so often that nobody waits for it before it has applied a version."""
+        return self.failures >= MAXIMUM_FAILURES
+
+    @property
+    def backoff(self) -> float:
+        """Seconds from a rejoin to the first offer: bandwidth goes to actors that make use of it."""
+        if not self.on_probation:
+            return 0.0
+        doublings = min(self.failures - MAXIMUM_FAILURES, 16)
+        return min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**doublings)
+
     def move(self, state: ActorState, now: float) -> None:
         """Raises RuntimeError for a step that the protocol does not have."""
         if state not in _NEXT[self.state]:
@@ -102,6 +121,7 @@ class Actor:
             "serves": self.serves,
             "poisoned": self.poisoned,
             "pinned": self.pinned,
+            "on_probation": self.on_probation,
             "reason": self.reason,
             "evictions": self.evictions,
             "figures": self.figures,

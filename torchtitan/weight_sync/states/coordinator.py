@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchtitan.weight_sync.states.actor import NO_VERSION, Actor, ActorState
+from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
 from torchtitan.weight_sync.states.commands import Command, Message, Settings
-from torchtitan.weight_sync.states.delivery import MAXIMUM_FAILURES, Deliveries
+from torchtitan.weight_sync.states.delivery import Deliveries
 from torchtitan.weight_sync.states.version import Outcome, VersionRecord
 
 # The machine's clock never jumps: a longer gap between two events was a pause of this process, and deadlines are
@@ -84,12 +84,16 @@ class CoordinatorMachine(Deliveries):
         actor = Actor(name, session, fields["data"], heard_at=self.time, since=self.time)
         if previous is not None:
             actor.evictions, actor.figures = previous.evictions, previous.figures
+            actor.failures, actor.reason = previous.failures, previous.reason
         actor.poisoned = bool(fields.get("poisoned"))
         served = fields.get("served")
         if served is not None and served[0] == fields["epoch"]:
             actor.version, actor.digest = served[1], served[2]
+        if previous is not None and actor.version > previous.version and not actor.poisoned:
+            actor.failures = 0  # it did apply, only the acknowledgement was lost or late
+        actor.offers_from = self.time + actor.backoff
         self.actors[name] = actor
-        self._record("join", actor=name, served=served, poisoned=actor.poisoned)
+        self._record("join", actor=name, served=served, poisoned=actor.poisoned, backoff_s=actor.backoff)
         if self.layout is not None:
             self._to_actor(actor, {"type": "layout", "layout": self.layout})
         return self._commands()
@@ -250,6 +254,9 @@ class CoordinatorMachine(Deliveries):
     def _refused(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is AttemptState.RECEIVING:
             self._attempt_failed(actor, f"refused: {message['reason']}")
+        elif attempt.state is AttemptState.APPLYING:
+            # The engine found fault with the version before it touched its weights.
+            self._not_applied(actor, attempt, "refused", message["reason"])
 
     def _applied(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is not AttemptState.APPLYING:
@@ -266,14 +273,17 @@ class CoordinatorMachine(Deliveries):
     def _poisoned(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is not AttemptState.APPLYING:
             return
+        actor.poisoned = True
+        self._not_applied(actor, attempt, "poisoned", message["reason"])
+
+    def _not_applied(self, actor: Actor, attempt: Attempt, kind: str, reason: str) -> None:
         attempt.move(AttemptState.DONE)
-        actor.attempt = None
-        actor.poisoned, actor.reason = True, message["reason"]
+        actor.attempt, actor.reason = None, reason
         actor.failures += 1
-        actor.move(ActorState.POISONED, self.time)
-        self._record("poisoned", actor=actor.name, version=attempt.version, reason=message["reason"])
+        actor.move(actor.idle_state, self.time)
+        self._record(kind, actor=actor.name, version=attempt.version, reason=reason)
         if actor.failures >= MAXIMUM_FAILURES:
-            self._evict(actor, f"apply failed {actor.failures} times in a row: {message['reason']}")
+            self._evict(actor, f"apply failed {actor.failures} times in a row: {reason}")
         else:
             self._refill(actor)
 

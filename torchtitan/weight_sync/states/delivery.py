@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan.weight_sync.states.actor import NO_VERSION, Actor, ActorState
+from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
 from torchtitan.weight_sync.states.commands import Command, Disconnect, Message, Record, Settings, ToActor, ToCourier
 from torchtitan.weight_sync.states.version import VersionRecord, VersionTable
 
-MAXIMUM_FAILURES = 3
 MAXIMUM_MISSED_DEADLINES = 2
 ATTEMPTS_PER_TERM = 1 << 32
 PROTECTED_SHARE = 0.1
@@ -60,7 +59,7 @@ class Deliveries:
         offers: dict[int, list[tuple[Actor, Attempt]]] = {}
         for actor in self.actors.values():
             actor.pinned = self.pinned_version is not None and actor.version == self.pinned_version and actor.idle
-            if not actor.idle or not actor.mailbox or actor.pinned:
+            if not actor.idle or not actor.mailbox or actor.pinned or self.time < actor.offers_from:
                 continue
             record = self._choose(actor)
             if record is None:
@@ -124,6 +123,11 @@ class Deliveries:
         if actor.failures >= MAXIMUM_FAILURES:
             self._evict(actor, f"{actor.failures} failed attempts in a row, the last: {reason}")
 
+    def _evict_late(self, actor: Actor, reason: str) -> None:
+        """A deadline passed: that counts as a failure too, or an actor that always hangs would cost it every time."""
+        actor.failures += 1
+        self._evict(actor, reason)
+
     def _evict(self, actor: Actor, reason: str) -> None:
         phase = actor.state.value
         self._end_attempt(actor, reason, refill=False)
@@ -181,7 +185,7 @@ class Deliveries:
         attempt = actor.attempt
         if actor.state is ActorState.JOINING:
             if self.layout is not None and now - actor.since > settings.join_timeout_s:
-                self._evict(actor, f"did not join within {settings.join_timeout_s:g} s")
+                self._evict_late(actor, f"did not join within {settings.join_timeout_s:g} s")
         elif actor.state is ActorState.OFFERED and actor.unanswered_since is not None:
             if now - actor.unanswered_since > settings.offer_timeout_s:
                 self._missed(actor, f"no answer to an offer within {settings.offer_timeout_s:g} s")
@@ -190,10 +194,10 @@ class Deliveries:
                 self._missed(actor, f"no byte within {settings.progress_timeout_s:g} s")
         elif actor.state is ActorState.APPLYING:
             if now - actor.since > settings.apply_timeout_s:
-                self._evict(actor, f"no acknowledgement of apply within {settings.apply_timeout_s:g} s")
+                self._evict_late(actor, f"no acknowledgement of apply within {settings.apply_timeout_s:g} s")
         elif actor.state is ActorState.SUSPECT:
             if now - actor.since > settings.offer_timeout_s:
-                self._evict(actor, actor.reason)
+                self._evict_late(actor, actor.reason)
         elif actor.idle and now - actor.heard_at > settings.offer_timeout_s:
             self._missed(actor, f"no heartbeat for {settings.offer_timeout_s:g} s")
 
@@ -206,7 +210,7 @@ class Deliveries:
         held = actor.attempt.version if actor.version == NO_VERSION and actor.attempt is not None else actor.version
         behind = 0 if newest is None or held == NO_VERSION else newest.version - held
         if actor.missed_deadlines >= MAXIMUM_MISSED_DEADLINES or behind >= self.settings.evict_after_versions:
-            self._evict(actor, reason)
+            self._evict_late(actor, reason)
             return
         self._record("suspect", actor=actor.name, phase=phase, reason=reason)
         if actor.attempt is not None:

@@ -184,8 +184,13 @@ class ReceiverMachine:
         self.state = ReceiverState.APPLYING
         return [BeginApply(attempt, self.version, self.digest)]
 
-    def apply_finished(self, attempt: int, error: str | None, figures: Message) -> list[Command]:
-        """The engine holds the new version, or failed half-way (then it must not serve). Connected or not."""
+    def apply_finished(
+        self, attempt: int, error: str | None, figures: Message, refused: bool = False
+    ) -> list[Command]:
+        """The engine holds the new version, refused it untouched, or failed half-way (then it must not serve).
+
+        Connected or not.
+        """
         if self.state is not ReceiverState.APPLYING or attempt != self.attempt:
             return []
         joined = self.layout_id is not None
@@ -200,6 +205,9 @@ class ReceiverMachine:
                 "digest": self.digest,
                 "figures": figures,
             }
+        elif refused:
+            self.refused_versions += 1
+            message = {"type": "refused", "attempt": attempt, "reason": error}
         else:
             self.poisoned = True
             message = {"type": "poisoned", "attempt": attempt, "reason": error}
