@@ -29,7 +29,7 @@ from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.receiver import Receiver
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,12 +113,15 @@ class Served:
 
     def __init__(self) -> None:
         self.versions: list[int | None] = []
-        self.fail_next = False
+        self.fail_next = self.refuse_next = False
         self.hold: threading.Event | None = None
 
     def __call__(self, staged: StagedVersion) -> float | None:
         if self.hold is not None:
             self.hold.wait(20)
+        if self.refuse_next:
+            self.refuse_next = False
+            raise WeightsRefused("not for this model")
         if self.fail_next:
             self.fail_next = False
             raise MemoryError("engine failed half-way")
@@ -220,6 +223,20 @@ def test_actor_that_always_fails_costs_blocking_mode_one_wait(tmp_path: Path) ->
             failures.append(len(job.journal("poisoned")))
             time.sleep(0.1)
         assert 3 <= failures[0] and failures[-1] <= 6, "it is offered something less and less often"
+
+
+def test_an_engine_that_refuses_a_version_goes_on_with_its_own(tmp_path: Path) -> None:
+    engine = Served()
+    with running_job(tmp_path) as job:
+        receiver = job.receive("a", engine)
+        job.step()
+        job.sync.wait_until_applied(0, 20, at_least=1)
+        engine.refuse_next = True
+        job.step()
+        assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
+        assert [record["reason"] for record in job.journal("refused")] == ["not for this model"]
+        assert receiver.status().versions_refused == 1 and not job.journal("poisoned")
+    assert engine.versions == [0, 1]
 
 
 def test_stuck_apply_is_evicted_and_its_acknowledgement_settled(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.weight_sync.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]
 
@@ -329,7 +330,7 @@ def test_bad_versions_are_refused_and_half_applied_ones_poison(tiny_checkpoint: 
         {**weights, "model.extra": torch.zeros(1)},
         {**weights, name: torch.zeros(2, 2)},
     ):
-        with pytest.raises(ValueError, match="does not fit the model"):
+        with pytest.raises(WeightsRefused, match="does not fit the model"):
             engine.apply_weights("e", 1, bad)
     assert engine.generate([request("a", PROMPTS[0])]) == before and engine.version == 0
 

@@ -4,8 +4,9 @@
     receiver.start()
 
 `apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
-weights (between two decode steps) and serves them, and may return the seconds that generation paused. Raising means
-that the engine may hold half a version: the receiver is poisoned until a version has been applied.
+weights (between two decode steps) and serves them, and may return the seconds that generation paused. Raising
+WeightsRefused means that the engine is as it was; anything else that it may hold half a version: the receiver is
+poisoned until a version has been applied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchtitan.weight_sync.bucket_stream import BucketStream
 from torchtitan.weight_sync.connection import Connection, Server, dial
 from torchtitan.weight_sync.event_loop import EventLoop, Timer
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
-from torchtitan.weight_sync.staging import StagedVersion, Staging
+from torchtitan.weight_sync.staging import StagedVersion, Staging, WeightsRefused
 from torchtitan.weight_sync.states.receiver import (
     BeginApply,
     Command,
@@ -364,11 +365,15 @@ class Receiver:
         def work() -> None:
             begun = time.monotonic()
             error: str | None = None
+            refused = False
             pause: float | None = None
             try:
                 assert self._staging is not None
                 tensors = self._staging.assemble()
                 pause = self._apply(StagedVersion(self.epoch, command.version, command.digest, tensors))
+            except WeightsRefused as failure:
+                logger.error("%s: version %d refused: %s", self.actor, command.version, failure)
+                error, refused = str(failure), True
             except Exception as failure:
                 # Half a version may be in the engine now: never served, and said so to everybody.
                 logger.exception("%s: applying version %d failed", self.actor, command.version)
@@ -379,13 +384,13 @@ class Receiver:
                 "apply_s": elapsed,
                 "pause_s": elapsed if pause is None else float(pause),
             }
-            self._loop.call_from_thread(lambda: self._apply_finished(command.attempt, error, figures))
+            self._loop.call_from_thread(lambda: self._apply_finished(command.attempt, error, figures, refused))
 
         self._apply_thread = threading.Thread(target=work, name=f"weight-apply-{self.actor}", daemon=True)
         self._apply_thread.start()
 
-    def _apply_finished(self, attempt: int, error: str | None, figures: Message) -> None:
-        commands = self._machine.apply_finished(attempt, error, figures)
+    def _apply_finished(self, attempt: int, error: str | None, figures: Message, refused: bool) -> None:
+        commands = self._machine.apply_finished(attempt, error, figures, refused)
         self._applied += error is None
         self._execute(commands)
         if self._control is None:

@@ -12,6 +12,10 @@ from torchtitan.weight_sync.manifest import Layout, ParameterEntry, ShardEntry
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class WeightsRefused(ValueError):
+    """The engine takes no such version; it serves what it served before."""
+
+
 @dataclass
 class StagedVersion:
     """A whole, verified version. The tensors live in staging memory: copy them, they change after apply returns.

@@ -116,7 +116,7 @@ class KeyValueCache:
         visible = torch.full(shape[:2], float("-inf"), dtype=self.dtype, device=self.device)
         if used:
             visible[:used, :old_length] = self.visible[:used]
-        self.visible = visible
+        self.visible: torch.Tensor = visible
         self._flat_keys = [tensor.view(-1, self.head_dim) for tensor in self.keys]
         self._flat_values = [tensor.view(-1, self.head_dim) for tensor in self.values]
         self._base = (torch.arange(rows * self.heads, device=self.device) * length).view(rows, self.heads)

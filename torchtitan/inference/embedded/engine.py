@@ -25,6 +25,7 @@ from torchtitan.inference.types import Completion, FinishReason, GenerateRequest
 from torchtitan.models.attention import PackedLayout, rotary_tables
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
+from torchtitan.weight_sync.staging import WeightsRefused
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
 PREFILL_TOKENS = 8192
@@ -413,8 +414,8 @@ class Engine:
         """Replace all weights, between two steps; returns the seconds it took.
 
         tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both.
-        Raises ValueError, with nothing changed, where names or shapes are not the model's. Anything that fails later
-        poisons the engine until a whole version has been applied.
+        Raises WeightsRefused, with nothing changed, where names or shapes are not the model's. Anything that fails
+        later poisons the engine until a whole version has been applied.
         """
         begin = time.perf_counter()
         self._check_version(tensors)
@@ -448,7 +449,7 @@ class Engine:
         problems = [("lacks", missing), ("has unknown", unknown), ("has shapes", wrong)]
         said = [f"{what} {', '.join(names[:3])}{' …' * (len(names) > 3)}" for what, names in problems if names]
         if said:
-            raise ValueError(f"this version does not fit the model: it {'; it '.join(said)}")
+            raise WeightsRefused(f"this version does not fit the model: it {'; it '.join(said)}")
 
     @torch.inference_mode()
     def _recompute(self) -> None:

@@ -184,9 +184,7 @@ class ReceiverMachine:
         self.state = ReceiverState.APPLYING
         return [BeginApply(attempt, self.version, self.digest)]
 
-    def apply_finished(
-        self, attempt: int, error: str | None, figures: Message, refused: bool = False
-    ) -> list[Command]:
+    def apply_finished(self, attempt: int, error: str | None, figures: Message, refused: bool = False) -> list[Command]:
         """The engine holds the new version, refused it untouched, or failed half-way (then it must not serve).
 
         Connected or not.
