@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,13 @@ import aiohttp
 import pytest
 import torch
 
-from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
+from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.states.receiver import Served
 
 TOKEN = "a-token-for-tests"
 ANSWER_SECONDS = 20
@@ -106,8 +110,12 @@ def test_generates_what_the_engine_generates(
             status, answer = await client.call("POST", "/v1/completions", json=prompt)
             assert status == 200
             assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected[0]]
+            status, answer = await client.call("POST", "/v1/completions", json={**prompt, "top_k": 3})
+            (first, *_) = answer["choices"]
+            kept = zip(first["token_ids"], first["kept_token_ids"], strict=True)
+            assert all(len(ids) == 3 and token in ids for token, ids in kept)
             status, metrics = await client.call("GET", "/metrics")
-            assert status == 200 and "engine_finished_requests_total 5" in metrics
+            assert status == 200 and "engine_finished_requests_total 6" in metrics
 
     asyncio.run(scenario())
 
@@ -292,6 +300,53 @@ def test_connects_to_a_coordinator_and_replaces_the_connection(tiny_checkpoint: 
                 connection.close()
         status, answer = await client.call("POST", "/weights/connect", json={**connect, "coordinator": "nonsense"})
         assert status == 400 and "nonsense" in answer["error"]
+
+    in_process(tiny_checkpoint(), scenario)
+
+
+def test_a_replaced_receiver_no_longer_changes_the_weights(tiny_checkpoint: Callable[..., Path]) -> None:
+    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
+
+    async def scenario(server: EngineServer, client: Client) -> None:
+        async def connect(epoch: str) -> Receiver:
+            body = {"coordinator": "127.0.0.1:1", "actor": "actor-0", "epoch": epoch}
+            assert (await client.call("POST", "/weights/connect", json=body))[0] == 200
+            assert server._receiver is not None
+            return server._receiver
+
+        old = await connect("e")
+        await asyncio.to_thread(old._apply, StagedVersion("e", 1, "d1", weights))
+        old._machine.served = Served("e", 1, "d1")
+        middle = await connect("e")
+        assert middle.served == Served("e", 1, "d1")
+        with pytest.raises(WeightsRefused, match="another receiver"):
+            await asyncio.to_thread(old._apply, StagedVersion("e", 2, "d2", weights))
+        assert server.engine.version == 1 and not server.engine.poisoned
+        # An apply whose end the closed receiver did not see: the next one must not claim the version before.
+        await asyncio.to_thread(middle._apply, StagedVersion("e", 2, "d2", weights))
+        assert (await connect("e")).served is None
+        assert (await client.call("GET", "/health"))[1]["version"] == 2
+
+    in_process(tiny_checkpoint(), scenario)
+
+
+def test_an_engine_that_hangs_says_for_how_long(tiny_checkpoint: Callable[..., Path]) -> None:
+    async def scenario(server: EngineServer, client: Client) -> None:
+        assert (await client.call("GET", "/health"))[1]["engine_age_s"] == 0
+        go_on = threading.Event()
+        step = server.engine.step
+
+        def hang() -> Finished:
+            go_on.wait(ANSWER_SECONDS)
+            return step()
+
+        server.engine.step = hang  # type: ignore[method-assign]
+        answer = asyncio.create_task(client.call("POST", "/v1/generate", json=body()))
+        health = await client.until(lambda health: health["engine_age_s"] > 0.3)
+        assert health["status"] == "ok"
+        go_on.set()
+        assert (await answer)[0] == 200
+        await client.until(lambda health: health["engine_age_s"] == 0)
 
     in_process(tiny_checkpoint(), scenario)
 

@@ -59,7 +59,7 @@ def parse_completions(data: dict[str, Any]) -> GenerateRequest:
 
 
 def completions_answer(model: str, request: GenerateRequest, completions: list[Completion]) -> dict[str, Any]:
-    """The OpenAI-like answer; tokens, log-probs and version spans stand in each choice."""
+    """The OpenAI-like answer; tokens, log-probs, kept tokens and version spans stand in each choice."""
     choices = [
         {
             "index": index,
@@ -68,6 +68,7 @@ def completions_answer(model: str, request: GenerateRequest, completions: list[C
             "logprobs": {"token_logprobs": one.log_probs},
             "finish_reason": one.finish_reason,
             "weight_versions": [vars(span) for span in one.spans],
+            "kept_token_ids": one.kept_token_ids,
         }
         for index, one in enumerate(completions)
     ]

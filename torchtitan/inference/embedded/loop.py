@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -47,6 +48,7 @@ class EngineLoop:
         # Touched in the engine's thread only.
         self._waiters: dict[str, Future[list[Completion]]] = {}
         self._closing = False
+        self._turning_since: float | None = None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -82,6 +84,12 @@ class EngineLoop:
             return "the engine is paused"
         return None
 
+    @property
+    def turn_age(self) -> float:
+        """Seconds since the engine's thread began what it is doing (a step, an apply); 0 while it waits for work."""
+        since = self._turning_since
+        return 0.0 if since is None else time.monotonic() - since
+
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Completions of a request, whose id nobody else may use. Cancelling it aborts the request.
 
@@ -111,13 +119,21 @@ class EngineLoop:
             self.call(lambda: self._abort(request.request_id))
             raise
 
-    def apply(self, epoch: str, version: int, tensors: dict[str, torch.Tensor]) -> float:
+    def apply(
+        self,
+        epoch: str,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        check: Callable[[], None] = lambda: None,
+    ) -> float:
         """Replace the weights between two steps; called from another thread, returns the seconds generation paused.
 
-        Raises whatever Engine.apply_weights raises, TimeoutError where the engine did not come to it.
+        `check` is called in the engine's thread just before. Raises whatever it or Engine.apply_weights raises,
+        TimeoutError where the engine did not come to it.
         """
 
         def work() -> float:
+            check()
             try:
                 return self.engine.apply_weights(epoch, version, tensors)
             finally:
@@ -149,6 +165,7 @@ class EngineLoop:
             while not self._closing:
                 self._work_off_commands()
                 if self.engine.busy and not self.engine.paused and not self.engine.poisoned:
+                    self._turning_since = time.monotonic()
                     for request_id, completions in self.engine.step():
                         _settle(self._waiters.pop(request_id), completions, None)
                     for request_id, reason in self.engine.take_failures().items():
@@ -161,6 +178,7 @@ class EngineLoop:
                 _settle(waiter, None, Unavailable(f"the engine has failed: {error!r}"))
             self._on_failure(error)
         finally:
+            self._turning_since = None
             while not self._commands.empty():
                 left = self._commands.get_nowait()
                 if left is not None:
@@ -172,7 +190,9 @@ class EngineLoop:
             idle = not self.engine.busy or self.engine.paused or self.engine.poisoned
             if not idle and self._commands.empty():
                 return
+            self._turning_since = None
             command = self._commands.get()
+            self._turning_since = time.monotonic()
             if command is None:
                 return
             function, future = command

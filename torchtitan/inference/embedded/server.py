@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import itertools
 import json
@@ -16,12 +17,12 @@ from aiohttp import web
 
 from torchtitan.inference.embedded import api
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
-from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
+from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed)
         self._receiver: Receiver | None = None
+        self._receivers = 0
         self._connecting = asyncio.Lock()
         self._numbers = itertools.count()
         self._begun = time.monotonic()
@@ -181,18 +183,32 @@ class EngineServer:
             raise InvalidRequest(str(error)) from None
         async with self._connecting:
             old = self._receiver
-            served = None
             if old is not None:
                 await asyncio.to_thread(old.close)
-                served = old.served
-            self._receiver = Receiver(
-                coordinator, actor, epoch, token, self._apply, host=self._data_host, served=served
-            )
+            # Counted in the engine's thread: what an older receiver orders from here on is refused there.
+            number = await asyncio.wait_for(asyncio.wrap_future(self.loop.call(self._count_receiver)), CALL_SECONDS)
+            served = None if old is None else old.served
+            holds = None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
+            if served is not None and (served.epoch, served.version) != holds:
+                # An apply outlasted the old receiver: it does not know what the engine holds now.
+                served = None
+            apply = functools.partial(self._apply, number)
+            self._receiver = Receiver(coordinator, actor, epoch, token, apply, host=self._data_host, served=served)
             self._receiver.start()
         return _answer(self._state())
 
-    def _apply(self, staged: StagedVersion) -> float:
-        return self.loop.apply(staged.epoch, staged.version, staged.tensors)
+    def _count_receiver(self) -> int:
+        self._receivers += 1
+        return self._receivers
+
+    def _apply(self, receiver: int, staged: StagedVersion) -> float:
+        """Called by receiver number `receiver` in a thread of its own."""
+
+        def check() -> None:
+            if receiver != self._receivers:
+                raise WeightsRefused("another receiver has taken this one's place")
+
+        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
 
     # What it is doing
 
@@ -209,6 +225,7 @@ class EngineServer:
             "version": self.engine.version if has_version else None,
             "running": self.engine.running,
             "waiting": self.engine.waiting,
+            "engine_age_s": round(self.loop.turn_age, 3),
             "pid": os.getpid(),
             "weights": None if self._receiver is None else self._receiver.status().to_json(),
         }
