@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.connection import Connection, Server, dial
+from torchtitan.weight_sync.courier import Courier
 from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.manifest import (
     Layout,
     LayoutError,
@@ -32,6 +35,7 @@ from torchtitan.weight_sync.manifest import (
     content_digest,
     merge_layouts,
 )
+from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.plan import PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
 from torchtitan.weight_sync.publisher import Publisher
@@ -206,7 +210,70 @@ def test_slots_are_shared_through_their_descriptors(tmp_path: Path) -> None:
     keeper.drop(9)
     assert writer.view(index).state is SlotState.FREE
     slots.set_failed(3, 2)
-    assert other.failed == (3, 2)
+    slots.set_failed(4, 2)
+    assert other.failed == [(3, 2), (4, 2)], "a courier that was away hears of every one"
+    for serial in range(5, 200):
+        slots.set_failed(serial, serial + 1)
+    assert other.failed == [(serial, serial + 1) for serial in range(136, 200)] and other.misses == 0
+
+
+def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = Publisher({"w": torch.zeros(4)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
+    (tmp_path / "layout.json").write_text(json.dumps(publisher.layout.to_json()))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        arguments = {
+            "rank": 0,
+            "epoch": "e",
+            "coordinator": f"127.0.0.1:{silent.getsockname()[1]}",
+            "progress_timeout_s": 5.0,
+            "layout_file": str(tmp_path / "layout.json"),
+            "num_slots": 2,
+            "words_fd": publisher.slots.words_fd,
+            "data_fd": publisher.slots.data_fd,
+            "bell_fd": publisher.courier_bell.fileno(),
+        }
+        courier = Courier(arguments, "token")
+        monkeypatch.setattr("torchtitan.weight_sync.courier.bucket_checksum", lambda _bytes: 1 / 0)
+        assert publisher.reserve()
+        publisher.snapshot(0, 1)
+        stop = threading.Timer(10, courier._loop.stop)
+        stop.start()
+        with pytest.raises(RuntimeError, match="checksum thread"):
+            courier.run()
+        stop.cancel()
+    courier._bell.detach()
+    publisher.close()
+
+
+def test_observer_that_fails_says_so() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    observer = Observer(f"127.0.0.1:{listener.getsockname()[1]}", "token", "e")
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    observer._loop.call_from_thread(fail)
+    assert observer.wait_for(lambda _status: bool(observer.failure), 10) and "a bug" in observer.failure
+    observer.close(5)
+    listener.close()
+
+
+def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "short_life.py").write_text("")
+    started = subprocess.Popen
+
+    def start_once(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr("torchtitan.weight_sync.launch.subprocess.Popen", no_start)
+        return started(*arguments, **options)
+
+    def no_start(*_arguments: Any, **_options: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr("torchtitan.weight_sync.launch.subprocess.Popen", start_once)
+    process = SupervisedProcess("helper", "short_life", lambda _number: {}, [], "token", tmp_path / "log", 3)
+    process._thread.join(10)
+    assert not process._thread.is_alive() and "no more processes" in process.failure
 
 
 # Wire

@@ -77,6 +77,7 @@ class Courier:
 
     def _check_parent(self) -> None:
         self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
+        self._slots.beat()
         if os.getppid() != self._parent:
             self._loop.stop()
 
@@ -100,20 +101,27 @@ class Courier:
                 self._hashing.add(serial)
                 self._keeper.hold(serial, "checksum")
                 self._to_hash.put((serial, index))
-        serial, version = self._slots.failed
-        if serial > self._failed_serial and self._control is not None:
-            self._failed_serial = serial
-            self._tell({"type": "failed", "serial": serial, "version": version})
+        for serial, version in self._slots.failed:
+            if serial > self._failed_serial and self._control is not None:
+                self._failed_serial = serial
+                self._tell({"type": "failed", "serial": serial, "version": version})
         if self._slots.misses != self._misses:
             self._misses = self._slots.misses
             self._tell({"type": "need_slot"})
 
     def _hash(self) -> None:
-        while True:
-            serial, index = self._to_hash.get()
-            memory, step = self._slots.slot(index), self.layout.bucket_bytes
-            sums = [bucket_checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
-            self._loop.call_from_thread(partial(self._hashed, serial, sums))
+        try:
+            while True:
+                serial, index = self._to_hash.get()
+                memory, step = self._slots.slot(index), self.layout.bucket_bytes
+                sums = [bucket_checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
+                self._loop.call_from_thread(partial(self._hashed, serial, sums))
+        except Exception as error:
+            self._loop.call_from_thread(partial(self._hash_failed, error))
+
+    def _hash_failed(self, error: Exception) -> None:
+        # Ends the process: a new one computes everything anew, this one would hold the slot for ever.
+        raise RuntimeError("the checksum thread has failed") from error
 
     def _hashed(self, serial: int, checksums: list[str]) -> None:
         self._hashing.discard(serial)

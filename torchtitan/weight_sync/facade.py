@@ -143,6 +143,7 @@ class WeightSync:
             self.token,
             folder / f"courier-rank{self.rank}.log",
             config.max_restarts,
+            lambda: slots.pulse,
         )
 
     # Step boundary (every rank)
@@ -322,7 +323,7 @@ class WeightSync:
         if self._coordinator is not None:
             failures.append(self._coordinator.supervised.failure)
         if self._observer is not None:
-            failures.append(self._observer.status()["failure"])
+            failures += [self._observer.failure, self._observer.status()["failure"]]
         return "; ".join(filter(None, failures))
 
     def _check_alive(self) -> None:

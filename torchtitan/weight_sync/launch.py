@@ -22,12 +22,17 @@ logger = logging.getLogger(__name__)
 RESTART_SECONDS = 0.2
 # A process that lived for this long has earned its restarts back.
 HEALTHY_SECONDS = 60.0
+# A process whose pulse stands still at this many looks in a row is frozen. Looks, not seconds: a pause of this process
+# is a single look.
+LOOK_SECONDS = 1.0
+FROZEN_LOOKS = 30
 
 
 class SupervisedProcess:
     """`python -m module '{arguments}'`, restarted up to `max_restarts` times in a row when it exits.
 
-    arguments(number) is asked anew for each start, 1, 2, …; `descriptors` are passed on.
+    arguments(number) is asked anew for each start, 1, 2, …; `descriptors` are passed on. pulse() is a number that
+    changes while the process works; where it stands still for long the process is killed, and started again.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class SupervisedProcess:
         token: str,
         log_file: Path,
         max_restarts: int,
+        pulse: Callable[[], int] | None = None,
     ):
         self.name, self._module, self._arguments, self._descriptors = name, module, arguments, descriptors
         self._token, self._log_file, self._max_restarts = token, log_file, max_restarts
@@ -49,6 +55,9 @@ class SupervisedProcess:
         self.process = self._start()
         self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
         self._thread.start()
+        if pulse is not None:
+            watch = threading.Thread(target=self._watch_pulse, args=(pulse,), name=f"pulse-{name}", daemon=True)
+            watch.start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._starts += 1
@@ -69,6 +78,23 @@ class SupervisedProcess:
             )
 
     def _supervise(self) -> None:
+        try:
+            self._restart_until_closed()
+        except Exception as error:
+            self.failure = f"the {self.name} cannot be started again: {error!r}"
+            logger.exception("%s", self.failure)
+
+    def _watch_pulse(self, pulse: Callable[[], int]) -> None:
+        last, still = (self.restarts, pulse()), 0
+        while not self._closing.wait(LOOK_SECONDS):
+            now = (self.restarts, pulse())
+            last, still = now, still + 1 if now == last else 0
+            if still >= FROZEN_LOOKS:
+                logger.error("the %s shows no sign of life, killing it", self.name)
+                self.process.kill()
+                still = 0
+
+    def _restart_until_closed(self) -> None:
         in_a_row = 0
         while True:
             begun = time.monotonic()

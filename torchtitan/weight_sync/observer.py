@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
 
@@ -24,6 +27,7 @@ class Observer:
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "published": 0, "failure": "", "term": 0}
         self._pin: int | None = None
         self._closed = False
+        self.failure = ""
         self._thread = threading.Thread(target=self._run, name="weight-sync-observer", daemon=True)
         self._thread.start()
 
@@ -56,9 +60,14 @@ class Observer:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        self._dial()
         try:
+            self._dial()
             self._loop.run()
+        except Exception as error:
+            logger.exception("the weight observer has failed")
+            with self._changed:
+                self.failure = f"the weight observer has failed: {error!r}"
+                self._changed.notify_all()
         finally:
             if self._connection is not None:
                 self._connection.socket.close()

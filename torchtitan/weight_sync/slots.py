@@ -16,8 +16,10 @@ from torchtitan.weight_sync.states.slot import SlotKeeper, SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8
-# After the slots' words: the last snapshot that this rank could not take, and how often a slot was missed.
-_EXTRA_WORDS = 2
+# After the slots' words: the last snapshots that this rank could not take (a courier that was away reads all of them),
+# how often a slot was missed, and the courier's sign of life.
+_FAILURES = 64
+_EXTRA_WORDS = _FAILURES + 2
 
 
 class SharedSlots:
@@ -56,21 +58,29 @@ class SharedSlots:
         return self._memory[self.offset(index) : self.offset(index) + self.slot_bytes]
 
     @property
-    def failed(self) -> tuple[int, int]:
-        """(serial, version) of the last snapshot that this rank could not take; serial 0 when there is none."""
-        view = SlotView.unpack(self._words[self.count])
-        return view.serial, view.version
+    def failed(self) -> list[tuple[int, int]]:
+        """(serial, version) of the last snapshots that this rank could not take, the oldest first."""
+        views = [SlotView.unpack(word) for word in self._words[self.count : self.count + _FAILURES] if word]
+        return sorted((view.serial, view.version) for view in views)
 
     def set_failed(self, serial: int, version: int) -> None:
-        self._words[self.count] = (version << 30) | serial
+        self._words[self.count + serial % _FAILURES] = (version << 30) | serial
 
     @property
     def misses(self) -> int:
         """How often the trainer found no free slot."""
-        return self._words[self.count + 1]
+        return self._words[self.count + _FAILURES]
 
     def count_miss(self) -> None:
-        self._words[self.count + 1] += 1
+        self._words[self.count + _FAILURES] += 1
+
+    @property
+    def pulse(self) -> int:
+        """Changes for as long as the courier works."""
+        return self._words[self.count + _FAILURES + 1]
+
+    def beat(self) -> None:
+        self._words[self.count + _FAILURES + 1] += 1
 
     def close_files(self) -> None:
         """Close the descriptors; the mapping lives as long as somebody uses it."""

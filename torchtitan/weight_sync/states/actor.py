@@ -69,8 +69,8 @@ class Actor:
     """Consecutive attempts aborted for want of slots although they made progress"""
     missed_deadlines: int = 0
     failures: int = 0
-    """Attempts that ended in corruption, a broken connection or a failed apply, and evictions over a deadline, since the
-    last applied version; a rejoin does not forget them"""
+    """Attempts that ended in corruption, a broken connection or a failed apply, and evictions over a deadline, since
+    the last applied version; a rejoin does not forget them"""
     offers_from: float = 0.0
     """No offer before this time"""
     pinned: bool = False
