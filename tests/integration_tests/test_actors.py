@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +19,13 @@ from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.components.events import EventLog
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.actor_process import TOKEN_VARIABLE, actor_command
 from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.types import Batch
+from torchtitan.tools.subprocesses import helper_environment
 from torchtitan.weight_sync.facade import WeightSync
 
 EPOCH, TOKEN = "1-test", "secret-of-the-test"
@@ -70,27 +74,30 @@ class Run:
         raise AssertionError(f"{actor} has no process")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def make_config(directory: Path) -> tuple[JobConfig, Decoder]:
+    """A small job, and its policy, whose checkpoint is in `directory`."""
     torch.set_num_threads(1)
     policy = Decoder(debug_model_args())
     policy.initialize_weights(0)
-    checkpoint, run_dir = tmp_path / "checkpoint", tmp_path / "run"
-    export_policy(policy, checkpoint)
-    write_tokenizer(checkpoint)
-    run_dir.mkdir()
+    export_policy(policy, directory)
+    write_tokenizer(directory)
     config = JobConfig()
-    config.model.hf_assets_path = str(checkpoint)
+    config.model.hf_assets_path = str(directory)
     config.training.seq_len, config.rollout.max_completion_tokens = 32, 12
     config.training.global_batch_size, config.grpo.group_size = 16, 4
     config.grpo.drop_zero_variance = False  # random weights earn nothing
     config.rollout.max_staleness = 1
     config.inference.threads_per_actor = 1
     config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 1.0
+    return config, policy
+
+
+@contextlib.contextmanager
+def running(config: JobConfig, policy: Decoder, run_dir: Path) -> Iterator[Run]:
+    run_dir.mkdir()
     journal = Journal(run_dir)
-    rollout = open_rollouts(
-        config, Tokenizer(checkpoint), journal, EventLog(run_dir / "events.jsonl"), run_dir, EPOCH, TOKEN
-    )
+    tokenizer = Tokenizer(config.model.hf_assets_path)
+    rollout = open_rollouts(config, tokenizer, journal, EventLog(run_dir / "events.jsonl"), run_dir, EPOCH, TOKEN)
     rollout.launch()
     sync = None
     try:
@@ -106,6 +113,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
         if sync is not None:
             sync.close()
         journal.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with running(*make_config(tmp_path / "checkpoint"), tmp_path / "run") as made:
+        yield made
 
 
 def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
@@ -146,3 +159,21 @@ def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     assert run.batches[-1].statistics["inference/evictions"] == 2.0
     replay = ReplaySource(run.run_dir)
     assert [replay.next_batch(version) for version in replay.versions] == run.batches
+
+
+def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, policy = make_config(tmp_path / "checkpoint")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret-of-the-server")
+    command = actor_command(config, tmp_path / "port")
+    with subprocess.Popen(command, env=helper_environment(threads=1)) as server:
+        try:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "port").exists():
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            config.inference.servers = [f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"]
+            with running(config, policy, tmp_path / "run") as made:
+                made.step()
+                assert len(made.step().samples) == 16
+        finally:
+            server.terminate()

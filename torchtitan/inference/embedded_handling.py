@@ -10,6 +10,7 @@ import aiohttp
 from torchtitan.inference.handler import ActorError, ActorHealth, ActorNotReady, RequestRefused
 from torchtitan.inference.types import Completion, GenerateRequest
 
+WRONG_REQUEST = 400
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
 LONGEST_REASON = 500
@@ -18,12 +19,14 @@ LONGEST_REASON = 500
 class EmbeddedHandler:
     """Talks to the server at `url` (http://host:port), authorised by `token`. Connections are kept and reused.
 
-    Belongs to one asyncio loop.
+    The server authorises itself at the weight coordinator by `job_token`, where that is not the same one. Belongs to
+    one asyncio loop.
     """
 
-    def __init__(self, url: str, token: str):
+    def __init__(self, url: str, token: str, job_token: str | None = None):
         self.url = url.rstrip("/")
         self._token = token
+        self._job_token = token if job_token is None else job_token
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
@@ -52,10 +55,22 @@ class EmbeddedHandler:
             raise ActorError("health", f"the answer is malformed: version {version!r}")
         # Engines may say -1 for "no version yet".
         served = None if version is None or version < 0 else version
-        return ActorHealth(str(data.get("status")), data.get("epoch") or None, served)
+        age = data.get("engine_age_s", 0.0)
+        weights = data.get("weights") or {}
+        if not isinstance(age, int | float) or not isinstance(weights, dict):
+            raise ActorError("health", f"the answer is malformed: engine_age_s {age!r}, weights {weights!r}")
+        return ActorHealth(
+            str(data.get("status")),
+            data.get("epoch") or None,
+            served,
+            reason=data.get("reason"),
+            weights_state=weights.get("state"),
+            weights_failure=weights.get("failure"),
+            engine_age_s=float(age),
+        )
 
     async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
-        body = {"coordinator": coordinator, "actor": actor, "epoch": epoch}
+        body = {"coordinator": coordinator, "actor": actor, "epoch": epoch, "token": self._job_token}
         await self._call("connect", "POST", "/weights/connect", timeout_s, body)
 
     async def pause(self, timeout_s: float) -> None:
@@ -90,7 +105,8 @@ class EmbeddedHandler:
                 reason = f"{path} answered {response.status}: {(await response.text())[:LONGEST_REASON]}"
                 if response.status == NOT_READY:
                     raise ActorNotReady(phase, reason)
-                if 400 <= response.status < 500:
+                # Other codes are about this actor: its token, its limits, what it can do now.
+                if response.status == WRONG_REQUEST:
                     raise RequestRefused(phase, reason)
                 raise ActorError(phase, reason)
         except asyncio.TimeoutError as error:
