@@ -31,10 +31,10 @@ VERSION = 7  # the fake takes the coordinator's port for its version
 def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     real = actor_process.actor_command
 
-    def command(config: JobConfig, port_file: Path) -> list[str]:
+    def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
             "tests.unit_tests.fake_actor" if part == "torchtitan.inference.embedded" else part
-            for part in real(config, port_file)
+            for part in real(config, port_file, number)
         ]
 
     monkeypatch.setattr(actor_process, "actor_command", command)
@@ -242,6 +242,22 @@ def test_running_servers_are_used_and_their_wrong_token_is_named(
             assert "401" in events(tmp_path / "third", "actor_evicted")[0]["reason"]
 
     run(work())
+
+
+def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.inference.cores.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
+
+    def cores(number: int, **inference: Any) -> str:
+        command = actor_process.actor_command(make_config(**inference), Path("port"), number)
+        return command[command.index("--cores") + 1] if "--cores" in command else ""
+
+    assert [cores(number, pin_cores=True, threads_per_actor=2) for number in (0, 1)] == ["6,7", "4,5"]
+    assert [cores(number, pin_cores=True) for number in (0, 1)] == ["5,6,7", "0,1,4"]
+    assert cores(0) == ""
+    with pytest.raises(
+        UserError, match="needs 8 cores .inference.num_actors 2 × 4 threads each., and this job may use 6"
+    ):
+        cores(0, pin_cores=True, threads_per_actor=4)
 
 
 def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -248,6 +248,12 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("ranks", "", ["--parallelism.data_parallel_shard_degree", "2"], ["data_parallel_shard_degree = 2", "1 rank"]),
     ("tensor parallel ranks", "", ["--parallelism.tensor_parallel_degree", "2"], ["must divide 1 rank"]),
+    (
+        "pinned to more cores than there are",
+        "[inference]\npin_cores = true\nnum_actors = 3\nthreads_per_actor = 1000\n",
+        [],
+        ["inference.pin_cores = true", "needs 3000 cores (inference.num_actors 3 × 1000 threads each)"],
+    ),
     ("health", "", ["--inference.health_timeout_s", "1"], ["health_timeout_s = 1.0", "health_interval_s"]),
 ]
 

@@ -370,6 +370,9 @@ class Inference:
     threads_per_actor: int = 0
     """CPU threads of one actor; 0 decides from the cores"""
 
+    pin_cores: bool = False
+    """Keep each started actor on cores of its own, from the last one down; for trainers that compute on other cores"""
+
     max_sequences: int = 256
     """Sequences that one actor generates at a time"""
 

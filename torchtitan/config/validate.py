@@ -15,6 +15,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.model_shape import check_model
 from torchtitan.config.ranges import NAMES, RANGES
 from torchtitan.config.reward_names import reward_problem
+from torchtitan.errors import UserError
+from torchtitan.inference.cores import actor_cores
 from torchtitan.rewards import BUILTIN
 
 FILE_ENDINGS = (".jsonl", ".parquet")
@@ -212,6 +214,11 @@ def _check_inference(config: JobConfig) -> Iterator[Problem]:
             yield Problem("inference.servers", f"{text} on this machine, such as http://127.0.0.1:8000")
     if not inference.host.strip():
         yield refuse(config, "inference.host", "must be an address of this machine, such as 127.0.0.1")
+    if inference.pin_cores and not inference.servers and not config.rollout.replay:
+        try:
+            actor_cores(inference, 0)
+        except UserError as error:
+            yield refuse(config, "inference.pin_cores", str(error))
     if inference.health_timeout_s <= inference.health_interval_s:
         text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
         yield refuse(config, "inference.health_timeout_s", text)
@@ -230,9 +237,7 @@ def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
         text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
     if ranks > 1 and not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
-        text = (
-            f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
-        )
+        text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.cores import actor_cores, threads_per_actor
 from torchtitan.inference.handler import ActorError
 from torchtitan.tools.subprocesses import helper_environment
 
@@ -26,22 +28,14 @@ KILL_GRACE_S = 10.0
 LOG_TAIL_BYTES = 1500
 
 
-def threads_per_actor(config: JobConfig) -> int:
-    """inference.threads_per_actor, or else an equal share of this process's cores."""
-    if config.inference.threads_per_actor > 0:
-        return config.inference.threads_per_actor
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, config.inference.num_actors))
-
-
 def cache_megabytes(config: JobConfig) -> int:
     """Upper bound of one actor's KV cache: together they may take half of the memory that is free now."""
     return max(1, psutil.virtual_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
 
 
-def actor_command(config: JobConfig, port_file: Path) -> list[str]:
-    """The command line of an embedded actor that reports its port in `port_file` and serves nothing before it got its
-    first weights version."""
+def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
+    """The command line of embedded actor `number`, which reports its port in `port_file` and serves nothing before it
+    got its first weights version. Raises UserError where its cores are not there."""
     inference = config.inference
     command = [
         sys.executable, "-m", "torchtitan.inference.embedded",
@@ -53,24 +47,28 @@ def actor_command(config: JobConfig, port_file: Path) -> list[str]:
         "--max-length", str(config.training.seq_len),
         "--cache-mb", str(cache_megabytes(config)),
         "--dtype", inference.dtype,
-        "--threads", str(threads_per_actor(config)),
+        "--threads", str(threads_per_actor(inference)),
         "--in-flight-kv", inference.in_flight_kv,
         "--token-env", TOKEN_VARIABLE,
         "--parent-pid", str(os.getpid()),
         "--require-version",
     ]  # fmt: skip
+    if inference.pin_cores:
+        command += ["--cores", ",".join(map(str, actor_cores(inference, number)))]
     return [*command, "--exact"] if inference.exact else command
 
 
 class ActorProcess:
     """Starts and stops one actor. Belongs to one asyncio loop."""
 
-    def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path):
+    def __init__(self, name: str, config: JobConfig, token: str, run_dir: Path, number: int = 0):
+        """`number` tells the started actors of a run apart, from 0."""
         self.name = name
+        self._number = number
         self.log_file = run_dir / "logs" / f"{name}.log"
         self._config = config
         self._token = token
-        self._port_file = run_dir / "logs" / f"{name}.port"
+        self._port_file = self.log_file
         self._process: Process | None = None
 
     @property
@@ -89,12 +87,13 @@ class ActorProcess:
         """
         await self.stop()
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._port_file.unlink(missing_ok=True)
-        environment = helper_environment(threads_per_actor(self._config), **{TOKEN_VARIABLE: self._token})
+        # Another name every time: an actor that outlived its trainer may still be about to write its port.
+        self._port_file = self.log_file.with_name(f"{self.name}.{secrets.token_hex(4)}.port")
+        environment = helper_environment(threads_per_actor(self._config.inference), **{TOKEN_VARIABLE: self._token})
         with self.log_file.open("ab") as log:
             # In a session of its own, so that Ctrl-C reaches the trainer alone, which then stops its actors in order.
             self._process = await asyncio.create_subprocess_exec(
-                *actor_command(self._config, self._port_file),
+                *actor_command(self._config, self._port_file, self._number),
                 stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + self._config.inference.startup_timeout_s
@@ -102,7 +101,9 @@ class ActorProcess:
             if not self.alive:
                 raise ActorError("startup", f"{self.describe_end()}; {self.log_file} ends with: {self._log_tail()}")
             if (port := self._read_port()) is not None:
-                return f"http://{self._config.inference.host}:{port}"
+                self._port_file.unlink(missing_ok=True)
+                host = self._config.inference.host
+                return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             await asyncio.sleep(POLL_S)
         await self.stop()
         limit = self._config.inference.startup_timeout_s

@@ -48,12 +48,13 @@ class InferencePool:
         token: str,
         run_dir: Path,
         events: EventLog,
-        make_handler: Callable[[str, str], ActorHandler] = EmbeddedHandler,
+        make_handler: Callable[[str, str, str], ActorHandler] = EmbeddedHandler,
     ):
-        """`token` authorises us at the actors that we start; servers that run already know the one in the environment
-        variable TORCHTITAN_ACTOR_TOKEN, or else the same one."""
+        """`token` authorises us at the actors that we start, and all actors at the weight coordinator; servers that run
+        already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one."""
         self._config = config
         self._epoch = epoch
+        self._job_token = token
         self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
         self._run_dir = run_dir
         self._events = events
@@ -93,10 +94,11 @@ class InferencePool:
                     self._config.inference,
                     self._epoch,
                     self._events,
-                    make_handler=lambda url: self._make_handler(url, self._token),
+                    make_handler=lambda url: self._make_handler(url, self._token, self._job_token),
                     changed=self._dispatch,
-                    process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir),
+                    process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir, i),
                     url=servers[i] if servers else "",
+                    join_timeout_s=self._config.weight_sync.join_timeout_s,
                 )
             )
         self._supervisors = [asyncio.create_task(actor.supervise()) for actor in self._actors]
