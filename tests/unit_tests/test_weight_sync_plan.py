@@ -39,6 +39,7 @@ from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.plan import PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.staging import Staging
 from torchtitan.weight_sync.states.slot import SlotState
@@ -242,6 +243,26 @@ def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.M
             courier.run()
         stop.cancel()
     courier._bell.detach()
+    publisher.close()
+
+
+def test_verified_bytes_are_not_written_again(tmp_path: Path) -> None:
+    publisher = Publisher({"w": torch.zeros(4)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
+    layout = publisher.layout
+    receiver = Receiver("127.0.0.1:1", "a", "e", "token", lambda _staged: None)
+    machine = receiver._machine
+    receiver._staging = Staging(layout)
+    machine.connected(1)
+    machine.layout("layout")
+    machine.offer(10, 5, "digest", [(0, bucket) for bucket in range(layout.bucket_count(0))])
+    assert receiver.place(10, 0, 0, 8) is not None
+    machine.bucket(10, (0, 0), True)
+    with pytest.raises(wire.ProtocolError, match="twice"):
+        receiver.place(10, 0, 0, 8)
+    assert receiver.place(10, 0, 1, 8) is not None
+    machine.abort(10)
+    assert receiver.place(10, 0, 1, 8) is None
+    receiver._listener.close()
     publisher.close()
 
 

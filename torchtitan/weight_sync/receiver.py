@@ -326,6 +326,9 @@ class Receiver:
             return None
         if bucket >= self._staging.layout.bucket_count(rank):
             raise ProtocolError(f"rank {rank} has no bucket {bucket}")
+        if (rank, bucket) not in self._machine.missing:
+            # Verified bytes are never written again: what is applied is what was checked.
+            raise ProtocolError(f"bucket {bucket} of rank {rank} was sent twice")
         start, end = self._staging.layout.bucket_range(rank, bucket)
         if length != end - start:
             raise ProtocolError(f"bucket {bucket} of rank {rank} has {length} bytes instead of {end - start}")
@@ -346,6 +349,8 @@ class Receiver:
         self._execute(self._machine.bucket(attempt, (rank, bucket), intact))
         if self._machine.wants(attempt) and not self._machine.missing:
             self._staged_at = time.monotonic()
+            for stream in self._streams.values():
+                stream.drop_frame()
             self._execute(self._machine.staged(attempt))
 
     def lost(self, stream: BucketStream, reason: str) -> None:
