@@ -69,7 +69,7 @@ class Run:
 
     def process_of(self, actor: str) -> psutil.Process:
         for process in psutil.Process().children(recursive=True):
-            if any(part.endswith(f"{actor}.port") for part in process.cmdline()):
+            if any(f"/{actor}." in part and part.endswith(".port") for part in process.cmdline()):
                 return process
         raise AssertionError(f"{actor} has no process")
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from torchtitan.components.events import EventLog
@@ -214,8 +215,10 @@ def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
 def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
     async def work() -> None:
         async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
-            with pytest.raises(UserError, match="refused request r0.*413"):
+            with pytest.raises(UserError, match="refused request r0.*400"):
                 await pool.generate(request(0, token=13))
+            with pytest.raises(UserError, match=r"failed 3 times .*413"):
+                await pool.generate(request(0, token=14))
             with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
                 await pool.generate(request(1, token=17))
             assert await pool.generate(request(2))  # the actor is none the worse for it
@@ -258,6 +261,89 @@ def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPat
         UserError, match="needs 8 cores .inference.num_actors 2 × 4 threads each., and this job may use 6"
     ):
         cores(0, pin_cores=True, threads_per_actor=4)
+
+
+def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = tmp_path / "hang"
+    monkeypatch.setenv("FAKE_HANG", str(hang))
+
+    async def work() -> None:
+        async with running(make_config(num_actors=1), tmp_path) as pool:
+            await until(ready(pool, 1))
+            hang.touch()
+            await until(lambda: pool.actors["actor-0"] == "evicted")
+            (event,) = events(tmp_path, "actor_evicted")
+            assert event["noticed_by"] == "engine" and "not moved for 60" in event["reason"]
+            hang.unlink()
+            assert await pool.generate(request(0))
+            assert pool.statistics["restarts"] == 0
+
+    run(work())
+
+
+def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = tmp_path / "lost"
+    monkeypatch.setenv("FAKE_LOST", str(lost))
+
+    async def work() -> None:
+        async with running(make_config(num_actors=1), tmp_path) as pool:
+            await until(ready(pool, 1))
+            lost.touch()
+            await until(lambda: not lost.exists())
+            (event,) = events(tmp_path, "actor_weights_lost")
+            assert event["reason"] == "no coordinator for 60 s"
+            assert await pool.generate(request(0))
+            assert pool.statistics["evictions"] == 0
+
+    run(work())
+
+
+def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.touch()
+    monkeypatch.setenv("FAKE_DEAF", str(deaf))
+    config = make_config(num_actors=1, max_restarts=1)
+    config.weight_sync.join_timeout_s = 0.3
+
+    async def work() -> None:
+        async with running(config, tmp_path, connect=False) as pool:
+            await until(lambda: pool.actors["actor-0"] == "joining")
+            await asyncio.sleep(0.5)
+            assert not events(tmp_path, "actor_join_timeout"), "nobody has told it where weights come from"
+            await pool.connect_weights(f"coordinator:{VERSION}")
+            await until(lambda: bool(events(tmp_path, "actor_restarting")))
+            assert len(events(tmp_path, "actor_join_timeout")) == 3
+            assert "join_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]
+            with pytest.raises(UserError, match="no inference actor is left.*max_restarts.*no weights within"):
+                await pool.generate(request(0))
+
+    run(work())
+
+
+def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "actor-0.port").write_text("1")
+    names: list[str] = []
+
+    async def work() -> None:
+        config = make_config(num_actors=1)
+        async with running(config, tmp_path) as pool:
+            for _ in range(2):
+                await until(ready(pool, 1))
+                command = psutil.Process(process_ids(pool)["actor-0"]).cmdline()
+                names.append(command[command.index("--port-file") + 1])
+                os.kill(process_ids(pool)["actor-0"], signal.SIGKILL)
+                await until(lambda: pool.actors["actor-0"] != "ready")
+
+    run(work())
+    assert names[0] != names[1] and not any(Path(name).exists() for name in names)
+    assert actor_process.base_url("::1", 80) == "http://[::1]:80"
 
 
 def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:

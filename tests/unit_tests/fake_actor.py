@@ -1,7 +1,9 @@
 """An actor without a model, with the command line and the routes of torchtitan.inference.embedded, for pool tests.
 
 Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
-The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 17 makes it answer nonsense.
+The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,
+and 17 makes it answer nonsense. While the file that FAKE_HANG names exists, its engine hangs; with FAKE_DEAF it has no
+use for connections to a coordinator; with FAKE_LOST its weight receiver has given up, until it is connected anew.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from aiohttp import web
 DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0.0"))
 
 
+def flag(variable: str, lower: bool = False) -> bool:
+    """Whether the file that an environment variable names is there; `lower` removes it."""
+    raised = variable in os.environ and Path(os.environ[variable]).exists()
+    if raised and lower:
+        Path(os.environ[variable]).unlink()
+    return raised
+
+
 class FakeActor:
     def __init__(self, token: str):
         self.token = token
@@ -34,13 +44,18 @@ class FakeActor:
 
     async def health(self, request: web.Request) -> web.Response:
         status = "not_ready" if self.version is None else "ok"
-        return web.json_response({"status": status, "epoch": self.epoch, "version": self.version})
+        age = 60.0 if flag("FAKE_HANG") else 0.0
+        weights = {"state": "READY", "failure": "no coordinator for 60 s" if flag("FAKE_LOST") else None}
+        answer = {"status": status, "epoch": self.epoch, "version": self.version}
+        return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})
 
     async def generate(self, request: web.Request) -> web.Response:
         if self.version is None:
             return web.json_response({"error": "no weights"}, status=503)
         body = await request.json()
         if body["prompt_ids"] == [13]:
+            return web.json_response({"error": "wrong"}, status=400)
+        if body["prompt_ids"] == [14]:
             return web.json_response({"error": "too long"}, status=413)
         if body["prompt_ids"] == [17]:
             return web.json_response({"completions": [{"token_ids": [1]}]})
@@ -55,6 +70,9 @@ class FakeActor:
     async def connect(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.connections.append(body)
+        flag("FAKE_LOST", lower=True)
+        if flag("FAKE_DEAF"):
+            return web.json_response({})
         self.epoch, self.version = body["epoch"], int(body["coordinator"].rpartition(":")[2])
         return web.json_response({})
 

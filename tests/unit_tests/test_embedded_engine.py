@@ -430,6 +430,18 @@ def test_invalid_requests(
         engine.submit(GenerateRequest("a", prompt, SamplingParameters(**{"max_tokens": 4, **sampling})))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_progress_is_told_layer_by_layer(tiny_checkpoint: Callable[..., Path], exact: bool) -> None:
+    engine = Engine(load_policy(tiny_checkpoint()), 4, 64, (), exact=exact)
+    seen = []
+    for layer in engine.policy.model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(engine.progressed_at))
+    engine.generate([request("a", PROMPTS[0], 3)])
+    # Prompt, two more tokens, and where it is exact the trainer's forward.
+    assert len(seen) == (3 + exact) * len(engine.policy.model.layers)
+    assert seen == sorted(set(seen))
+
+
 def test_extreme_but_valid_requests_do_not_harm_the_engine(tiny_checkpoint: Callable[..., Path]) -> None:
     engine = Engine(load_policy(tiny_checkpoint()), 4, 64, ())
     for seed, other in ((2**64 + 5, 5), (-1, 2**64 - 1), (-(10**30), -(10**30) % 2**64)):

@@ -23,6 +23,10 @@ LONGEST_BACKOFF_S = 30.0
 STABLE_S = 600.0
 # An actor that does not serve for longer than this is mentioned in the events.
 BRIEFLY_S = 2.0
+# After so many fruitless connections to the weight coordinator in a row a process is started anew.
+JOIN_ATTEMPTS = 3
+# What the coordinator has deadlines for itself.
+ON_THE_WAY = ("RECEIVING", "STAGED", "APPLYING")
 # A process whose connections broke is given this long to be recognised as dead.
 REAP_S = 0.3
 
@@ -66,6 +70,7 @@ class Actor:
         changed: Callable[[], None],
         process: Process | None = None,
         url: str = "",
+        join_timeout_s: float = 60.0,
     ):
         self.name = name
         self.state = ActorState.STARTING
@@ -88,6 +93,9 @@ class Actor:
         self._process = process
         self._handler = make_handler(url) if process is None else None
         self._started_once = False
+        self._join_timeout_s = join_timeout_s
+        self._joining_since = 0.0
+        self._failed_joins = 0
         self._requests = self._failed_requests = 0
         self._announced = False
         self._evicted_at = self._ready_at = self._rejects_since = 0.0
@@ -193,23 +201,52 @@ class Actor:
         if self._handler is not None:
             await self._handler.close()
         self._connected, self._announced, self.version, self._ready_at = False, False, None, 0.0
+        self._joining_since = 0.0
         self._handler = self._make_handler(await process.start())
         self._set_state(ActorState.JOINING)
 
     async def _probe(self) -> None:
         assert self._handler is not None
         health = await self._handler.health(self._config.health_timeout_s)
+        if health.engine_age_s > self._config.health_timeout_s:
+            raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
         if self.state is ActorState.EVICTED:
             # It may have missed anything: a fresh connection and a full version.
             self._connected = False
             self._events.write("actor_rejoining", actor=self.name)
             self._set_state(ActorState.JOINING)
+        if self._connected and health.weights_failure is not None:
+            self._connected = False
+            self._events.write(
+                "actor_weights_lost", level=logging.WARNING, actor=self.name, reason=health.weights_failure
+            )
         if self.coordinator is not None and not self._connected:
             await self._handler.connect_weights(self.coordinator, self.name, self._epoch, self._config.health_timeout_s)
             self._connected = True
             health = await self._handler.health(self._config.health_timeout_s)
         self._failed_requests = 0
         self._apply(health)
+        if self.state is ActorState.JOINING:
+            await self._judge_joining(health)
+
+    async def _judge_joining(self, health: ActorHealth) -> None:
+        """An actor that gets no weights for too long is connected anew; where that does not help, started anew."""
+        now = time.monotonic()
+        if not self._connected or health.status == "paused":
+            self._joining_since = 0.0
+            return
+        self._joining_since = self._joining_since or now
+        if now - self._joining_since <= self._join_timeout_s or health.weights_state in ON_THE_WAY:
+            return
+        self._joining_since, self._connected = 0.0, False
+        self._failed_joins += 1
+        why = health.reason or f"it serves version {health.version} of epoch {health.epoch}"
+        reason = f"no weights within weight_sync.join_timeout_s = {self._join_timeout_s:g} s: {why}"
+        self._events.write("actor_join_timeout", level=logging.WARNING, actor=self.name, reason=reason)
+        if self._process is not None and self._failed_joins >= JOIN_ATTEMPTS:
+            self._failed_joins = 0
+            self._evict("join", reason)
+            await self._process.stop()
 
     def _apply(self, health: ActorHealth) -> None:
         ours = health.serves and health.version is not None and health.epoch == self._epoch
@@ -225,7 +262,8 @@ class Actor:
                 self._set_state(ActorState.JOINING)
                 self._wake.set()  # engines do not serve while they apply a version: it is over at once
             return
-        self._rejects_since = 0.0
+        self._rejects_since = self._joining_since = 0.0
+        self._failed_joins = 0
         if not self._announced:
             self._announced, self._ready_at = True, now
             self._events.write("actor_ready", actor=self.name, version=health.version)

@@ -58,6 +58,11 @@ def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[s
     return [*command, "--exact"] if inference.exact else command
 
 
+def base_url(host: str, port: int) -> str:
+    """URL of a server; IPv6 addresses stand in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 class ActorProcess:
     """Starts and stops one actor. Belongs to one asyncio loop."""
 
@@ -68,7 +73,6 @@ class ActorProcess:
         self.log_file = run_dir / "logs" / f"{name}.log"
         self._config = config
         self._token = token
-        self._port_file = self.log_file
         self._process: Process | None = None
 
     @property
@@ -88,22 +92,21 @@ class ActorProcess:
         await self.stop()
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         # Another name every time: an actor that outlived its trainer may still be about to write its port.
-        self._port_file = self.log_file.with_name(f"{self.name}.{secrets.token_hex(4)}.port")
+        port_file = self.log_file.with_name(f"{self.name}.{secrets.token_hex(4)}.port")
         environment = helper_environment(threads_per_actor(self._config.inference), **{TOKEN_VARIABLE: self._token})
         with self.log_file.open("ab") as log:
             # In a session of its own, so that Ctrl-C reaches the trainer alone, which then stops its actors in order.
             self._process = await asyncio.create_subprocess_exec(
-                *actor_command(self._config, self._port_file, self._number),
+                *actor_command(self._config, port_file, self._number),
                 stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + self._config.inference.startup_timeout_s
         while time.monotonic() < deadline:
             if not self.alive:
                 raise ActorError("startup", f"{self.describe_end()}; {self.log_file} ends with: {self._log_tail()}")
-            if (port := self._read_port()) is not None:
-                self._port_file.unlink(missing_ok=True)
-                host = self._config.inference.host
-                return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            if (port := _read_port(port_file)) is not None:
+                port_file.unlink()
+                return base_url(self._config.inference.host, port)
             await asyncio.sleep(POLL_S)
         await self.stop()
         limit = self._config.inference.startup_timeout_s
@@ -135,13 +138,14 @@ class ActorProcess:
             process.kill()
             await asyncio.wait_for(process.wait(), KILL_GRACE_S)
 
-    def _read_port(self) -> int | None:
-        try:
-            text = self._port_file.read_text(encoding="ascii").strip()
-        except FileNotFoundError:
-            return None
-        return int(text) if text.isdigit() else None
-
     def _log_tail(self) -> str:
         data = self.log_file.read_bytes()[-LOG_TAIL_BYTES:]
         return data.decode(errors="replace").strip() or "(nothing)"
+
+
+def _read_port(port_file: Path) -> int | None:
+    try:
+        text = port_file.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isdigit() else None

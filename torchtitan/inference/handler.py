@@ -21,7 +21,7 @@ class ActorNotReady(ActorError):
 
 
 class RequestRefused(ActorError):
-    """The actor found fault with the request itself; no other actor will like it better."""
+    """The actor found fault with the request itself; no other actor will like it better. Ends the run."""
 
 
 @dataclass
@@ -31,6 +31,14 @@ class ActorHealth:
     status: str
     epoch: str | None
     version: int | None
+    reason: str | None = None
+    """Why it does not serve"""
+    weights_state: str | None = None
+    """Of its weight receiver (RECEIVING, …); None where it has none"""
+    weights_failure: str | None = None
+    """Why its weight receiver has given up"""
+    engine_age_s: float = 0.0
+    """Seconds without progress of an engine that has work"""
 
     @property
     def serves(self) -> bool:

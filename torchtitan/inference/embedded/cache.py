@@ -5,6 +5,8 @@ Rows [0, B) are in use, without gaps, so a step reads them as one slice and gath
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,8 @@ class KeyValueCache:
         self.max_rows, self.max_length, self.max_bytes = max_rows, padded_length(max_length), max_bytes
         self.dtype, self.device = dtype, device
         self.rows = self.length = 0
+        self.touched_at = 0.0
+        """When some layer stored something, or the engine otherwise got on (time.monotonic)"""
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         first_length = min(FIRST_LENGTH, self.max_length)
@@ -124,6 +128,7 @@ class KeyValueCache:
 
     def write(self, layer: int, index: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [N, heads, D] at flat places `index` [N × heads] (from `places`)."""
+        self.touched_at = time.monotonic()
         self._flat_keys[layer].index_copy_(0, index, k.reshape(-1, self.head_dim))
         self._flat_values[layer].index_copy_(0, index, v.reshape(-1, self.head_dim))
 

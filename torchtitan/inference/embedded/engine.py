@@ -112,6 +112,9 @@ class Engine:
         self._updates = 0
         with torch.inference_mode():
             self._cache = KeyValueCache(self.args, max_sequences, max_length, cache_bytes, self.dtype, self.device)
+            if exact:
+                for layer in policy.model.layers:
+                    layer.register_forward_pre_hook(self._progress)
             positions = torch.arange(max_length, device=self.device)
             self._cosine, self._sine = rotary_tables(self.args, positions, self.dtype)
         # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
@@ -131,6 +134,14 @@ class Engine:
     def running(self) -> int:
         """Sequences that hold a row."""
         return len(self._sequences)
+
+    @property
+    def progressed_at(self) -> float:
+        """When it last got on within what it is doing (time.monotonic): to the next layer, or the next weight."""
+        return self._cache.touched_at
+
+    def _progress(self, *_: object) -> None:
+        self._cache.touched_at = time.monotonic()
 
     @property
     def busy(self) -> bool:
@@ -422,6 +433,7 @@ class Engine:
         self.poisoned = True
         with torch.no_grad():
             for name, tensor in tensors.items():
+                self._progress()
                 self._aliases[name].copy_(tensor)
         self.epoch, self.version = epoch, version
         self._updates += 1

@@ -86,9 +86,10 @@ class EngineLoop:
 
     @property
     def turn_age(self) -> float:
-        """Seconds since the engine's thread began what it is doing (a step, an apply); 0 while it waits for work."""
+        """Seconds since the engine's thread began what it is doing (a step, an apply) or got on with it; 0 while it
+        waits for work."""
         since = self._turning_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else time.monotonic() - max(since, self.engine.progressed_at)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Completions of a request, whose id nobody else may use. Cancelling it aborts the request.
