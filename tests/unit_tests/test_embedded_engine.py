@@ -468,7 +468,11 @@ def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) 
         Engine(load_policy(tiny_checkpoint()), 1, 256, (), cache_bytes=1000)
 
 
-def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(tiny_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("torchtitan.inference.embedded.cache.BLOCK", block)
     args = load_policy(tiny_checkpoint()).args
     cpu = torch.device("cpu")
     free = KeyValueCache(args, 256, 512, 0, torch.float32, cpu)
@@ -481,10 +485,10 @@ def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(tiny_c
         cache.keys[layer][:, 3] = 7.0 + layer
     held = [cache.keys[layer][: 2 * cache.heads].clone() for layer in range(args.num_hidden_layers)]
     rows = cache.room(128, 2)
-    assert 16 < rows < 40  # while one tensor is copied there are two of it
-    before = cache.bytes_of(cache.rows, cache.length)
+    assert 16 < rows < 40  # while a block is copied there are two of it
+    before = cache._blocks[0].nbytes
     cache.reserve(rows, 128, 2)
-    assert cache.bytes_of(cache.rows, cache.length) + before // (2 * args.num_hidden_layers + 1) <= limit
+    assert cache.bytes_of(cache.rows, cache.length) + before <= limit
     for layer, old in enumerate(held):
         assert torch.equal(cache.keys[layer][: 2 * cache.heads, :64], old)
         assert not cache.keys[layer][2 * cache.heads :].any() and not cache.keys[layer][:, 64:].any()

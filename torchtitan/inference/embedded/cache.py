@@ -20,6 +20,9 @@ FIRST_LENGTH = 64
 # Every forward has at least so many tokens, where need be with dummies: matrix kernels sum in another order for fewer
 # rows, and log-probs would differ from the trainer's in their last bits.
 LEAST_TOKENS = 16
+# Layers' keys, then their values, lie in blocks of so many: few enough tensors for rows to be moved cheaply, many enough
+# that growing one after the other takes little memory beside the cache of a large model.
+BLOCK = 8
 
 
 def least_queries(head_dim: int) -> int:
@@ -54,8 +57,7 @@ class KeyValueCache:
         self.rows = self.length = 0
         self.touched_at = 0.0
         """When some layer stored something, or the engine otherwise got on (time.monotonic)"""
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self._blocks: list[torch.Tensor] = []
         first_length = min(FIRST_LENGTH, self.max_length)
         if max_bytes and self.bytes_of(FIRST_ROWS, first_length) > max_bytes:
             raise UserError(
@@ -70,8 +72,9 @@ class KeyValueCache:
         return places * (2 * self.layers * self.head_dim + 1) * self.dtype.itemsize
 
     def _growth_bytes(self) -> int:
-        """What growing takes beside the new cache: tensors are replaced one by one."""
-        return self.rows * self.heads * self.length * self.head_dim * self.dtype.itemsize
+        """What growing takes beside the new cache: blocks are replaced one by one."""
+        planes = min(BLOCK, 2 * self.layers)
+        return planes * self.rows * self.heads * self.length * self.head_dim * self.dtype.itemsize
 
     def room(self, length: int, used_rows: int) -> int:
         """Rows that the limits allow in all, when `length` tokens have to fit beside `used_rows` rows as they are."""
@@ -102,20 +105,24 @@ class KeyValueCache:
         """New tensors in the place of the old ones, with what rows [0, used_rows) hold."""
         used, old_length = used_rows * self.heads, self.length
         # Views would keep the old memory; where nothing is kept, all of it goes first.
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
         self._flat_keys: list[torch.Tensor] = []
         self._flat_values: list[torch.Tensor] = []
         if not used:
-            self.keys, self.values = [], []
+            self._blocks = []
         shape = (rows * self.heads, length, self.head_dim)
-        for tensors in (self.keys, self.values):
-            for layer in range(self.layers):
-                # Zeros, not garbage: a masked position still enters the products, and NaN would come through.
-                new = torch.zeros(shape, dtype=self.dtype, device=self.device)
-                if used:
-                    new[:used, :old_length] = tensors[layer][:used]
-                    tensors[layer] = new
-                else:
-                    tensors.append(new)
+        for number, first in enumerate(range(0, 2 * self.layers, BLOCK)):
+            planes = min(BLOCK, 2 * self.layers - first)
+            # Zeros, not garbage: a masked position still enters the products, and NaN would come through.
+            block = torch.zeros((planes, *shape), dtype=self.dtype, device=self.device)
+            if used:
+                block[:, :used, :old_length] = self._blocks[number][:, :used]
+                self._blocks[number] = block
+            else:
+                self._blocks.append(block)
+        planes_in_order = [plane for block in self._blocks for plane in block]
+        self.keys, self.values = planes_in_order[: self.layers], planes_in_order[self.layers :]
         # What attention adds to the scores: 0 for positions a row has, -inf beyond.
         visible = torch.full(shape[:2], float("-inf"), dtype=self.dtype, device=self.device)
         if used:
@@ -148,9 +155,9 @@ class KeyValueCache:
 
     def copy_row(self, source: int, first: int, count: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to rows [first, first + count)."""
-        for tensor in (*self.keys, *self.values):
-            rows = tensor.view(self.rows, self.heads, self.length, self.head_dim)
-            rows[first : first + count, :, :length] = rows[source : source + 1, :, :length]
+        for block in self._blocks:
+            rows = block.view(-1, self.rows, self.heads, self.length, self.head_dim)
+            rows[:, first : first + count, :, :length] = rows[:, source : source + 1, :, :length]
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -162,8 +169,8 @@ class KeyValueCache:
     @torch.inference_mode()
     def clear_row(self, row: int) -> None:
         """Forget what a row holds, NaN included."""
-        for tensor in (*self.keys, *self.values):
-            tensor[row * self.heads : (row + 1) * self.heads].zero_()
+        for block in self._blocks:
+            block[:, row * self.heads : (row + 1) * self.heads].zero_()
 
 
 def _power_of_two(number: int) -> int:
