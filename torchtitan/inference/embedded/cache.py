@@ -20,8 +20,8 @@ FIRST_LENGTH = 64
 # Every forward has at least so many tokens, where need be with dummies: matrix kernels sum in another order for fewer
 # rows, and log-probs would differ from the trainer's in their last bits.
 LEAST_TOKENS = 16
-# Layers' keys, then their values, lie in blocks of so many: few enough tensors for rows to be moved cheaply, many enough
-# that growing one after the other takes little memory beside the cache of a large model.
+# Layers' keys, then their values, lie in blocks of so many: few tensors, so that rows move cheaply, and yet several,
+# so that growing one after the other takes little memory beside a large model's cache.
 BLOCK = 8
 
 
