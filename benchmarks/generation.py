@@ -28,7 +28,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
-import transformers
+
+try:
+    import transformers
+except ImportError:
+    sys.exit("benchmarks/generation.py compares with transformers: pip install -e '.[test]' brings it")
 
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded_handling import EmbeddedHandler
