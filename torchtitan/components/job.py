@@ -185,7 +185,7 @@ class Job:
         if self.director is not None:
             self.director.connect(self.weights)
         if rank == 0:
-            logger.info("run folder %s", self.run_dir)
+            logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
 
     def _agree_on_facts(self) -> dict[str, str]:
         """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""
