@@ -22,6 +22,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.types import Batch
+from torchtitan.weight_sync.facade import ActorStatus
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +117,14 @@ class Director:
         """
         give_up = time.monotonic() + self._keep_alive_s
         while True:
+            owed = self.weights.owed is not None
             if self.signals.stop_requested:
                 return Order(Kind.STOP)
             if self.signals.take_export_request():
                 return Order(Kind.EXPORT)
             if self._evaluation is not None:
                 self._look_at_evaluation(version)
-            elif self._evaluation_due and self.weights.owed is None:
+            elif self._evaluation_due and not owed:
                 self._start_evaluation(version)
             elif self._evaluation_due:
                 # The version to evaluate is still owed to the actors; it goes out first.
@@ -130,15 +132,11 @@ class Director:
             elif version >= self.config.training.steps:
                 return Order(Kind.STOP)
             else:
-                batch = self.rollout.next_batch(version, timeout=POLL_S if self.weights.owed is None else OWED_POLL_S)
+                batch = self.rollout.next_batch(version, timeout=OWED_POLL_S if owed else POLL_S)
                 if batch is not None:
                     return Order(Kind.BATCH, batch)
             now = time.monotonic()
-            if (
-                self._evaluation is None
-                and self.weights.owed is not None
-                and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S
-            ):
+            if owed and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
                 self._last_snapshot_try = now
                 return Order(Kind.SNAPSHOT)
             if now > give_up:
@@ -171,14 +169,15 @@ class Director:
         step_s = figures["time/step_s"]
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
-        self._note_evictions()
-        actors = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
-        self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, actors)
+        actors = self.weights.actors()
+        self._note_evictions(actors)
+        states = {name: f"{status.state} v{status.version}" for name, status in actors.items()}
+        self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, states)
         self.metrics.log_completions(version, batch, self.tokenizer)
 
-    def _note_evictions(self) -> None:
+    def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
         """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too."""
-        for name, status in self.weights.actors().items():
+        for name, status in actors.items():
             if status.evictions > self._evictions.get(name, 0):
                 self.events.write(
                     "actor_evicted_from_sync", level=logging.WARNING, actor=name, version=status.version,

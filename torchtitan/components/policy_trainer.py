@@ -20,7 +20,7 @@ from torchtitan.grpo.objectives import OBJECTIVES, ClipRange
 from torchtitan.grpo.off_policy import k3_divergence
 from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
 from torchtitan.models.decoder import Decoder
-from torchtitan.rollout.types import Batch
+from torchtitan.rollout.types import Batch, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class PolicyTrainer:
         """
         started = time.perf_counter()
         self._assign_advantages(batch)
-        parts = [self._pack(batch, part) for part in range(self.config.grpo.num_minibatches)]
+        parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
         totals = _Totals(self.device)
         old_log_probs = self._proximal_log_probs(parts, totals) if self.config.grpo.recompute_old_log_probs else None
         schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
@@ -122,11 +122,11 @@ class PolicyTrainer:
             for sample, value in zip(group.samples, values, strict=True):
                 sample.advantage = value
 
-    def _pack(self, batch: Batch, part: int) -> list[MicroBatch]:
+    def _pack(self, samples: list[Sample], version: int) -> list[MicroBatch]:
         return micro_batches(
-            minibatches(batch, self.config.grpo.num_minibatches)[part],
+            samples,
             self.settings.objective,
-            version=batch.version,
+            version=version,
             budget=self.config.training.tokens_per_micro_batch,
             max_completion_tokens=self.config.rollout.max_completion_tokens,
             mask_truncated=self.config.grpo.mask_truncated,

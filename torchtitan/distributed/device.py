@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import UserError
+from torchtitan.tools.cores import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,14 +105,9 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def set_threads(threads: int, processes: int) -> int:
     """Set torch's CPU threads in this process; 0 means an equal share of the cores among `processes`. Returns them."""
-    chosen = threads or max(1, cores() // max(1, processes))
+    chosen = threads or max(1, len(usable_cores()) // max(1, processes))
     torch.set_num_threads(chosen)
     return chosen
 

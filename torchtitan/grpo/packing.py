@@ -77,20 +77,6 @@ class MicroBatch:
     kept: KeptTokens | None
 
 
-def _kept_tokens(samples: list[Sample], device: torch.device) -> KeptTokens | None:
-    if all(sample.kept_token_ids is None for sample in samples):
-        return None
-    counts: list[int] = []
-    token_ids: list[int] = []
-    for sample in samples:
-        rows = sample.kept_token_ids or [[]] * len(sample.completion_ids)
-        counts += [0] * (len(sample.prompt_ids) - 1) + [len(row) for row in rows]
-        for row in rows:
-            token_ids += row
-    offsets = torch.nn.functional.pad(torch.tensor(counts).cumsum(0), (1, 0))
-    return KeptTokens(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
-
-
 def is_trained(sample: Sample, mask_truncated: bool) -> bool:
     """Whether a sample's tokens enter the loss."""
     return not (mask_truncated and sample.finish_reason == "length")
@@ -109,12 +95,15 @@ def pack(
     behaviour: list[float] = []
     token_weights: list[float] = []
     same: list[bool] = []
+    kept: list[list[int]] = []
     for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
         whole = sample.prompt_ids + sample.completion_ids
         start = len(tokens) + len(sample.prompt_ids) - 1
         tokens += whole[:-1]
         targets += whole[1:]
         lengths.append(len(whole) - 1)
+        kept += [[]] * (len(sample.prompt_ids) - 1)
+        kept += sample.kept_token_ids or [[]] * len(sample.completion_ids)
         if not is_trained(sample, mask_truncated):
             continue
         count = len(sample.completion_ids)
@@ -137,7 +126,7 @@ def pack(
         behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
         weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
         same_version=torch.tensor(same, dtype=torch.bool, device=device),
-        kept=_kept_tokens(samples, device) if samples else None,
+        kept=KeptTokens.from_rows(kept, device),
     )
 
 

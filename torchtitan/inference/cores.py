@@ -6,11 +6,7 @@ import os
 
 from torchtitan.config.job_config import Inference
 from torchtitan.errors import UserError
-
-
-def usable_cores() -> list[int]:
-    """Numbers of the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+from torchtitan.tools.cores import usable_cores
 
 
 def threads_per_actor(config: Inference) -> int:

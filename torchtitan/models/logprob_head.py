@@ -24,6 +24,15 @@ class KeptTokens:
         self.offsets = offsets
         self.token_ids = token_ids
 
+    @classmethod
+    def from_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> KeptTokens | None:
+        """One list of ids per target, an empty one keeps all; None where every row keeps all."""
+        token_ids = [token for row in rows for token in row]
+        if not token_ids:
+            return None
+        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
+
     def mask_(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Set logits [N, V] of tokens that were not kept to -inf (out of place, differentiable).
 

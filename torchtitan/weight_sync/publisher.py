@@ -57,7 +57,6 @@ class Publisher:
         self.doorbell, self.courier_bell = socket.socketpair()
         self.doorbell.setblocking(False)
         self._reserved: int | None = None
-        self.snapshots = 0
         self.snapshot_seconds = 0.0
 
     def _slot_views(self, index: int, dtype: str) -> list[torch.Tensor]:
@@ -113,7 +112,6 @@ class Publisher:
                 torch.cuda.current_stream().synchronize()
         self._writer.finish(index)
         self._ring()
-        self.snapshots += 1
         self.snapshot_seconds = time.perf_counter() - begun
 
     def fail(self, version: int, serial: int) -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from torchtitan.errors import UserError
+from torchtitan.tools.cores import usable_cores
 
 PARENT_CHECK_SECONDS = 1.0
 # After SIGTERM the process ends by itself within this time, or is ended.
@@ -100,8 +101,7 @@ def pin(cores: str | None, threads: int) -> int:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
         except (ValueError, OSError) as error:
             raise UserError(f"--cores {cores}: {error}") from None
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = threads or available
+    threads = threads or len(usable_cores())
     # Read when numpy and torch are first imported.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(threads)

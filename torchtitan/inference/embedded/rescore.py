@@ -40,8 +40,7 @@ def rescore(policy: Decoder, finished: list[Scored]) -> None:
 def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> None:
     token_ids: list[int] = []
     targets: list[int] = []
-    counts: list[int] = []
-    kept: list[int] = []
+    kept: list[list[int]] = []
     lengths: list[int] = []
     places: list[slice] = []
     for prompt, completion, _ in pack:
@@ -52,26 +51,22 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
         token_ids += sequence
         targets += [*sequence[1:], 0]
         lengths.append(len(sequence))
-        kept_rows: list[list[int]] = completion.kept_token_ids or [[]] * len(completion.token_ids)
-        counts += [0] * (len(prompt) - 1) + [len(ids) for ids in kept_rows] + [0]
-        kept += [token for ids in kept_rows for token in ids]
+        kept += [[]] * (len(prompt) - 1)
+        kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
+        kept.append([])
     missing = LEAST_TOKENS - len(token_ids)
     if missing > 0:
         token_ids += [0] * missing
         targets += [0] * missing
-        counts += [0] * missing
+        kept += [[]] * missing
         lengths.append(missing)
     device = policy.lm_head.weight.device
-    keep = None
-    if kept:
-        offsets = torch.tensor([0, *counts], device=device).cumsum(0)
-        keep = KeptTokens(offsets, torch.tensor(kept, device=device))
     log_probs, _ = policy(
         torch.tensor(token_ids, device=device),
         PackedLayout(lengths, device),
         torch.tensor(targets, device=device),
         temperature,
-        keep,
+        KeptTokens.from_rows(kept, device),
     )
     values = log_probs.cpu()
     for (_, completion, _), place in zip(pack, places, strict=True):

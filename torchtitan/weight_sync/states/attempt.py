@@ -36,7 +36,6 @@ class Attempt:
     actor: str
     serial: int
     version: int
-    offered_at: float
     state: AttemptState = AttemptState.OFFERED
     received_bytes: int = 0
     progress_at: float = 0.0

@@ -64,7 +64,7 @@ class Deliveries:
             record = self._choose(actor)
             if record is None:
                 continue
-            attempt = Attempt(self._next_attempt, actor.name, record.serial, record.version, self.time)
+            attempt = Attempt(self._next_attempt, actor.name, record.serial, record.version)
             self._next_attempt += 1
             actor.attempt = attempt
             actor.mailbox = record is not self.versions.newest
