@@ -99,6 +99,7 @@ def _main() -> None:
 
     from torchtitan.config.job_config import Comm
     from torchtitan.distributed import device
+    from torchtitan.tools.leave import leave
 
     module, name = sys.argv[1].split(":")
     kwargs = json.load(sys.stdin)
@@ -107,6 +108,7 @@ def _main() -> None:
     result = getattr(importlib.import_module(module), name)(**kwargs)
     Path(sys.argv[2]).write_text(json.dumps(result))
     device.shutdown()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.manager import parse_command_line
 from torchtitan.errors import UserError
+from torchtitan.tools.leave import leave
 
 
 def train(config: JobConfig) -> int:
@@ -53,4 +54,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
