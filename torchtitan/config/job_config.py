@@ -385,6 +385,12 @@ class Inference:
     in_flight_kv: Literal["keep", "recompute"] = "keep"
     """What running requests do with their KV cache when new weights arrive"""
 
+    update_mode: Literal["in_flight", "drain"] = "in_flight"
+    """New weights are applied while requests run (tokens are tagged per version), or after the running ones ended"""
+
+    drain_timeout_s: float = 5.0
+    """drain: running requests get so long to end, then the weights are applied in flight"""
+
     startup_timeout_s: float = 120.0
     """Deadline for an actor to answer its first health probe"""
 
@@ -407,7 +413,32 @@ class Inference:
 @dataclass
 class WeightSync:
     transport: str = "tcp"
-    """How weights travel: tcp"""
+    """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory of the same machine),
+    nccl (a communicator of its own per actor worker; gloo without CUDA)"""
+
+    streams: int = 1
+    """tcp: parallel connections per trainer rank and actor worker"""
+
+    disk_path: str = ""
+    """disk: folder that trainer and actors share; empty is weights/ in the run folder"""
+
+    chunk_bytes: int = 4 * 1024 * 1024
+    """nccl: bytes of one credited chunk"""
+
+    chunk_timeout_s: float = 1.0
+    """nccl: deadline of one chunk; a frozen actor can hold a device-wide call of the trainer for at most this long"""
+
+    delta: bool = False
+    """tcp: send only the elements that changed since the version that the actor has acknowledged, where that is less"""
+
+    full_every: int = 20
+    """delta: every so many versions are sent in full"""
+
+    relay: bool = False
+    """tcp: actors that hold a version pass it on, so that the trainer sends it a bounded number of times"""
+
+    relay_fanout: int = 2
+    """relay: actors that receive from the trainer, or from one actor, at a time"""
 
     num_slots: int = 3
     """Staging slots per trainer rank, each one policy version; at least 2"""
@@ -438,6 +469,18 @@ class WeightSync:
 
     max_restarts: int = 5
     """How often in a row the coordinator or a courier is started again after it died"""
+
+
+@dataclass
+class FaultInjection:
+    enable: bool = False
+    """Break the weight synchronisation on purpose, for tests; says so loudly"""
+
+    seed: int = 0
+    """Decides where faults with a probability strike"""
+
+    faults: list[str] = field(default_factory=list)
+    """action:key=value,...; see docs/reliability.md"""
 
 
 @dataclass
@@ -497,6 +540,7 @@ class JobConfig:
     rewards: Rewards = field(default_factory=Rewards)
     inference: Inference = field(default_factory=Inference)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    fault_injection: FaultInjection = field(default_factory=FaultInjection)
     eval: Eval = field(default_factory=Eval)
 
 
