@@ -22,6 +22,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.types import Batch
+from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import ActorStatus
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class Director:
         with contextlib.ExitStack() as stack:
             self.tokenizer = Tokenizer(config.model.hf_assets_path)
             self.events = EventLog(self.run_dir / "events.jsonl")
+            if injected := faults.active():
+                told = config.fault_injection.faults or injected
+                self.events.write("fault_injection_is_on", level=logging.WARNING, faults=told)
             self.journal = Journal(self.run_dir)
             stack.callback(self.journal.close)
             self.rollout: RolloutSource = open_rollouts(

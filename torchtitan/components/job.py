@@ -28,6 +28,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.types import Batch
+from torchtitan.weight_sync.faults import switch_on
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,11 @@ class Job:
         facts = self._agree_on_facts()
         self.run_dir = Path(facts["run_dir"])
         set_up_logging(self.run_dir, rank)
+        faults = config.fault_injection
+        if faults.enable:
+            # Before anything is started: every process inherits it.
+            plan = self.run_dir / "weight_sync" / f"faults-{facts['epoch']}.txt"
+            switch_on(faults.seed, faults.faults, plan, write=rank == 0)
         actors = 0 if config.rollout.replay or config.inference.servers else config.inference.num_actors
         device.set_threads(config.training.threads, processes=ranks + actors)
         device.seed_everything(config.training.seed, config.training.deterministic)

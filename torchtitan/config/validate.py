@@ -18,6 +18,7 @@ from torchtitan.config.reward_names import reward_problem
 from torchtitan.errors import UserError
 from torchtitan.inference.cores import actor_cores
 from torchtitan.rewards import BUILTIN
+from torchtitan.weight_sync.faults import Fault, FaultError
 
 FILE_ENDINGS = (".jsonl", ".parquet")
 
@@ -50,6 +51,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_rewards(config),
         *_check_inference(config),
         *_check_weight_sync(config, ranks),
+        *_check_faults(config, ranks),
         *_check_evaluation(config),
         *_check_files(config),
         *check_model(config, planning),
@@ -233,12 +235,37 @@ def _is_loopback(host: str) -> bool:
 
 def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
     sync, limit = config.weight_sync, config.comm.train_timeout_seconds
+    if config.inference.update_mode == "drain" and sync.apply_timeout_s <= config.inference.drain_timeout_s:
+        text = f"must be greater than inference.drain_timeout_s = {config.inference.drain_timeout_s:g}, which is in it"
+        yield refuse(config, "weight_sync.apply_timeout_s", text)
     if sync.blocking_timeout_s < sync.apply_timeout_s:
         text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
     if ranks > 1 and not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
         text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
+
+
+def _check_faults(config: JobConfig, ranks: int) -> Iterator[Problem]:
+    key = "fault_injection.faults"
+    faults = []
+    for text in config.fault_injection.faults:
+        try:
+            faults.append(Fault.parse(text))
+        except FaultError as error:
+            yield Problem(key, f"{key}: {error}")
+    if config.fault_injection.enable and not config.fault_injection.faults:
+        yield refuse(config, key, "must name at least one fault where fault_injection.enable = true")
+    actors = [f"actor-{number}" for number in range(len(config.inference.servers) or config.inference.num_actors)]
+    for fault in faults:
+        if fault.actor is not None and fault.actor not in actors:
+            yield Problem(key, f"{key}: {fault.text!r}: there is no such actor, only {', '.join(actors)}")
+        if fault.rank is not None and not 0 <= fault.rank < ranks:
+            yield Problem(key, f"{key}: {fault.text!r}: there is no such rank among {ranks}")
+        if fault.phase == "write" and config.weight_sync.transport != "disk":
+            yield Problem(key, f"{key}: {fault.text!r}: phase write needs weight_sync.transport = disk")
+        if fault.phase == "relay" and not config.weight_sync.relay:
+            yield Problem(key, f"{key}: {fault.text!r}: phase relay needs weight_sync.relay = true")
 
 
 def _check_evaluation(config: JobConfig) -> Iterator[Problem]:

@@ -1,51 +1,359 @@
-"""Fault injection for tests: off unless TORCHTITAN_WEIGHT_SYNC_FAULTS is set, and loud when it is.
+"""Fault injection: breaks the weight synchronisation on purpose, at named phases. Off unless asked for, loud when on.
 
-    TORCHTITAN_WEIGHT_SYNC_FAULTS="corrupt:version=3,times=1;throttle:bytes_per_s=1000000"
+    TORCHTITAN_WEIGHT_SYNC_FAULTS="seed=3;corrupt:version=3,times=2;kill:phase=apply,actor=actor-1,version=60-"
+    TORCHTITAN_WEIGHT_SYNC_FAULTS="@/run/weight_sync/faults.txt"
 
-corrupt: the courier flips one byte of the first bucket it sends of that version, `times` times.
-throttle: every connection of a courier sends at most so many bytes per second.
+A fault is `action:key=value,…`; docs/reliability.md lists actions, phases and keys. Faults in the variable are counted
+(`times`) by each process for itself. `@file` names a file with one fault per line, which may change at any time; those
+are counted over all processes, and each strike leaves a file in `file.struck/`, with what it hit.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import logging
 import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.errors import UserError
 
 VARIABLE = "TORCHTITAN_WEIGHT_SYNC_FAULTS"
 logger = logging.getLogger(__name__)
 
+_PROCESS = frozenset({"delay", "kill", "freeze"})
+_LINK = _PROCESS | {"drop", "corrupt", "reset"}
+_SPOKEN = _PROCESS | {"drop", "reset"}
+ACTIONS = ("delay", "drop", "corrupt", "kill", "freeze", "reset", "throttle", "full_disk")
 
-@dataclass
+
+@dataclass(frozen=True)
+class Phase:
+    """A place in the protocol: what can be done to it, and by which keys a fault can choose when."""
+
+    where: str
+    actions: frozenset[str]
+    keys: frozenset[str]
+
+
+PHASES: dict[str, Phase] = {
+    "snapshot": Phase("trainer", _PROCESS, frozenset({"version", "rank"})),
+    "checksum": Phase("courier", _PROCESS, frozenset({"version", "rank"})),
+    "publish": Phase("coordinator", _PROCESS, frozenset({"version"})),
+    "offer": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
+    "write": Phase("courier", _PROCESS | {"drop", "corrupt", "full_disk"}, frozenset({"version", "rank", "bucket"})),
+    "send": Phase("courier", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
+    "relay": Phase("actor", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
+    "receive": Phase("actor", _LINK, frozenset({"version", "actor", "rank", "bucket"})),
+    "staged": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
+    "apply": Phase("actor", _PROCESS, frozenset({"version", "actor"})),
+    "applied": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
+}
+# Where a fault names no phase.
+_USUAL_PHASE = {"drop": "send", "corrupt": "send", "reset": "send", "throttle": "send", "full_disk": "write"}
+_LONGEST_SECONDS = 86400.0
+_NOTHING: frozenset[str] = frozenset()
+
+
+class FaultError(UserError):
+    """A fault that does not exist, or could never strike; the message says what is allowed."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is to go wrong."""
+
+    text: str
+    action: str
+    phase: str
+    versions: tuple[int, float] = (0, float("inf"))
+    actor: str | None = None
+    rank: int | None = None
+    bucket: int = 0
+    """Which bucket of a rank, where the phase has buckets: so a fault strikes once per delivery"""
+    times: int | None = 1
+    """How often; None without end"""
+    probability: float = 1.0
+    seconds: float = 0.0
+    """delay: for how long; freeze: the same, 0 until somebody continues or kills the process"""
+    bytes_per_s: int = 0
+    """throttle"""
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read `action:key=value,…`. Raises FaultError."""
+        action, _, arguments = text.strip().partition(":")
+        if action not in ACTIONS:
+            raise FaultError(f"{text!r}: there is no action {action!r}, only {', '.join(ACTIONS)}")
+        values: dict[str, str] = {}
+        for pair in filter(None, arguments.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals or not value or key.strip() in values:
+                raise FaultError(f"{text!r}: {pair!r} is not a key=value that was not there before")
+            values[key.strip()] = value.strip()
+        phase = values.pop("phase", _USUAL_PHASE.get(action, ""))
+        if phase not in PHASES:
+            raise FaultError(f"{text!r}: phase must be one of {', '.join(PHASES)}")
+        if action not in PHASES[phase].actions:
+            able = [name for name, rule in PHASES.items() if action in rule.actions]
+            raise FaultError(f"{text!r}: {action} happens in phase {' or '.join(able)}, not in {phase}")
+        return cls._with_values(text.strip(), action, phase, values)
+
+    @classmethod
+    def _with_values(cls, text: str, action: str, phase: str, values: dict[str, str]) -> Fault:
+        allowed = PHASES[phase].keys | {"name"}
+        if action == "throttle":
+            allowed = (allowed | {"bytes_per_s"}) - {"bucket"}
+        else:
+            allowed |= {"times", "probability"} | ({"seconds"} if action in ("delay", "freeze") else set())
+        for key in values:
+            if key not in allowed:
+                raise FaultError(
+                    f"{text!r}: {action} in phase {phase} takes {', '.join(sorted(allowed))}, but no {key}"
+                )
+        first, hyphen, last = values.get("version", "0-").partition("-")
+        try:
+            fault = cls(
+                text=text,
+                action=action,
+                phase=phase,
+                versions=(int(first), float("inf") if hyphen and not last else int(last or first)),
+                actor=values.get("actor"),
+                rank=int(values["rank"]) if "rank" in values else None,
+                bucket=int(values.get("bucket", "0")),
+                times=int(values["times"]) if "times" in values else None if "probability" in values else 1,
+                probability=float(values.get("probability", "1")),
+                seconds=float(values.get("seconds", "0")),
+                bytes_per_s=int(values.get("bytes_per_s", "0")),
+            )
+        except ValueError as error:
+            raise FaultError(f"{text!r}: {error}") from error
+        counted = fault.times is None or fault.times >= 1
+        if not 0 <= fault.probability <= 1 or not 0 <= fault.seconds <= _LONGEST_SECONDS or not counted:
+            raise FaultError(
+                f"{text!r}: probability must be 0 to 1, seconds 0 to {_LONGEST_SECONDS:g}, times at least 1"
+            )
+        if action == "throttle" and fault.bytes_per_s < 1:
+            raise FaultError(f"{text!r}: throttle needs bytes_per_s of at least 1")
+        if action == "delay" and fault.seconds == 0:
+            raise FaultError(f"{text!r}: delay needs seconds of more than 0")
+        return fault
+
+    def matches(self, phase: str, version: int | None, actor: str | None, rank: int | None, bucket: int | None) -> bool:
+        """Whether it may strike here."""
+        return (
+            phase == self.phase
+            and (version is None or self.versions[0] <= version <= self.versions[1])
+            and (self.actor is None or actor == self.actor)
+            and (self.rank is None or rank == self.rank)
+            and (bucket is None or bucket == self.bucket)
+        )
+
+
+def parse(texts: Iterable[str]) -> tuple[int, list[Fault]]:
+    """(seed, faults) of texts such as `seed=3` and `kill:phase=apply`. Raises FaultError for the first wrong one."""
+    seed, faults = 0, []
+    for text in filter(None, (text.strip() for text in texts)):
+        if text.startswith("seed="):
+            try:
+                seed = int(text.removeprefix("seed="))
+            except ValueError as error:
+                raise FaultError(f"{text!r}: {error}") from error
+        else:
+            faults.append(Fault.parse(text))
+    return seed, faults
+
+
+class _Plan:
+    """The faults of one value of the variable, as this process sees them."""
+
+    def __init__(self, source: str):
+        self._file = Path(source[1:]) if source.startswith("@") else None
+        self._stamp: tuple[int, int, int] | None = None
+        self._struck: dict[str, int] = {}
+        self._met: dict[tuple[object, ...], int] = {}
+        self._lock = threading.Lock()
+        self._seed, self._faults = (0, []) if self._file else parse(source.split(";"))
+        logger.warning("FAULT INJECTION IS ON: %s=%s", VARIABLE, source)
+
+    def strikes(
+        self, phase: str, version: int | None, actor: str | None, rank: int | None, bucket: int | None
+    ) -> list[Fault]:
+        """The faults that strike here and now, each counted."""
+        where = (phase, version, actor, rank, bucket)
+        with self._lock:
+            self._look()
+            return [
+                fault
+                for fault in self._faults
+                if fault.action != "throttle"
+                and fault.matches(phase, version, actor, rank, bucket)
+                and self._lucky(fault, where)
+                and self._claim(fault, where)
+            ]
+
+    def throttles(self, phase: str, version: int | None, actor: str | None, rank: int | None) -> list[Fault]:
+        """The throttles that hold here, for as long as they are listed; each is told and recorded once."""
+        where = (phase, version, actor, rank, None)
+        with self._lock:
+            self._look()
+            found = [fault for fault in self._faults if fault.action == "throttle" and fault.matches(*where)]
+            for fault in found:
+                if fault.text not in self._struck:
+                    self._claim(fault, where)
+        return found
+
+    def _look(self) -> None:
+        if self._file is None:
+            return
+        try:
+            status = self._file.stat()
+        except FileNotFoundError:
+            self._faults, self._stamp = [], None
+            return
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        if stamp != self._stamp:
+            self._seed, self._faults = parse(self._file.read_text().splitlines())
+            self._stamp = stamp
+
+    def _lucky(self, fault: Fault, where: tuple[object, ...]) -> bool:
+        """Seeded: the same meetings in the same order have the same luck, in every process and run."""
+        if fault.probability >= 1:
+            return True
+        meeting = (fault.text, *where)
+        number = self._met[meeting] = self._met.get(meeting, 0) + 1
+        return random.Random(repr((self._seed, meeting, number))).random() < fault.probability
+
+    def _claim(self, fault: Fault, where: tuple[object, ...]) -> bool:
+        """Count one strike; False when it has struck often enough."""
+        while fault.times is None or self._struck.get(fault.text, 0) < fault.times:
+            number = self._struck[fault.text] = self._struck.get(fault.text, 0) + 1
+            if self._file is None or self._recorded(self._file, fault, number, where):
+                logger.warning("FAULT INJECTION: %s strikes at %s", fault.text, where)
+                return True
+        return False
+
+    @staticmethod
+    def _recorded(plan: Path, fault: Fault, number: int, where: tuple[object, ...]) -> bool:
+        """Whether this strike is ours: another process may have had it."""
+        folder = plan.with_name(plan.name + ".struck")
+        folder.mkdir(parents=True, exist_ok=True)
+        key = hashlib.blake2b(fault.text.encode(), digest_size=6).hexdigest()
+        record = {"fault": fault.text, "where": where, "pid": os.getpid(), "time": time.time()}
+        try:
+            with (folder / f"{key}-{number}.json").open("x") as file:
+                file.write(json.dumps(record) + "\n")
+        except FileExistsError:
+            return False
+        return True
+
+
+_plans: dict[str, _Plan] = {}
+_plans_lock = threading.Lock()
+
+
+def _plan(source: str) -> _Plan:
+    with _plans_lock:
+        if source not in _plans:
+            _plans[source] = _Plan(source)
+        return _plans[source]
+
+
+def active() -> str:
+    """The variable's value, empty when nothing is to go wrong; said in this process's log. Raises FaultError."""
+    source = os.environ.get(VARIABLE, "")
+    if source:
+        _plan(source)
+    return source
+
+
+def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
+    """Have this process, and all that it starts from now on, break as planned. `write`: this one makes the file."""
+    if write:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".tmp")
+        temporary.write_text("\n".join([f"seed={seed}", *texts]) + "\n")
+        os.replace(temporary, file)
+    os.environ[VARIABLE] = f"@{file}"
+
+
+def at(
+    phase: str,
+    *,
+    version: int | None = None,
+    actor: str | None = None,
+    rank: int | None = None,
+    bucket: int | None = None,
+) -> frozenset[str]:
+    """Called by every process of the synchronisation at each phase. Does nothing unless faults are on.
+
+    Delays, kills or freezes this process. Returns what the caller has to do itself: "drop" and "corrupt".
+    Raises ConnectionResetError for a reset, OSError (ENOSPC) for a full disk.
+    """
+    source = os.environ.get(VARIABLE)
+    if not source:
+        return _NOTHING
+    asked = set()
+    for fault in _plan(source).strikes(phase, version, actor, rank, bucket):
+        if fault.action == "delay":
+            time.sleep(fault.seconds)
+        elif fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.action == "freeze":
+            _freeze(fault.seconds)
+        elif fault.action == "reset":
+            raise ConnectionResetError(f"fault injection: {fault.text}")
+        elif fault.action == "full_disk":
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (fault injection: {fault.text})")
+        elif fault.action in ("drop", "corrupt"):
+            asked.add(fault.action)
+    return frozenset(asked)
+
+
+def bytes_per_second(phase: str = "send", *, version: int | None, actor: str | None, rank: int | None) -> int:
+    """What a throttled connection may send, 0 for as much as it can."""
+    source = os.environ.get(VARIABLE)
+    if not source:
+        return 0
+    return min((fault.bytes_per_s for fault in _plan(source).throttles(phase, version, actor, rank)), default=0)
+
+
+def damaged(data: memoryview) -> memoryview:
+    """A copy with one bit flipped in its middle."""
+    copy = bytearray(data)
+    copy[len(copy) // 2] ^= 0x10
+    return memoryview(copy)
+
+
+def _freeze(seconds: float) -> None:
+    if seconds > 0:
+        # The shell ends at once, and what it leaves behind belongs to init: no child of ours remains.
+        command = f"(sleep {seconds}; kill -CONT {os.getpid()}) &"
+        subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class Faults:
-    """What is to go wrong."""
-
-    corrupt_version: int = -1
-    corrupt_times: int = 0
-    bytes_per_second: int = 0
+    """The faults of a courier's connections."""
 
     @classmethod
     def from_environment(cls) -> Faults:
-        """Parse the variable. Raises ValueError for faults it does not know."""
-        faults = cls()
-        text = os.environ.get(VARIABLE, "")
-        for part in filter(None, text.split(";")):
-            kind, _, arguments = part.partition(":")
-            values = dict(pair.split("=", 1) for pair in arguments.split(","))
-            if kind == "corrupt":
-                faults.corrupt_version, faults.corrupt_times = int(values["version"]), int(values.get("times", "1"))
-            elif kind == "throttle":
-                faults.bytes_per_second = int(values["bytes_per_s"])
-            else:
-                raise ValueError(f"{VARIABLE}: unknown fault {kind!r}")
-        if text:
-            logger.warning("FAULT INJECTION IS ON: %s=%s", VARIABLE, text)
-        return faults
+        """Says loudly when faults are on. Raises FaultError for faults that there are not."""
+        active()
+        return cls()
+
+    @property
+    def bytes_per_second(self) -> int:
+        return bytes_per_second(version=None, actor=None, rank=None)
 
     def corrupts(self, version: int, bucket: int) -> bool:
         """Whether to flip a byte of this bucket; counts down."""
-        if version != self.corrupt_version or bucket != 0 or self.corrupt_times <= 0:
-            return False
-        self.corrupt_times -= 1
-        logger.warning("FAULT INJECTION: corrupting version %d", version)
-        return True
+        return "corrupt" in at("send", version=version, bucket=bucket)
