@@ -337,7 +337,10 @@ os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.05)
 
 
-def test_frozen_courier_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["courier", "coordinator"])
+def test_frozen_process_is_replaced_and_stalls_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
     # A courier gives a sign of life every second.
     monkeypatch.setattr("torchtitan.weight_sync.launch.LOOK_SECONDS", 0.5)
     monkeypatch.setattr("torchtitan.weight_sync.launch.FROZEN_LOOKS", 6)
@@ -345,11 +348,24 @@ def test_frozen_courier_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         job.receive("a", Served())
         job.step()
         assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
-        frozen = job.sync._courier.process
+        assert job.sync._coordinator is not None
+        supervised = job.sync._courier if which == "courier" else job.sync._coordinator.supervised
+        frozen = supervised.process
         frozen.send_signal(signal.SIGSTOP)
-        job.step()
-        assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
-        assert frozen.wait(1) == -signal.SIGKILL and job.sync._courier.restarts >= 1
+        while supervised.restarts == 0:
+            job.step()
+            time.sleep(0.05)
+            assert job.version < 400
+        assert frozen.wait(1) == -signal.SIGKILL
+        assert max(job.stalls) < 1.0 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
+        deadline = time.monotonic() + 20
+        while job.sync.owed is not None and time.monotonic() < deadline:
+            if job.sync.has_free_slot:
+                for index, parameter in enumerate(job.parameters.values()):
+                    parameter.copy_(parameter_values(job.version, index))
+                job.sync.snapshot_owed(job.version)
+            time.sleep(0.01)
+        assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
 
 
 class ActorProcesses:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchtitan.weight_sync import wire
+from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.connection import Connection, Server
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import LayoutError, content_digest, merge_layouts
@@ -60,6 +61,7 @@ class Coordinator:
         self._failure = ""
         self._last_status: Message = {}
         self._status_due = False
+        self._pulse = Pulse(arguments["pulse_fd"])
         self._parent = os.getppid()
 
     def run(self) -> None:
@@ -75,6 +77,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._loop.call_later(TICK_SECONDS, self._tick)
+        self._pulse.beat()
         if os.getppid() != self._parent:
             self._loop.stop()
         self._execute(self.machine.tick(time.monotonic()))
@@ -193,6 +196,8 @@ class Coordinator:
                 if connection is not None:
                     connection.close("evicted")
             elif isinstance(command, Record):
+                if command.event == "publish":
+                    faults.at("publish", version=command.fields["version"])
                 self._write(command.event, command.fields)
         if commands and not self._status_due:
             self._status_due = True
@@ -223,6 +228,7 @@ class Coordinator:
 def main() -> int:
     """Entry point; the arguments are one JSON object, the token comes by environment."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    faults.active()
     Coordinator(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
     return 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torchtitan
 from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.anonymous_memory import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class CoordinatorProcess:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._bell, self._other_bell = socket.socketpair()
+        self._pulse = Pulse.create("weight-sync-pulse", folder)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
 
         def arguments(term: int) -> dict[str, Any]:
@@ -152,17 +154,26 @@ class CoordinatorProcess:
                 "settings": settings,
                 "listen_fd": self._listener.fileno(),
                 "bell_fd": self._other_bell.fileno(),
+                "pulse_fd": self._pulse.descriptor,
                 "journal": str(folder / "coordinator.jsonl"),
             }
 
-        descriptors = [self._listener.fileno(), self._other_bell.fileno()]
+        descriptors = [self._listener.fileno(), self._other_bell.fileno(), self._pulse.descriptor]
         module = "torchtitan.weight_sync.coordinator"
         log_file = folder / "coordinator.log"
         self.supervised = SupervisedProcess(
-            "weight coordinator", module, arguments, descriptors, token, log_file, max_restarts
+            "weight coordinator",
+            module,
+            arguments,
+            descriptors,
+            token,
+            log_file,
+            max_restarts,
+            lambda: self._pulse.count,
         )
 
     def close(self, deadline: float) -> None:
         self.supervised.close(deadline)
         for sock in (self._listener, self._bell, self._other_bell):
             sock.close()
+        self._pulse.close()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
+from torchtitan.weight_sync.anonymous_memory import anonymous_file
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
@@ -37,8 +37,8 @@ class SharedSlots:
     def create(cls, count: int, slot_bytes: int, folder: Path) -> SharedSlots:
         """New slots, all free and zero."""
         stride = max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
-        words_fd = _anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
-        data_fd = _anonymous_file("weight-sync-slots", count * stride, folder)
+        words_fd = anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
+        data_fd = anonymous_file("weight-sync-slots", count * stride, folder)
         return cls(words_fd, data_fd, count, slot_bytes)
 
     def writer(self) -> SlotWriter:
@@ -86,14 +86,3 @@ class SharedSlots:
         """Close the descriptors; the mapping lives as long as somebody uses it."""
         os.close(self.words_fd)
         os.close(self.data_fd)
-
-
-def _anonymous_file(name: str, size: int, folder: Path) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=name, dir=folder)
-        os.unlink(path)
-    os.ftruncate(descriptor, size)
-    return descriptor
