@@ -22,7 +22,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.weight_sync.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]

@@ -105,7 +105,7 @@ def our_loss(
             ranks=ranks,
             device=CPU,
         ):
-            tokens = micro_batch.targets[micro_batch.active].tolist()
+            tokens = micro_batch.targets.tolist()
             # Positions inside the completion restart with every sequence.
             place, previous = [], None
             for number in micro_batch.sequence.tolist():
@@ -225,7 +225,7 @@ def test_packed_positions_point_at_completion_tokens() -> None:
     samples[2].spans = [VersionSpan("e", 2, 0, 1), VersionSpan("e", 3, 1, len(samples[2].completion_ids))]
     (packed,) = pack_all(samples, mask_truncated=True)
     trained = [sample for i, sample in enumerate(samples) if i != 1]
-    assert packed.targets[packed.active].tolist() == [token for sample in trained for token in sample.completion_ids]
+    assert packed.targets.tolist() == [token for sample in trained for token in sample.completion_ids]
     inputs = [token for sample in samples for token in (sample.prompt_ids + sample.completion_ids)[:-1]]
     assert packed.token_ids.tolist() == inputs
     assert packed.weights.sum().item() == pytest.approx(1.0)

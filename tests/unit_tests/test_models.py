@@ -21,7 +21,8 @@ from torchtitan.errors import UserError
 from torchtitan.models import attention, export_policy, load_policy
 from torchtitan.models.attention import PackedAttention, PackedLayout, causal_attention
 from torchtitan.models.hf_checkpoint import read_model_args
-from torchtitan.models.logprob_head import KeptTokens, log_probs_of_logits
+from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logprob_head import full_log_probs
 
 Checkpoints = Callable[..., Path]
 ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -139,7 +140,7 @@ def test_variable_length_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch
 def test_log_probs_and_entropy() -> None:
     logits, targets = torch.randn(4, 9) * 3, torch.tensor([1, 0, 8, 3])
     kept = KeptTokens(torch.tensor([0, 2, 2, 5, 6]), torch.tensor([1, 4, 8, 2, 0, 3]))
-    log_probs, entropy = log_probs_of_logits(logits, targets, 0.5, kept)
+    log_probs, entropy = full_log_probs(logits, targets, 0.5, kept)
     for row, choices in enumerate([[1, 4], list(range(9)), [8, 2, 0], [3]]):
         distribution = torch.distributions.Categorical(logits=logits[row, choices] / 0.5)
         expected = distribution.log_prob(torch.tensor(choices.index(int(targets[row]))))
@@ -277,7 +278,7 @@ def test_gradients_flow_to_every_parameter(tiny_checkpoint: Checkpoints) -> None
     policy = load_policy(tiny_checkpoint("qwen3", True))
     tokens = _tokens(11)
     log_probs, entropy = policy(tokens, PackedLayout([4, 7]), tokens.roll(1), 1.0)
-    assert not entropy.requires_grad
+    assert entropy.requires_grad
     expected = F.cross_entropy(policy(tokens, PackedLayout([4, 7])), tokens.roll(1), reduction="sum")
     assert -log_probs.sum().item() == pytest.approx(expected.item(), rel=1e-6)
     log_probs.sum().backward()

@@ -22,7 +22,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.models import export_policy, hf_checkpoint
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.parallelize import apply_tensor_parallelism, build_policy
 
 # Odd and even totals, for one data-parallel rank and for two and four.

@@ -139,9 +139,14 @@ class PolicyTrainer:
         # Greedy sampling reports log-probs at temperature 1; so does the trainer.
         temperature = self.config.rollout.temperature or 1.0
         log_probs, entropy = self.policy(
-            micro_batch.token_ids, micro_batch.layout, micro_batch.targets, temperature, micro_batch.kept
+            micro_batch.token_ids,
+            micro_batch.layout,
+            micro_batch.targets,
+            temperature,
+            micro_batch.kept,
+            rows=micro_batch.active,
         )
-        return log_probs[micro_batch.active], entropy[micro_batch.active]
+        return log_probs, entropy
 
     @torch.no_grad()
     def _proximal_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[torch.Tensor]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy
 import psutil
@@ -131,6 +132,121 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class Fence(Protocol):
+    """The point at which work on a side stream is done."""
+
+    def done(self) -> bool:
+        """Whether it has been reached."""
+
+    def wait(self) -> None:
+        """Block this thread until it is reached."""
+
+    def hold(self) -> None:
+        """What the compute stream is given from now on waits for it. This thread does not."""
+
+
+class SideStream(Protocol):
+    """A queue of device work beside the compute stream."""
+
+    def run(self, work: Callable[[], None]) -> Fence:
+        """Queue `work` behind everything that the compute stream has been given so far."""
+
+
+class _Reached:
+    """Work on the CPU is done when it was given."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        pass
+
+
+class _CpuStream:
+    def run(self, work: Callable[[], None]) -> Fence:
+        work()
+        return REACHED
+
+
+class _CudaFence:
+    def __init__(self, event: torch.cuda.Event):
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class _CudaStream:
+    def __init__(self, where: torch.device):
+        # Its few short kernels (casts) go first: the next optimizer step waits for them.
+        self._stream = torch.cuda.Stream(where, priority=-1)
+
+    def run(self, work: Callable[[], None]) -> Fence:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            work()
+            # A waiting thread sleeps instead of spinning.
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        return _CudaFence(event)
+
+
+REACHED: Fence = _Reached()
+
+
+def side_stream(where: torch.device) -> SideStream:
+    """A stream of its own on `where`; on the CPU work is done at once."""
+    return _CudaStream(where) if where.type == "cuda" else _CpuStream()
+
+
+@functools.cache
+def _background_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(torch.device("cuda", index), priority=0)
+
+
+def in_background(where: torch.device) -> contextlib.AbstractContextManager[object]:
+    """In this block the calling thread's device work does not queue up behind the compute stream's."""
+    if where.type == "cuda":
+        assert where.index is not None
+        return torch.cuda.stream(_background_stream(where.index))
+    return contextlib.nullcontext()
+
+
+def finish_background(where: torch.device) -> None:
+    """Block this thread until what it gave `in_background` is done."""
+    if where.type == "cuda":
+        torch.cuda.current_stream(where).synchronize()
+
+
+def pin_host_memory(address: int, length: int) -> None:
+    """Pin mapped host memory, so that the device copies to it at full speed and beside other work. CPU: a no-op.
+
+    Raises UserError where the driver refuses.
+    """
+    if device().type == "cuda":
+        result = int(torch.cuda.cudart().cudaHostRegister(address, length, 1))  # type: ignore[attr-defined]
+        if result != 0:
+            raise UserError(
+                f"cannot pin {length} bytes of shared memory for the weight slots (cudaError {result}): lower "
+                "weight_sync.num_slots, or raise the limit on locked memory (ulimit -l)"
+            )
+
+
+def unpin_host_memory(address: int) -> None:
+    """The memory is about to go. CPU: a no-op."""
+    if device().type == "cuda":
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[attr-defined]
+
+
 def memory_statistics() -> dict[str, float]:
     """Memory of this rank in GiB: resident on the host, and on CUDA the peak since the last call."""
     statistics = {"memory/host_gib": psutil.Process().memory_info().rss / 2**30}
@@ -143,3 +259,29 @@ def memory_statistics() -> dict[str, float]:
 
 def _interfaces() -> list[tuple[str, int]]:
     return [(name, index) for index, name in socket.if_nameindex()]
+
+
+def matmul_converts(tensor: torch.Tensor) -> bool:
+    """Whether matmul_operand makes an fp32 copy: the CPU has no product of bfloat16 operands that is summed in fp32."""
+    return tensor.device.type == "cpu" and tensor.dtype != torch.float32
+
+
+def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as `matmul` takes it."""
+    return tensor.float() if matmul_converts(tensor) else tensor
+
+
+def matmul(
+    first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
+) -> torch.Tensor:
+    """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out`, where there is one."""
+    if first.dtype == torch.float32:
+        if out is None or out.dtype != torch.float32:
+            product = torch.mm(first, second)
+        else:
+            return out.addmm_(first, second) if accumulate else torch.mm(first, second, out=out)
+    else:
+        product = torch.mm(first, second, out_dtype=torch.float32)
+    if out is None:
+        return product
+    return out.add_(product) if accumulate else out.copy_(product)

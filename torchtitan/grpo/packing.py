@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.grpo.objectives import Objective
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.rollout.types import Batch, Sample
 
 
@@ -53,17 +53,18 @@ def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
 
 @dataclass
 class MicroBatch:
-    """Packed sequences: inputs are tokens [0, L-1) of each, targets its tokens [1, L).
+    """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L).
 
-    All tensors have one entry per packed position [T]; `active` marks the positions whose target is a trained
-    completion token.
+    Everything but token_ids [T] has one entry per active position [A], one whose prediction is a trained completion
+    token: the head computes nothing for prompts.
     """
 
     token_ids: torch.Tensor
     targets: torch.Tensor
+    """[A] int64: the tokens that the active positions predict"""
     layout: PackedLayout
     active: torch.Tensor
-    """[A] int64: indices of active positions"""
+    """[A] int64: indices of active positions among the T"""
     sequence: torch.Tensor
     """[A] int64: which sequence each active position belongs to"""
     advantages: torch.Tensor
@@ -100,14 +101,13 @@ def pack(
         whole = sample.prompt_ids + sample.completion_ids
         start = len(tokens) + len(sample.prompt_ids) - 1
         tokens += whole[:-1]
-        targets += whole[1:]
         lengths.append(len(whole) - 1)
-        kept += [[]] * (len(sample.prompt_ids) - 1)
-        kept += sample.kept_token_ids or [[]] * len(sample.completion_ids)
         if not is_trained(sample, mask_truncated):
             continue
         count = len(sample.completion_ids)
         active += range(start, start + count)
+        targets += sample.completion_ids
+        kept += sample.kept_token_ids or [[]] * count
         sequence += [number] * count
         advantages += [sample.advantage] * count
         behaviour += sample.log_probs
@@ -115,10 +115,10 @@ def pack(
         for span in sample.spans:
             same += [span.version == version] * (span.end - span.start)
     if not lengths:
-        tokens, targets, lengths = [0], [0], [1]
+        tokens, lengths = [0], [1]
     return MicroBatch(
         token_ids=torch.tensor(tokens, device=device),
-        targets=torch.tensor(targets, device=device),
+        targets=torch.tensor(targets, dtype=torch.int64, device=device),
         layout=PackedLayout(lengths, device),
         active=torch.tensor(active, dtype=torch.int64, device=device),
         sequence=torch.tensor(sequence, dtype=torch.int64, device=device),

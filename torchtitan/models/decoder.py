@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import PackedAttention, PackedLayout, rotary_tables, rotate
-from torchtitan.models.logprob_head import KeptTokens, LogProbHead
+from torchtitan.models.fused_head import TokenObjective
+from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
 
 # (layer index, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
@@ -144,14 +146,20 @@ class Decoder(nn.Module):
         targets: torch.Tensor | None = None,
         temperature: float = 1.0,
         kept: KeptTokens | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T])."""
+        rows: torch.Tensor | None = None,
+        objective: TokenObjective | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T]).
+
+        rows [n]: positions that the targets [n] (and `kept`) belong to, so that prompts cost the head nothing.
+        objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
+        """
         positions, padding = layout.positions, -len(token_ids) % self.sequence_parts
         if padding:
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
         hidden = self.model(token_ids, positions, PackedAttention(layout, padding))
-        output = self.lm_head(hidden, targets, temperature, kept)
+        output = self.lm_head(hidden, targets, temperature, kept, rows, objective)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import Unpack
+
+from torchtitan.distributed.device import matmul_converts
+from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjective, TwoPass, choose_tiling
+from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
 
 if TYPE_CHECKING:
     from torchtitan.models.vocabulary_parallel import VocabularyShard
 
-
-class KeptTokens:
-    """Which tokens truncated sampling (top-p, top-k, min-p) left to choose from, per target.
-
-    Args:
-        offsets: [N + 1] int64; row i keeps token_ids[offsets[i]:offsets[i + 1]]; an empty row keeps all.
-        token_ids: [sum of rows] int64.
-    """
-
-    def __init__(self, offsets: torch.Tensor, token_ids: torch.Tensor):
-        self.offsets = offsets
-        self.token_ids = token_ids
-
-    @classmethod
-    def from_rows(cls, rows: list[list[int]], device: torch.device | str = "cpu") -> KeptTokens | None:
-        """One list of ids per target, an empty one keeps all; None where every row keeps all."""
-        token_ids = [token for row in rows for token in row]
-        if not token_ids:
-            return None
-        offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
-
-    def mask_(self, logits: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Set logits [N, V] of tokens that were not kept to -inf (out of place, differentiable).
-
-        `first` is the token id of the first column, where the logits are a part of the vocabulary.
-        """
-        counts = self.offsets.diff()
-        keep = (counts == 0)[:, None].expand_as(logits).clone()
-        rows = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
-        columns = self.token_ids - first
-        inside = (columns >= 0) & (columns < logits.shape[-1])
-        keep[rows[inside], columns[inside]] = True
-        return logits.masked_fill(~keep, float("-inf"))
+DEFAULT_BUDGET_BYTES = 36 << 20
+"""Memory for logits at a time"""
 
 
 def scale_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -63,33 +38,185 @@ def project(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(hidden.float(), weight.float())
 
 
-def log_probs_of_logits(
+def full_log_probs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, kept: KeptTokens | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of targets [N] and entropy [N], both fp32, under softmax(logits [N, V] / temperature).
 
-    The one definition for trainer and engine: behaviour and policy log-probs must agree.
+    The plain way, to compare the fused one with.
     """
     scaled = scale_logits(logits, temperature)
     if kept is not None:
-        scaled = kept.mask_(scaled)
+        scaled = scaled.masked_fill(kept.cut_off_(torch.zeros_like(scaled), slice(0, len(targets))) < 0, -torch.inf)
     log_probs = torch.log_softmax(scaled, dim=-1)
     # Not gather and squeeze: FSDP warns about outputs that are views.
     chosen = -F.nll_loss(log_probs, targets, reduction="none")
-    with torch.no_grad():
-        entropy = torch.special.entr(log_probs.exp()).sum(-1)
-    return chosen, entropy
+    # Bounded, since 0 · -inf is not 0.
+    return chosen, -(log_probs.exp() * log_probs.clamp(min=CUT_OFF)).sum(-1)
+
+
+class VocabularyPart(NamedTuple):
+    """Where this rank's rows of a sharded weight lie."""
+
+    start: int
+    """Token id of the first"""
+    total: int
+    """Size of the whole vocabulary"""
+    largest: int
+    """Rows of the largest part: all ranks work on the same tiles"""
+
+
+class HeadOptions(TypedDict, total=False):
+    """What fused_log_probs and fused_objective take beside operands and targets."""
+
+    temperature: float
+    """Logits are divided by it; 1"""
+    bias: torch.Tensor | None
+    """[V]"""
+    softcap: float | None
+    """Logits become softcap · tanh(logits / softcap)"""
+    chunk_tokens: int | Literal["auto"]
+    """Rows of logits at a time, with all columns; "auto" (default) chooses rows and columns by budget_bytes"""
+    budget_bytes: int
+    """Memory for logits at a time"""
+    entropy: bool
+    """False returns zeros for it; True by default"""
+    tp_group: dist.ProcessGroup | None
+    """Ranks that hold the parts of the vocabulary; hidden and targets are the same on all of them, and the gradient of
+    hidden is this rank's share of a sum"""
+    vocabulary: VocabularyPart | None
+    """This rank's part; None asks the group (a collective)"""
+    kept: KeptTokens | None
+    """Tokens that truncated sampling left"""
+
+
+def fused_log_probs(
+    hidden: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    **options: Unpack[HeadOptions],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob [N] of targets and entropy [N] in fp32 under softmax(softcap(hidden weightᵀ + bias) / temperature).
+
+    Differentiable once in hidden, weight and bias, through both results; [N, V] is never held (see fused_head.py).
+    Existing gradients of a plain leaf weight are added to in place.
+
+    Args:
+        hidden: [N, H]; or several, whose products with their weights are added (a low-rank addition).
+        weight: [V, H] likewise; under tensor parallelism this rank's part of the vocabulary.
+        targets: [N] int64, token ids of the whole vocabulary.
+        options: see HeadOptions.
+
+    Raises:
+        ValueError: shapes that do not fit together, a target outside the vocabulary, or a chunk that is not positive.
+    """
+    projection = _projection(hidden, weight, targets, options)
+    log_probs, entropy = TwoPass.apply(projection, projection.bias, *projection.hidden, *projection.weight)
+    return log_probs, entropy
+
+
+def fused_objective(
+    hidden: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    objective: TokenObjective,
+    *,
+    accumulate: bool = False,
+    **options: Unpack[HeadOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum of a token-separable objective, its gradients formed in the forward: three matrix products instead of four.
+
+    Other arguments and errors as of fused_log_probs. objective(log_probs [n], entropy [n], rows) returns the loss of
+    those rows [n]; a row's loss may depend on no other row. Returns (loss [], log-probs [N], entropy [N]), the last two
+    without gradient. accumulate: the forward adds the weight's gradient where one lies already; the loss must then be
+    what `backward()` is called on.
+    """
+    projection = _projection(hidden, weight, targets, options)
+    loss, log_probs, entropy = OnePass.apply(
+        projection, objective, accumulate, projection.bias, *projection.hidden, *projection.weight
+    )
+    return loss, log_probs, entropy
+
+
+def _projection(
+    hidden: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    options: HeadOptions,
+) -> Projection:
+    hidden = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
+    weight = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+    fits = len(hidden) == len(weight) and targets.dim() == 1 and all(tensor.dim() == 2 for tensor in hidden + weight)
+    if not fits or any(
+        h.shape != (len(targets), w.shape[1]) or len(w) != len(weight[0]) for h, w in zip(hidden, weight, strict=True)
+    ):
+        shapes = f"hidden {[list(t.shape) for t in hidden]} and weight {[list(t.shape) for t in weight]}"
+        raise ValueError(f"hidden [N, H] and weight [V, H] are needed for targets {list(targets.shape)}, not {shapes}")
+    bias, chunk = options.get("bias"), options.get("chunk_tokens", "auto")
+    if bias is not None and bias.shape != (len(weight[0]),):
+        raise ValueError(f"the bias has shape {list(bias.shape)} for a weight of {len(weight[0])} rows")
+    if chunk != "auto" and chunk < 1:
+        raise ValueError(f"chunk_tokens must be 'auto' or at least 1, not {chunk}")
+    group, softcap = options.get("tp_group"), options.get("softcap")
+    part = options.get("vocabulary") or _part_of(group, len(weight[0]), targets.device)
+    check_targets(targets, part.total)
+    if chunk == "auto":
+        tiling = choose_tiling(
+            len(targets),
+            part.largest,
+            max(tensor.shape[1] for tensor in weight),
+            options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+            buffers=1 if softcap is None else 3,
+            converts=matmul_converts(weight[0]),
+        )
+    else:
+        tiling = Tiling(chunk, part.largest)
+    return Projection(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        targets=targets,
+        temperature=options.get("temperature", 1.0),
+        softcap=softcap,
+        kept=options.get("kept"),
+        tiling=tiling,
+        entropy=options.get("entropy", True),
+        group=group,
+        first=part.start,
+    )
+
+
+def _part_of(group: dist.ProcessGroup | None, rows: int, device: torch.device) -> VocabularyPart:
+    if group is None:
+        return VocabularyPart(0, rows, rows)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    rank = dist.get_rank(group)
+    sizes[rank] = rows
+    dist.all_reduce(sizes, group=group)
+    return VocabularyPart(int(sizes[:rank].sum()), int(sizes.sum()), int(sizes.max()))
+
+
+def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
+    """Raises ValueError for a target outside [0, vocabulary); on CUDA the kernel asserts it without a wait."""
+    outside = (targets < 0) | (targets >= vocabulary)
+    if targets.device.type != "cpu":
+        torch._assert_async(~outside.any(), "a target lies outside the vocabulary")
+    elif outside.any():
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"target {int(targets[row])} of row {row} lies outside the vocabulary of {vocabulary} tokens")
 
 
 class LogProbHead(nn.Module):
     """Projects hidden states to the vocabulary and reduces them to what the objective needs.
 
-    A module of its own so that FSDP2 gathers its weight like any other and a fused head can take its place.
+    A module of its own so that FSDP2 gathers its weight like any other.
     """
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.fused = True
+        self.budget_bytes = DEFAULT_BUDGET_BYTES
         # Set where tensor parallelism shards the vocabulary.
         self.shard: VocabularyShard | None = None
 
@@ -99,11 +226,25 @@ class LogProbHead(nn.Module):
         targets: torch.Tensor | None = None,
         temperature: float = 1.0,
         kept: KeptTokens | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32."""
+        rows: torch.Tensor | None = None,
+        objective: TokenObjective | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
+
+        rows [n]: which positions of hidden the targets [n] belong to. With a token-separable objective the result is
+        (loss [], log-probs [n], entropy [n]), and only the loss has a gradient.
+        """
+        weight: torch.Tensor = self.weight
+        options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
         if self.shard is not None:
-            return self.shard(hidden, self.weight, targets, temperature, kept)
-        logits = project(hidden, self.weight)
+            hidden, weight = self.shard.local(hidden, weight)
+            options |= {"tp_group": self.shard.group, "vocabulary": self.shard.part(self.weight)}
         if targets is None:
-            return logits
-        return log_probs_of_logits(logits, targets, temperature, kept)
+            logits = project(hidden, weight)
+            return logits if self.shard is None else self.shard.whole(logits, self.weight)
+        hidden = hidden[: len(targets)] if rows is None else hidden[rows]
+        if objective is not None:
+            return fused_objective(hidden, weight, targets, objective, **options)
+        if self.fused or self.shard is not None:
+            return fused_log_probs(hidden, weight, targets, **options)
+        return full_log_probs(project(hidden, weight), targets, temperature, kept)

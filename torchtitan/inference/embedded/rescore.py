@@ -8,7 +8,7 @@ from torchtitan.inference.types import Completion
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import separate_projections
-from torchtitan.models.logprob_head import KeptTokens
+from torchtitan.models.kept_tokens import KeptTokens
 
 # Matrix kernels sum in another order for very few rows: smaller packs are filled up to the trainer's usual kernels.
 LEAST_TOKENS = 64

@@ -1,0 +1,487 @@
+"""Log-probs and entropy of target tokens without ever holding [N, V]: the kernel of the log-prob head.
+
+Rows (tokens) and columns (vocabulary) are cut into tiles of a byte budget. Two ways over one set of steps:
+
+- two passes (`fused_log_probs`): the forward keeps one normaliser per row, the backward computes the logits again;
+- one pass (`fused_objective`): once a tile's log-probs are known so is what the loss asks of them, and the gradients of
+  hidden states and weight are formed at once, in the buffer that held the logits; the backward only scales.
+
+Logits are fp32 whatever the operands: rounding them to bfloat16 was measured to cost 2.7 % gradient error. Under tensor
+parallelism each rank holds a part of the vocabulary; rows cost one max and one sum reduction.
+Gradients formed in the forward are Liger's idea (Hsu et al. 2024, section 3.2); the online normaliser is that of
+Milakov and Gimelshein (2018), algorithm 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.distributed.device import matmul, matmul_operand
+from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
+
+ROW_STEP = 16
+COLUMN_STEP = 64
+# Rows of a tile where the vocabulary is cut.
+TILE_ROWS = 256
+# Row-wise arithmetic works on blocks of this size, which stay in the cache.
+BLOCK_BYTES = 1 << 20
+
+# (log-probs [n], entropy [n], which rows these are) -> loss of each row [n], differentiable in the first two.
+TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """`rows` × `columns` of logits are held at a time."""
+
+    rows: int
+    columns: int
+
+
+def choose_tiling(
+    rows: int, vocabulary: int, hidden: int, budget: int, *, buffers: int = 1, converts: bool = False
+) -> Tiling:
+    """The tile whose buffers fit `budget` bytes: all columns where at least 16 rows of them do, else a part of both.
+
+    buffers: fp32 arrays of the tile's size. converts: the weight's tile is converted to fp32 first, and counts too.
+    """
+    rows, vocabulary = max(rows, 1), max(vocabulary, 1)
+    room = budget - (vocabulary * hidden * 4 if converts else 0)
+    fitting = room // (4 * buffers * vocabulary)
+    if fitting >= min(rows, ROW_STEP):
+        return Tiling(rows if fitting >= rows else fitting // ROW_STEP * ROW_STEP, vocabulary)
+    tall = min(rows, TILE_ROWS)
+    column = 4 * (buffers * tall + (hidden if converts else 0))
+    return Tiling(tall, min(vocabulary, max(COLUMN_STEP, budget // column // COLUMN_STEP * COLUMN_STEP)))
+
+
+@dataclass
+class Projection:
+    """What a call is about: logits = softcap(Σ hidden_i weight_iᵀ + bias) / temperature, and targets.
+
+    hidden_i [N, H_i], weight_i [V, H_i]; more than one pair is a low-rank addition to the weight. `first` is the token
+    id of the weight's first row, where `group` spreads the vocabulary over ranks.
+    """
+
+    hidden: Sequence[torch.Tensor]
+    weight: Sequence[torch.Tensor]
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    temperature: float
+    softcap: float | None
+    kept: KeptTokens | None
+    tiling: Tiling
+    entropy: bool
+    group: dist.ProcessGroup | None
+    first: int
+
+    def row_tiles(self) -> list[slice]:
+        return _tiles(len(self.targets), self.tiling.rows)
+
+    def column_tiles(self) -> list[slice]:
+        return _tiles(len(self.weight[0]), self.tiling.columns)
+
+    def operands(self, columns: slice) -> list[torch.Tensor]:
+        """The weights' rows of one tile, as the matrix product takes them."""
+        return [matmul_operand(weight[columns]) for weight in self.weight]
+
+    def logits(
+        self, rows: slice, columns: slice, operands: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [r, c] in fp32, and where there is a softcap its slope [r, c]."""
+        products = (
+            matmul(matmul_operand(hidden[rows]), operand.t())
+            for hidden, operand in zip(self.hidden, operands, strict=True)
+        )
+        logits, slope = next(products), None
+        for product in products:
+            logits.add_(product)
+        if self.bias is not None:
+            logits.add_(self.bias[columns])
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_()
+            slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1)
+            logits.mul_(self.softcap)
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+        if self.kept is not None:
+            self.kept.cut_off_(logits, rows, self.first + columns.start)
+        return logits, slope
+
+    def chosen(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Column of each row's target within the tile [r], and whether it lies there [r]."""
+        column, width = self.targets[rows] - (self.first + columns.start), columns.stop - columns.start
+        return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _tiles(count: int, step: int) -> list[slice]:
+    return [slice(low, min(low + step, count)) for low in range(0, count, step)]
+
+
+def _blocks(tile: torch.Tensor) -> list[slice]:
+    return _tiles(len(tile), max(1, BLOCK_BYTES // (4 * tile.shape[-1])))
+
+
+class RowStatistics:
+    """Per row, over the columns seen: maximum, Σ e^(z - max), Σ e^(z - max) (z - max), and the target's logit."""
+
+    def __init__(self, count: int, device: torch.device):
+        self.maximum = torch.full((count,), -torch.inf, device=device)
+        self.total, self.moment, self.target = torch.zeros(3, count, device=device).unbind()
+
+    def take_(self, projection: Projection, logits: torch.Tensor, rows: slice, columns: slice, own: slice) -> None:
+        """Add a tile of logits [r, c], which afterwards holds e^(z - the row's maximum in this tile).
+
+        `own`: which of these statistics belong to the rows.
+        """
+        column, inside = projection.chosen(rows, columns)
+        self.target[own] += torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+        largest = logits.amax(-1)
+        total, moment = torch.empty_like(largest), torch.zeros_like(largest)
+        for block in _blocks(logits):
+            part = logits[block]
+            if projection.entropy:
+                shifted = part - largest[block, None]
+                torch.exp(shifted, out=part)
+                moment[block] = shifted.mul_(part).sum(-1)
+            else:
+                part.sub_(largest[block, None]).exp_()
+            total[block] = part.sum(-1)
+        before = self.maximum[own]
+        maximum = torch.maximum(before, largest)
+        old_total, old_moment = _rescaled(self.total[own], self.moment[own], before - maximum)
+        new_total, new_moment = _rescaled(total, moment, largest - maximum)
+        self.maximum[own], self.total[own], self.moment[own] = maximum, old_total + new_total, old_moment + new_moment
+
+    def reduce_(self, group: dist.ProcessGroup | None) -> None:
+        """Over the ranks that hold the other columns: one maximum, one sum."""
+        if group is None:
+            return
+        own = self.maximum.clone()
+        dist.all_reduce(self.maximum, dist.ReduceOp.MAX, group=group)
+        sums = torch.stack((*_rescaled(self.total, self.moment, own - self.maximum), self.target))
+        dist.all_reduce(sums, group=group)
+        self.total, self.moment, self.target = sums.unbind()
+
+    @property
+    def normalizer(self) -> torch.Tensor:
+        """log Σ e^z, [r]."""
+        return self.maximum + self.total.log()
+
+    def log_probs(self) -> torch.Tensor:
+        """[r]; -inf for a target that truncated sampling had cut off."""
+        return torch.where(self.target <= CUT_OFF / 2, -torch.inf, self.target - self.normalizer)
+
+    def entropy(self) -> torch.Tensor:
+        """-Σ p log p, [r]."""
+        return self.total.log() - self.moment / self.total
+
+
+def _rescaled(total: torch.Tensor, moment: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sums relative to a maximum that is larger by -shift. A shift of -inf comes with sums of 0."""
+    scale = shift.exp()
+    return total * scale, scale * (moment + total * shift.clamp(min=CUT_OFF))
+
+
+class GradientSums:
+    """Gradients of hidden states, weights and bias, summed tile by tile: all rows of some columns, then the next ones.
+
+    needed: which of (hidden_i..., weight_i..., bias) are asked for. into: gradients to which the weights' are added
+    where they lie, in place of tensors of their own.
+    """
+
+    def __init__(self, projection: Projection, needed: Sequence[bool], into: Sequence[torch.Tensor | None]):
+        self.projection = projection
+        pairs = len(projection.hidden)
+        whole = projection.tiling.columns >= len(projection.weight[0])
+        self.hidden = [
+            # Several column tiles are summed in fp32.
+            torch.empty(tensor.shape, dtype=tensor.dtype if whole else torch.float32, device=tensor.device)
+            if need
+            else None
+            for tensor, need in zip(projection.hidden, needed[:pairs], strict=True)
+        ]
+        self.into = into
+        self.weight: list[torch.Tensor | None] = []
+        for tensor, need, place in zip(projection.weight, needed[pairs : 2 * pairs], into, strict=True):
+            own = (
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if need and place is None else None
+            )
+            self.weight.append(own if place is None else place)
+        bias = projection.bias
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[-1] else None
+        self._sums: list[torch.Tensor | None] = []
+        self._started = False
+        self._columns = slice(0)
+
+    def begin(self, columns: slice) -> None:
+        """The rows to come are of these columns."""
+        self._columns, self._started = columns, False
+        self._sums = [
+            None
+            if gradient is None
+            else (gradient[columns] if gradient.dtype == torch.float32 else gradient[columns].float())
+            for gradient in self.weight
+        ]
+
+    def add(self, rows: slice, logit_gradients: torch.Tensor, operands: list[torch.Tensor]) -> None:
+        """One tile: gradients of the loss by Σ hidden_i weight_iᵀ, [r, c]."""
+        for index, operand in enumerate(operands):
+            factor, gradient, total = logit_gradients.to(operand.dtype), self.hidden[index], self._sums[index]
+            if gradient is not None:
+                if self._columns.start == 0:
+                    matmul(factor, operand, out=gradient[rows])
+                else:
+                    gradient[rows] += matmul(factor, operand)
+            if total is not None:
+                source = matmul_operand(self.projection.hidden[index][rows])
+                if self._started or self.into[index] is not None:
+                    matmul(factor.t(), source, out=total, accumulate=True)
+                else:
+                    matmul(factor.t(), source, out=total)
+        self._started = True
+        if self.bias is not None:
+            self.bias[self._columns] += logit_gradients.sum(0)
+
+    def end(self) -> None:
+        """No more rows of these columns."""
+        for gradient, total, place in zip(self.weight, self._sums, self.into, strict=True):
+            if gradient is None or total is None:
+                continue
+            if not self._started and place is None:
+                total.zero_()
+            if gradient.dtype != torch.float32:
+                gradient[self._columns] = total
+        self._sums = []
+
+    def results(self) -> list[torch.Tensor | None]:
+        """In the order of `needed`, in the operands' types; None for a weight whose gradient lies where it belongs."""
+        hidden = [
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(self.hidden, self.projection.hidden, strict=True)
+        ]
+        weight = [g if place is None else None for g, place in zip(self.weight, self.into, strict=True)]
+        bias = self.projection.bias
+        return [*hidden, *weight, None if self.bias is None or bias is None else self.bias.to(bias.dtype)]
+
+
+def logit_gradients_(
+    projection: Projection,
+    exponentials: torch.Tensor,
+    scale: torch.Tensor | None,
+    slope: torch.Tensor | None,
+    rows: slice,
+    columns: slice,
+    by_log_prob: torch.Tensor,
+    by_entropy: torch.Tensor | None,
+    entropy: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of the loss by the logits before temperature and softcap, in the buffer of p = exponentials · scale.
+
+    ∂ log p_target / ∂z_j = [j = target] - p_j and ∂H / ∂z_j = -p_j (log p_j + H). by_log_prob, by_entropy: the loss's
+    derivatives, [r] each.
+    """
+    factor = 1.0 / projection.temperature
+    if by_entropy is None:
+        exponentials.mul_((-by_log_prob * factor if scale is None else -by_log_prob * scale * factor)[:, None])
+    else:
+        if scale is not None:
+            exponentials.mul_(scale[:, None])
+        straight, curved = -(by_log_prob + by_entropy * entropy) * factor, by_entropy * factor
+        for block in _blocks(exponentials):
+            part = exponentials[block]
+            surprise = torch.special.entr(part).mul_(curved[block, None])
+            part.mul_(straight[block, None]).add_(surprise)
+    column, inside = projection.chosen(rows, columns)
+    exponentials.scatter_add_(-1, column[:, None], torch.where(inside, by_log_prob * factor, 0.0)[:, None])
+    return exponentials if slope is None else exponentials.mul_(slope)
+
+
+def statistics(projection: Projection) -> tuple[RowStatistics, torch.Tensor | None]:
+    """Over all rows and columns. Where one tile is everything, also its e^(z - maximum of this rank's columns)."""
+    rows = projection.row_tiles()
+    columns = projection.column_tiles()
+    found = RowStatistics(len(projection.targets), projection.targets.device)
+    kept: torch.Tensor | None = None
+    for column in columns:
+        operands = projection.operands(column)
+        for row in rows:
+            kept, _ = projection.logits(row, column, operands)
+            found.take_(projection, kept, row, column, row)
+    return found, kept if len(rows) == len(columns) == 1 and projection.softcap is None else None
+
+
+def second_pass(
+    projection: Projection,
+    normalizer: torch.Tensor,
+    entropy: torch.Tensor,
+    by_log_prob: torch.Tensor,
+    by_entropy: torch.Tensor | None,
+    sums: GradientSums,
+) -> list[torch.Tensor | None]:
+    """Form the gradients from logits that are computed again."""
+    for columns in projection.column_tiles():
+        operands = projection.operands(columns)
+        sums.begin(columns)
+        for rows in projection.row_tiles():
+            logits, slope = projection.logits(rows, columns, operands)
+            logits.sub_(normalizer[rows, None]).exp_()
+            by_entropy_here = None if by_entropy is None else by_entropy[rows]
+            gradient = logit_gradients_(
+                projection, logits, None, slope, rows, columns, by_log_prob[rows], by_entropy_here, entropy[rows]
+            )
+            sums.add(rows, gradient, operands)
+        sums.end()
+    return sums.results()
+
+
+def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Existing gradients to which a weight's may be added directly: later micro-batches then allocate none anew."""
+    places: list[torch.Tensor | None] = []
+    for weight, need in zip(weights, needed, strict=True):
+        place = weight.grad if need and weight.is_leaf else None
+        usable = (
+            place is not None
+            and type(place) is torch.Tensor
+            and place.is_contiguous()
+            # Whoever hooked the weight wants to see each gradient.
+            and not weight._backward_hooks
+            and not getattr(weight, "_post_accumulate_grad_hooks", None)
+        )
+        places.append(place if usable else None)
+    return places
+
+
+class TwoPass(torch.autograd.Function):
+    """(projection, bias, *hidden, *weight) -> (log-probs [N], entropy [N])."""
+
+    @staticmethod
+    def forward(ctx: Any, projection: Projection, bias: torch.Tensor | None, *operands: torch.Tensor) -> Any:
+        found, kept = statistics(projection)
+        local_maximum = found.maximum.clone() if kept is not None else None
+        found.reduce_(projection.group)
+        log_probs, normalizer = found.log_probs(), found.normalizer
+        entropy = found.entropy() if projection.entropy else torch.zeros_like(log_probs)
+        if not any(ctx.needs_input_grad):
+            return log_probs, entropy
+        ctx.projection = projection
+        scale = None if local_maximum is None else (local_maximum - normalizer).exp()
+        # Used up by the first backward; another one computes the logits again.
+        ctx.exponentials = kept
+        ctx.save_for_backward(normalizer, entropy, scale, bias, *operands)
+        ctx.set_materialize_grads(False)
+        if not projection.entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, by_log_prob: torch.Tensor | None, by_entropy: torch.Tensor | None) -> Any:
+        normalizer, entropy, scale, bias, *operands = ctx.saved_tensors
+        kept, ctx.exponentials = ctx.exponentials, None
+        projection: Projection = ctx.projection
+        pairs = len(operands) // 2
+        # FSDP frees and gathers weights between the passes: these are the ones of now.
+        projection.hidden, projection.weight, projection.bias = operands[:pairs], operands[pairs:], bias
+        needed = [*ctx.needs_input_grad[2:], ctx.needs_input_grad[1]]
+        sums = GradientSums(projection, needed, _places(projection.weight, needed[pairs : 2 * pairs]))
+        if by_log_prob is None:
+            by_log_prob = torch.zeros_like(normalizer)
+        if kept is None:
+            gradients = second_pass(projection, normalizer, entropy, by_log_prob, by_entropy, sums)
+        else:
+            rows, columns = projection.row_tiles()[0], projection.column_tiles()[0]
+            weights = projection.operands(columns)
+            gradient = logit_gradients_(projection, kept, scale, None, rows, columns, by_log_prob, by_entropy, entropy)
+            sums.begin(columns)
+            sums.add(rows, gradient, weights)
+            sums.end()
+            gradients = sums.results()
+        return (None, gradients[-1], *gradients[:-1])
+
+
+class OnePass(torch.autograd.Function):
+    """(projection, objective, accumulate, bias, *hidden, *weight) -> (loss [], log-probs [N], entropy [N])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projection: Projection,
+        objective: TokenObjective,
+        accumulate: bool,
+        bias: torch.Tensor | None,
+        *operands: torch.Tensor,
+    ) -> Any:
+        pairs = len(operands) // 2
+        needed = [*ctx.needs_input_grad[4:], ctx.needs_input_grad[3]]
+        places = _places(operands[pairs:], needed[pairs : 2 * pairs]) if accumulate else [None] * pairs
+        count, device = len(projection.targets), projection.targets.device
+        log_probs, entropy = torch.empty(2, count, device=device).unbind()
+        loss = torch.zeros((), device=device)
+        columns = projection.column_tiles()
+        if len(columns) > 1 or not any(needed):
+            found, _ = statistics(projection)
+            found.reduce_(projection.group)
+            log_probs.copy_(found.log_probs())
+            if projection.entropy:
+                entropy.copy_(found.entropy())
+            loss, by_log_prob, by_entropy = _ask(objective, log_probs, entropy, slice(0, count), any(needed))
+            if any(needed):
+                sums = GradientSums(projection, needed, places)
+                ctx.gradients = second_pass(projection, found.normalizer, entropy, by_log_prob, by_entropy, sums)
+        else:
+            sums = GradientSums(projection, needed, places)
+            weights = projection.operands(columns[0])
+            sums.begin(columns[0])
+            for rows in projection.row_tiles():
+                logits, slope = projection.logits(rows, columns[0], weights)
+                found = RowStatistics(len(logits), device)
+                found.take_(projection, logits, rows, columns[0], slice(None))
+                own = found.maximum.clone()
+                found.reduce_(projection.group)
+                log_probs[rows] = found.log_probs()
+                entropy[rows] = found.entropy() if projection.entropy else 0.0
+                part, by_log_prob, by_entropy = _ask(objective, log_probs[rows], entropy[rows], rows, True)
+                loss += part
+                scale = (own - found.normalizer).exp()
+                gradient = logit_gradients_(
+                    projection, logits, scale, slope, rows, columns[0], by_log_prob, by_entropy, entropy[rows]
+                )
+                sums.add(rows, gradient, weights)
+            sums.end()
+            ctx.gradients = sums.results()
+        ctx.accumulated = any(place is not None for place in places)
+        ctx.mark_non_differentiable(log_probs, entropy)
+        ctx.set_materialize_grads(False)
+        return loss, log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, by_loss: torch.Tensor, *_: Any) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("fused_objective: its gradients were used up by the first backward")
+        is_one = by_loss.device.type == "cpu" and by_loss.item() == 1.0
+        if ctx.accumulated and not is_one:
+            torch._assert_async(
+                by_loss == 1.0, "fused_objective(accumulate=True): its loss must be what backward() is called on"
+            )
+        if not is_one:
+            gradients = [None if gradient is None else gradient.mul_(by_loss) for gradient in gradients]
+        return (None, None, None, gradients[-1], *gradients[:-1])
+
+
+def _ask(
+    objective: TokenObjective, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice, derive: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sum of the objective over the rows, and its derivatives by log-prob and entropy (None where it has none)."""
+    with torch.enable_grad():
+        leaves = log_probs.detach().requires_grad_(derive), entropy.detach().requires_grad_(derive)
+        loss = objective(*leaves, rows).sum()
+    if not loss.requires_grad:
+        return loss.detach(), torch.zeros_like(log_probs), None
+    by_log_prob, by_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), torch.zeros_like(log_probs) if by_log_prob is None else by_log_prob, by_entropy
