@@ -264,7 +264,7 @@ def test_versions_arrive_between_steps_and_failed_ones_poison(tiny_checkpoint: C
 
     async def scenario(server: EngineServer, client: Client) -> None:
         assert (await client.call("POST", "/v1/generate", json=body()))[0] == 503
-        assert await asyncio.to_thread(server.loop.apply, "e", 1, weights) > 0
+        assert (await asyncio.to_thread(server.loop.apply, "e", 1, weights)).pause_s > 0
         running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(300, n=8)))
         await client.until(lambda health: health["running"] == 8 and health["version"] == 1)
         await asyncio.to_thread(server.loop.apply, "e", 2, weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from torchtitan.components.timeline_files import actor_file
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.cores import actor_cores, threads_per_actor
 from torchtitan.inference.handler import ActorError
@@ -49,6 +50,8 @@ def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[s
         "--dtype", inference.dtype,
         "--threads", str(threads_per_actor(inference)),
         "--in-flight-kv", inference.in_flight_kv,
+        "--update-mode", inference.update_mode,
+        "--drain-timeout", str(inference.drain_timeout_s),
         "--token-env", TOKEN_VARIABLE,
         "--parent-pid", str(os.getpid()),
         "--require-version",
@@ -71,6 +74,7 @@ class ActorProcess:
         self.name = name
         self._number = number
         self.log_file = run_dir / "logs" / f"{name}.log"
+        self._activity_file = actor_file(run_dir, name)
         self._config = config
         self._token = token
         self._process: Process | None = None
@@ -97,7 +101,7 @@ class ActorProcess:
         with self.log_file.open("ab") as log:
             # In a session of its own, so that Ctrl-C reaches the trainer alone, which then stops its actors in order.
             self._process = await asyncio.create_subprocess_exec(
-                *actor_command(self._config, port_file, self._number),
+                *actor_command(self._config, port_file, self._number), "--activity-file", str(self._activity_file),
                 stdin=DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + self._config.inference.startup_timeout_s

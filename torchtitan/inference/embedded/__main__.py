@@ -41,6 +41,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cores", help="cores to run on, such as 0 or 2,3")
     kv_help = "what running requests do with their KV cache when weights arrive"
     parser.add_argument("--in-flight-kv", choices=("keep", "recompute"), default="keep", help=kv_help)
+    update_help = "apply weights while requests run, or let those that have begun finish first (new ones wait)"
+    parser.add_argument("--update-mode", choices=("in_flight", "drain"), default="in_flight", help=update_help)
+    parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
+    parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine worked")
     parser.add_argument("--exact", action="store_true", help="rescore finished completions with the trainer's forward")
     parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is made up")
     parser.add_argument("--no-token", action="store_true", help="let everybody on this machine in (loopback only)")
@@ -49,6 +53,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.max_sequences < 1 or arguments.max_length < 0 or arguments.threads < 0 or arguments.cache_mb < 0:
         parser.error("--max-sequences must be at least 1; --max-length, --threads and --cache-mb at least 0")
+    if not 0 < arguments.drain_timeout < float("inf"):
+        parser.error("--drain-timeout must be greater than 0")
     if arguments.no_token and arguments.token_env:
         parser.error("--no-token and --token-env exclude each other")
     if arguments.no_token and not is_loopback(arguments.host):
@@ -133,7 +139,16 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     if not arguments.no_token:
         token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)
     model = Path(arguments.model).name
-    server = EngineServer(engine, model, token, threads, arguments.require_version, arguments.host)
+    server = EngineServer(
+        engine,
+        model,
+        token,
+        threads,
+        arguments.require_version,
+        arguments.host,
+        drain_timeout_s=arguments.drain_timeout if arguments.update_mode == "drain" else 0.0,
+        activity_file=arguments.activity_file,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)

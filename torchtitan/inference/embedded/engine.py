@@ -52,6 +52,8 @@ class Statistics:
     aborted_requests: int = 0
     versions_applied: int = 0
     apply_seconds: float = 0.0
+    drain_seconds: float = 0.0
+    """Before updates, while running requests were let finish"""
 
 
 class Engine:
@@ -100,6 +102,8 @@ class Engine:
         self._aliases = dict(policy.named_parameters(remove_duplicate=False))
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
+        self.held_back = False
+        """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
         self.waiting = 0
         """Samples that wait for a row"""
@@ -147,6 +151,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has something to do."""
         return bool(self._requests)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a request is under way that has sampled something; only the first in the queue can be among them."""
+        return bool(self._sequences) or (bool(self._waiting) and self._waiting[0].next_sample > 0)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that cannot be served, ValueError for an id in use."""
@@ -197,8 +206,8 @@ class Engine:
         wanted = {request.request_id for request in requests}
         done: dict[str, list[Completion]] = {}
         while wanted - done.keys():
-            if self.paused:
-                raise RuntimeError("the engine is paused")
+            if self.paused or self.held_back:
+                raise RuntimeError("the engine is paused, or holds back what has not begun")
             done.update(self.step())
             failures = self.take_failures()
             if failures:
@@ -243,6 +252,8 @@ class Engine:
         tokens = 0
         while self._waiting:
             running = self._waiting[0]
+            if self.held_back and running.next_sample == 0:
+                break
             prompt, sampling = running.request.prompt_ids, running.request.sampling
             used = len(self._sequences)
             length = len(prompt) + sampling.max_tokens

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.types import Completion, GenerateRequest
 
@@ -29,6 +32,25 @@ class Unavailable(Exception):
     """The engine must not or cannot serve now; later, or on another actor, the same request may do."""
 
 
+class Applied(NamedTuple):
+    """What a weight update cost, in seconds."""
+
+    pause_s: float
+    """Nothing was generated"""
+    drain_s: float
+    """Before that, only requests that had begun were"""
+
+
+@dataclass
+class _Update:
+    """A weight update that has been ordered and waits for its turn."""
+
+    version: int
+    work: Callable[[], float]
+    future: Future[Applied] = field(default_factory=Future)
+    ordered_at: float = field(default_factory=time.monotonic)
+
+
 class EngineLoop:
     """Drives an engine in a thread of its own while it has requests, and sleeps otherwise.
 
@@ -37,16 +59,27 @@ class EngineLoop:
         threads: CPU threads of its computations; 0 leaves torch's choice.
         require_version: serve nothing until a version was applied.
         on_failure: called in the thread, with the reason, if the thread ends by an error; nothing is served afterwards.
+        drain_timeout_s: before weights change, requests that have begun get so long to finish, and new ones wait for
+            the new weights; 0 changes them in flight.
+        activity: notes when the engine worked.
     """
 
     def __init__(
-        self, engine: Engine, threads: int, require_version: bool, on_failure: Callable[[BaseException], None]
+        self,
+        engine: Engine,
+        threads: int,
+        require_version: bool,
+        on_failure: Callable[[BaseException], None],
+        drain_timeout_s: float = 0.0,
+        activity: ActivityLog | None = None,
     ):
         self.engine, self._threads, self._require_version = engine, threads, require_version
-        self._on_failure = on_failure
+        self._on_failure, self._drain_timeout_s = on_failure, drain_timeout_s
+        self._activity = activity or ActivityLog()
         self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         # Touched in the engine's thread only.
         self._waiters: dict[str, Future[list[Completion]]] = {}
+        self._updates: deque[_Update] = deque()
         self._closing = False
         self._turning_since: float | None = None
         self.failure: BaseException | None = None
@@ -126,8 +159,8 @@ class EngineLoop:
         version: int,
         tensors: dict[str, torch.Tensor],
         check: Callable[[], None] = lambda: None,
-    ) -> float:
-        """Replace the weights between two steps; called from another thread, returns the seconds generation paused.
+    ) -> Applied:
+        """Replace the weights between two steps; called from another thread, returns what that cost.
 
         `check` is called in the engine's thread just before. Raises whatever it or Engine.apply_weights raises,
         TimeoutError where the engine did not come to it.
@@ -142,15 +175,18 @@ class EngineLoop:
                     # What is running was computed with weights that no longer exist; others can redo it.
                     self._fail_all(Unavailable("a weight update failed half-way"))
 
-        future = self.call(work)
+        update = _Update(version, work)
+        ordered = self.call(lambda: self._updates.append(update))
+        ordered.add_done_callback(lambda done: update.future.cancel() if done.cancelled() else None)
+        limit = CALL_SECONDS + self._drain_timeout_s
         try:
-            return future.result(CALL_SECONDS)
+            return update.future.result(limit)
         except CancelledError:
             raise Unavailable("the engine is shutting down") from None
         except FutureTimeout:
-            if future.cancel():
-                raise TimeoutError(f"the engine did not finish its step within {CALL_SECONDS:g} s") from None
-            return future.result(CALL_SECONDS)
+            if update.future.cancel():
+                raise TimeoutError(f"the engine did not finish its step within {limit:g} s") from None
+            return update.future.result(CALL_SECONDS)
 
     def abort_all(self) -> Future[None]:
         """Drop every request; their callers get Unavailable."""
@@ -167,7 +203,11 @@ class EngineLoop:
                 self._work_off_commands()
                 if self.engine.busy and not self.engine.paused and not self.engine.poisoned:
                     self._turning_since = time.monotonic()
-                    for request_id, completions in self.engine.step():
+                    begin, tokens = time.time(), self.engine.statistics.generated_tokens
+                    finished = self.engine.step()
+                    made = self.engine.statistics.generated_tokens - tokens
+                    self._activity.stepped(begin, time.time(), self.engine.version, made)
+                    for request_id, completions in finished:
                         _settle(self._waiters.pop(request_id), completions, None)
                     for request_id, reason in self.engine.take_failures().items():
                         _settle(self._waiters.pop(request_id), None, NonFiniteLogits(reason))
@@ -184,14 +224,20 @@ class EngineLoop:
                 left = self._commands.get_nowait()
                 if left is not None:
                     left[1].cancel()
+            for update in self._updates:
+                update.future.cancel()
+            self._activity.close()
 
     def _work_off_commands(self) -> None:
         """Run what was asked for; wait for something where there is nothing else to do."""
         while not self._closing:
+            self._update_weights()
             idle = not self.engine.busy or self.engine.paused or self.engine.poisoned
             if not idle and self._commands.empty():
                 return
             self._turning_since = None
+            if idle and self._commands.empty():
+                self._activity.rest()
             command = self._commands.get()
             self._turning_since = time.monotonic()
             if command is None:
@@ -205,6 +251,33 @@ class EngineLoop:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+    def _update_weights(self) -> None:
+        """Work off the updates whose turn has come. Afterwards none waits unless the engine has something to finish."""
+        while self._updates and self._drained(self._updates[0]):
+            update = self._updates.popleft()
+            if not update.future.set_running_or_notify_cancel():
+                continue
+            self._turning_since = begun = time.monotonic()
+            drain_s = begun - update.ordered_at if self._drain_timeout_s else 0.0
+            now = time.time()
+            try:
+                pause_s = update.work()
+            except Exception as error:
+                update.future.set_exception(error)
+                continue
+            self.engine.statistics.drain_seconds += drain_s
+            if drain_s:
+                self._activity.updated("drain", now - drain_s, now, update.version)
+            self._activity.updated("apply", now, time.time(), update.version)
+            update.future.set_result(Applied(pause_s, drain_s))
+        self.engine.held_back = bool(self._updates)
+
+    def _drained(self, update: _Update) -> bool:
+        """Whether an update need not wait any longer: nothing runs that could finish, or it had its time."""
+        engine = self.engine
+        finishes = engine.begun and not engine.paused and not engine.poisoned and not update.future.cancelled()
+        return not finishes or time.monotonic() - update.ordered_at >= self._drain_timeout_s
 
     def _abort(self, request_id: str) -> None:
         self._waiters.pop(request_id, None)

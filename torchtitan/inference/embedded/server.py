@@ -11,11 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from torchtitan.inference.embedded import api
+from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
@@ -51,6 +53,8 @@ class EngineServer:
         threads: of the engine; 0 leaves torch's choice.
         require_version: answer 503 until a first version was applied.
         data_host: address on which weights are received.
+        drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
+        activity_file: gets notes of when the engine worked.
     """
 
     def __init__(
@@ -61,11 +65,14 @@ class EngineServer:
         threads: int = 0,
         require_version: bool = False,
         data_host: str = "127.0.0.1",
+        drain_timeout_s: float = 0.0,
+        activity_file: Path | None = None,
     ):
         self.engine, self.model, self._token, self._data_host = engine, model, token, data_host
         self.stopped = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
-        self.loop = EngineLoop(engine, threads, require_version, self._engine_failed)
+        activity = ActivityLog(activity_file)
+        self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
         self._receiver: Receiver | None = None
         self._receivers = 0
         self._connecting = asyncio.Lock()
@@ -208,7 +215,7 @@ class EngineServer:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
 
-        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
+        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check).pause_s
 
     # What it is doing
 
@@ -225,6 +232,7 @@ class EngineServer:
             "version": self.engine.version if has_version else None,
             "running": self.engine.running,
             "waiting": self.engine.waiting,
+            "draining": self.engine.held_back,
             "engine_age_s": round(self.loop.turn_age, 3),
             "pid": os.getpid(),
             "weights": None if self._receiver is None else self._receiver.status().to_json(),

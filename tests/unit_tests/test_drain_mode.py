@@ -1,0 +1,266 @@
+"""Weight updates that let running requests finish first: in the engine's thread and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.integration_tests.test_embedded_server import Client, body, in_process
+from torchtitan.components.events import read_json_lines
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.validate import validate
+from torchtitan.inference.actor_process import TOKEN_VARIABLE, actor_command
+from torchtitan.inference.embedded.__main__ import parse_arguments
+from torchtitan.inference.embedded.activity import ActivityLog
+from torchtitan.inference.embedded.engine import Engine, Finished
+from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.models import load_policy
+from torchtitan.rollout.staleness import sample_version
+
+LONG = 60.0
+
+
+class Served:
+    """An engine in its thread, at version 1, whose steps are counted and can be held up."""
+
+    def __init__(self, directory: Path, rows: int, drain_timeout_s: float, activity: Path | None = None):
+        self.engine = Engine(load_policy(directory), rows, 400, ())
+        self.weights = {name: one.detach().clone() for name, one in load_policy(directory).named_parameters()}
+        self.go = threading.Semaphore(0)
+        self.free = False
+        step = self.engine.step
+
+        def gated() -> Finished:
+            if not self.free:
+                assert self.go.acquire(timeout=LONG)
+            return step()
+
+        self.engine.step = gated  # type: ignore[method-assign]
+        self.failures: list[BaseException] = []
+        self.loop = EngineLoop(self.engine, 1, False, self.failures.append, drain_timeout_s, ActivityLog(activity))
+        self.loop.start()
+        self.loop.apply("e", 1, self.weights)
+        self.threads = ThreadPoolExecutor()
+
+    def apply(self, version: int, **broken: torch.Tensor) -> Any:
+        return self.threads.submit(self.loop.apply, "e", version, {**self.weights, **broken})
+
+    async def until(self, condition: Callable[[], Any], stepping: bool = True) -> None:
+        """Look until it holds, letting one more step happen each time."""
+        deadline = time.monotonic() + LONG
+        while not condition():
+            assert time.monotonic() < deadline
+            if stepping:
+                self.go.release()
+            await asyncio.sleep(0.005)
+
+    def run_free(self) -> None:
+        self.free = True
+        self.go.release()
+
+    def close(self) -> None:
+        self.run_free()
+        self.loop.close(LONG)
+        self.threads.shutdown()
+
+
+@pytest.fixture
+def serve(tiny_checkpoint: Callable[..., Path]) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def make(rows: int = 4, drain_timeout_s: float = LONG, activity: Path | None = None) -> Served:
+        made.append(Served(tiny_checkpoint(), rows, drain_timeout_s, activity))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert not one.failures
+
+
+def request(name: str, max_tokens: int, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(name, [5, 9, 3], SamplingParameters(max_tokens, n=n))
+
+
+def versions(completions: list[Completion]) -> list[list[tuple[int, int, int]]]:
+    return [[(span.version, span.start, span.end) for span in one.spans] for one in completions]
+
+
+def test_what_has_begun_ends_under_its_version_and_what_waits_begins_under_the_new_one(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    served = serve(rows=3, activity=tmp_path / "activity.jsonl")
+
+    async def scenario() -> None:
+        first = asyncio.create_task(served.loop.generate(request("first", 9)))
+        # Two of its five samples get a row at first: the others have begun with them, so they may go on.
+        group = asyncio.create_task(served.loop.generate(request("group", 6, n=5)))
+        queued = asyncio.create_task(served.loop.generate(request("queued", 4, n=2)))
+        await served.until(lambda: served.engine.running == 3 and len(served.loop._waiters) == 3)
+        update = served.apply(2)
+        await served.until(lambda: served.engine.held_back)
+        assert not first.done()
+        late = asyncio.create_task(served.loop.generate(request("late", 4)))
+        served.run_free()
+        cost = await asyncio.wrap_future(update)
+        assert isinstance(cost, Applied) and cost.drain_s > cost.pause_s > 0
+        assert versions(await first) == [[(1, 0, 9)]]
+        assert versions(await group) == [[(1, 0, 6)]] * 5
+        assert versions(await queued) == [[(2, 0, 4)]] * 2
+        assert versions(await late) == [[(2, 0, 4)]]
+        assert not served.engine.held_back
+
+    asyncio.run(scenario())
+    served.close()
+    rows = read_json_lines(tmp_path / "activity.jsonl")
+    assert sum(row.get("tokens", 0) for row in rows if row["version"] == 1) == 9 + 5 * 6
+    assert sum(row.get("tokens", 0) for row in rows if row["version"] == 2) == 3 * 4
+    (drain,) = [row for row in rows if row["what"] == "drain" and row["version"] == 2]
+    (apply,) = [row for row in rows if row["what"] == "apply" and row["version"] == 2]
+    assert drain["begin"] < drain["end"] <= apply["begin"] < apply["end"]
+    assert served.engine.statistics.drain_seconds > 0
+
+
+def test_at_the_deadline_weights_change_in_flight(serve: Callable[..., Served]) -> None:
+    served = serve(rows=2, drain_timeout_s=0.05)
+
+    async def scenario() -> None:
+        endless = asyncio.create_task(served.loop.generate(request("endless", 300, n=2)))
+        queued = asyncio.create_task(served.loop.generate(request("queued", 4)))
+        await served.until(lambda: served.engine.running == 2 and len(served.loop._waiters) == 2)
+        update = served.apply(2)
+        await served.until(update.done)  # some steps until the deadline, far fewer than the request has tokens
+        assert (await asyncio.wrap_future(update)).drain_s >= 0.05
+        served.run_free()
+        for (before, start, cut), (after, again, end) in versions(await endless):
+            assert (before, start, after, end) == (1, 0, 2, 300) and 0 < cut == again < 300
+        assert versions(await queued) == [[(2, 0, 4)]]
+        # The staleness gate counts from the oldest token: the cut request is of version 1, the queued one of 2.
+        assert {sample_version(one.spans) for one in await endless} == {1}
+        assert sample_version((await queued)[0].spans) == 2
+
+    asyncio.run(scenario())
+
+
+def test_pause_poison_and_shutdown_do_not_wait_for_what_cannot_finish(serve: Callable[..., Served]) -> None:
+    served = serve()
+
+    async def scenario() -> None:
+        for version in (2, 3):  # an idle engine has nothing to finish
+            assert (await asyncio.wrap_future(served.apply(version))).drain_s < LONG
+        running = asyncio.create_task(served.loop.generate(request("running", 8)))
+        await served.until(lambda: served.engine.running)
+        paused = served.loop.call(served.engine.pause)
+        await served.until(paused.done)
+        await asyncio.wrap_future(served.apply(4))
+        served.loop.call(served.engine.resume)
+        await served.until(lambda: served.engine.statistics.generated_tokens >= 4)
+        # Half of a version while something drains: nobody gets an answer made of it.
+        broken = served.apply(5, **{"model.norm.weight": torch.zeros(64, device="meta")})
+        served.run_free()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            await asyncio.wrap_future(broken)
+        assert versions(await running)[0][-1][0] == 4
+        assert served.loop.why_unavailable() is not None
+        await asyncio.wrap_future(served.apply(6))
+        assert served.loop.why_unavailable() is None
+        served.free = False
+        stuck = asyncio.create_task(served.loop.generate(request("stuck", 300)))
+        await served.until(lambda: served.engine.running)
+        update = served.apply(7)
+        await served.until(lambda: served.engine.held_back)
+        closing = served.threads.submit(served.loop.close, LONG)
+        await served.until(lambda: served.loop._closing, stepping=False)
+        served.run_free()
+        for future in (asyncio.wrap_future(update), stuck):
+            with pytest.raises(Unavailable, match="shutting down"):
+                await future
+        await asyncio.wrap_future(closing)
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=8),
+    updates=st.integers(1, 3),
+)
+def test_no_request_is_lost_and_none_mixes_versions(
+    tiny_checkpoint: Callable[..., Path], requests: list[tuple[int, int]], updates: int
+) -> None:
+    served = Served(tiny_checkpoint(), rows=3, drain_timeout_s=LONG)
+    served.run_free()
+
+    async def scenario() -> None:
+        tasks, ordered = [], []
+        for number, (tokens, n) in enumerate(requests):
+            tasks.append(asyncio.create_task(served.loop.generate(request(str(number), tokens, n))))
+            if number < updates:
+                await asyncio.sleep(0.002)
+                ordered.append(served.apply(number + 2))
+        for answer, (tokens, n) in zip(await asyncio.gather(*tasks), requests, strict=True):
+            assert [len(one.token_ids) for one in answer] == [tokens] * n
+            # All samples of a group come from one version, whole.
+            assert len({span.version for one in answer for span in one.spans}) == 1
+            assert all(len(one.spans) == 1 and one.finish_reason == "length" for one in answer)
+        for update in ordered:
+            await asyncio.wrap_future(update)
+
+    try:
+        asyncio.run(scenario())
+        assert served.engine.version == 1 + min(updates, len(requests))
+    finally:
+        served.close()
+
+
+def test_over_http_new_requests_wait_for_the_new_version(tiny_checkpoint: Callable[..., Path]) -> None:
+    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
+
+    async def scenario(server: EngineServer, client: Client) -> None:
+        await asyncio.to_thread(server.loop.apply, "e", 1, weights)
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=4, top_k=120)))
+        await client.until(lambda health: health["running"] == 4)
+        update = asyncio.create_task(asyncio.to_thread(server.loop.apply, "e", 2, weights))
+        health = await client.until(lambda health: health["draining"])
+        assert health["status"] == "ok" and health["version"] == 1
+        late = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4)))
+        status, answer = await running
+        assert status == 200 and {len(one["spans"]) for one in answer["completions"]} == {1}
+        assert {one["spans"][0]["version"] for one in answer["completions"]} == {1}
+        status, answer = await late
+        assert status == 200 and [span["version"] for span in answer["completions"][0]["spans"]] == [2]
+        assert (await update).drain_s > 0
+        assert "engine_drain_seconds_total" in (await client.call("GET", "/metrics"))[1]
+
+    in_process(tiny_checkpoint(), scenario, drain_timeout_s=LONG)
+
+
+def test_the_mode_reaches_the_actor_and_fits_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    config.model.hf_assets_path = "checkpoint"
+    config.inference.update_mode, config.inference.drain_timeout_s = "drain", 2.5
+    command = actor_command(config, tmp_path / "port")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    arguments = parse_arguments(command[command.index("torchtitan.inference.embedded") + 1 :])
+    assert (arguments.update_mode, arguments.drain_timeout) == ("drain", 2.5)
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "x", "--drain-timeout", "0"])
+    problems = {problem.key: problem.text for problem in validate(config)}
+    assert "weight_sync.apply_timeout_s" not in problems
+    config.inference.drain_timeout_s = config.weight_sync.apply_timeout_s
+    problems = {problem.key: problem.text for problem in validate(config)}
+    assert "greater than inference.drain_timeout_s = 10" in problems["weight_sync.apply_timeout_s"]
+    config.inference.update_mode = "in_flight"
+    assert "weight_sync.apply_timeout_s" not in {problem.key for problem in validate(config)}
