@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.weight_sync.states.attempt import Attempt
+from torchtitan.weight_sync.states.version import VersionRecord
 
 
 class ActorState(enum.Enum):
@@ -45,14 +46,19 @@ FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 60.0
 
 
+def backoff_seconds(doublings: int) -> float:
+    """FIRST_BACKOFF_SECONDS, doubled so often, up to LONGEST_BACKOFF_SECONDS."""
+    return min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(doublings, 16))
+
+
 @dataclass
 class Actor:
     """One connection's life of one actor; a rejoin makes a new one."""
 
     name: str
     session: int
-    data: str
-    """host:port that couriers send to"""
+    data: str | list[str]
+    """host:port of each of its workers, which senders connect to"""
     heard_at: float
     since: float
     state: ActorState = ActorState.JOINING
@@ -60,6 +66,20 @@ class Actor:
     """Served version of this epoch, NO_VERSION when it serves none"""
     digest: str = ""
     poisoned: bool = False
+    acknowledged: bool = False
+    """The served version was applied on this connection: it may be the base of a delta"""
+    shadow: bool = False
+    """Its staging memory holds the served version, as far as is known here: it may pass it on"""
+    deltas: int = 0
+    """Versions applied as deltas since the last one in full"""
+    fed_by_trainer: bool = False
+    """The served version came from the couriers, on this connection"""
+    distrusts: dict[tuple[str, int], float] = field(default_factory=dict)
+    """(name, session) of a peer whose relay to this one failed -> until when it is not asked again"""
+    parts: list[str] = field(default_factory=list)
+    """What identifies the buckets that each worker needs"""
+    process: str | None = None
+    """Differs between two processes of one name; None where the actor does not say"""
     mailbox: bool = False
     """A version waits: always the newest (depth one, latest wins)"""
     attempt: Attempt | None = None
@@ -71,6 +91,10 @@ class Actor:
     failures: int = 0
     """Attempts that ended in corruption, a broken connection or a failed apply, and evictions over a deadline, since
     the last applied version; a rejoin does not forget them"""
+    replacements: int = 0
+    """New processes of this name, one after the other, without any that applied a version"""
+    declines: int = 0
+    """Consecutive offers that were declined"""
     offers_from: float = 0.0
     """No offer before this time"""
     pinned: bool = False
@@ -91,7 +115,16 @@ class Actor:
     @property
     def serves(self) -> bool:
         """May be sent prompts: some version of this epoch is whole in it."""
-        return self.version != NO_VERSION and not self.poisoned and self.state is not ActorState.EVICTED
+        return self.has_version and not self.poisoned and self.state is not ActorState.EVICTED
+
+    @property
+    def has_version(self) -> bool:
+        """Holds some version of this epoch, whole or poisoned."""
+        return self.version != NO_VERSION
+
+    def holds(self, record: VersionRecord) -> bool:
+        """Serves exactly this version."""
+        return self.version == record.version and self.digest == record.digest and not self.poisoned
 
     @property
     def on_probation(self) -> bool:
@@ -101,10 +134,22 @@ class Actor:
     @property
     def backoff(self) -> float:
         """Seconds from a rejoin to the first offer: bandwidth goes to actors that make use of it."""
-        if not self.on_probation:
-            return 0.0
-        doublings = min(self.failures - MAXIMUM_FAILURES, 16)
-        return min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**doublings)
+        return backoff_seconds(self.failures - MAXIMUM_FAILURES) if self.on_probation else 0.0
+
+    def succeed(self, previous: Actor) -> None:
+        """Take over what the last connection of this name left behind.
+
+        The same process keeps its failures. A new one starts afresh, unless one after the other ends before it has
+        applied anything: from the third on it is on probation like an actor that fails.
+        """
+        self.evictions, self.figures = previous.evictions, previous.figures
+        if self.process is None or self.process == previous.process:
+            self.failures, self.replacements, self.reason = previous.failures, previous.replacements, previous.reason
+        else:
+            self.replacements = previous.replacements + 1
+            self.failures = self.replacements if self.replacements >= MAXIMUM_FAILURES else 0
+        if self.version > previous.version and not self.poisoned:
+            self.failures = 0  # it did apply, only the acknowledgement was lost or late
 
     def move(self, state: ActorState, now: float) -> None:
         """Raises RuntimeError for a step that the protocol does not have."""

@@ -36,14 +36,27 @@ class Attempt:
     actor: str
     serial: int
     version: int
+    source: str | None = None
+    """The actor that passes the version on; None: the couriers send it from their slots"""
+    base_serial: int | None = None
+    """The slot that a delta may be taken against; held as long as the attempt's own"""
+    delta: bool = False
+    """The actor holds the base: buckets may be sent as what differs from it"""
     state: AttemptState = AttemptState.OFFERED
     received_bytes: int = 0
     progress_at: float = 0.0
 
     @property
     def leases(self) -> bool:
-        """Whether it holds slots."""
+        """Whether somebody holds memory for it: slots of the couriers, or the source's staging memory."""
         return self.state in LEASING
+
+    @property
+    def leased_serials(self) -> tuple[int, ...]:
+        """Slots that it holds on every rank."""
+        if not self.leases or self.source is not None:
+            return ()
+        return (self.serial,) if self.base_serial is None else (self.serial, self.base_serial)
 
     def move(self, state: AttemptState) -> None:
         """Raises RuntimeError for a step that the protocol does not have."""

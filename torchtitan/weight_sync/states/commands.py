@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """Deadlines in seconds; see [weight_sync] in the configuration."""
+    """Deadlines in seconds; see [weight_sync] in the configuration. delta needs one slot more on every rank."""
 
     world_size: int
     join_timeout_s: float = 60.0
@@ -19,6 +19,10 @@ class Settings:
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
     evict_after_versions: int = 16
+    delta: bool = False
+    full_every: int = 20
+    relay: bool = False
+    relay_fanout: int = 2
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Actor, ActorState
+from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Actor, ActorState, backoff_seconds
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
 from torchtitan.weight_sync.states.commands import Command, Message, Settings
 from torchtitan.weight_sync.states.delivery import Deliveries
@@ -24,7 +24,6 @@ class CoordinatorMachine(Deliveries):
 
     def __init__(self, settings: Settings, term: int):
         super().__init__(settings, term)
-        self.term = term
         self.content_digest: Digest | None = None
         self.dropped: list[tuple[int, int]] = []
         self.published_count = 0
@@ -45,6 +44,8 @@ class CoordinatorMachine(Deliveries):
         """A rank's courier is here (again) and will report what its slots hold."""
         self._advance(now)
         newest = self.versions.newest
+        if self.retained is not None:
+            self._to_couriers({"type": "retain", "serial": self.retained}, rank)
         if newest is not None:
             self._to_couriers({"type": "publish", "serial": newest.serial, "version": newest.version}, rank)
         return self._commands()
@@ -53,8 +54,8 @@ class CoordinatorMachine(Deliveries):
         """Its attempts cannot be finished: everything it was sending starts anew when it is back."""
         self._advance(now)
         self.versions.rank_lost(rank)
-        for actor in self.actors.values():
-            if actor.attempt is not None and actor.attempt.leases:
+        for actor, attempt in list(self._leasing()):
+            if attempt.source is None:
                 self._end_attempt(actor, f"the courier of rank {rank} is gone")
         self._record("courier_lost", rank=rank)
         return self._commands()
@@ -71,26 +72,26 @@ class CoordinatorMachine(Deliveries):
             self._need_slot()
         elif kind == "broken":
             actor = self._actor_of(message["attempt"])
-            if actor is not None:
+            if actor is not None and actor.attempt is not None and actor.attempt.source is None:
                 self._attempt_failed(actor, f"rank {rank}: {message['reason']}")
         return self._commands()
 
     def actor_joined(self, name: str, session: int, fields: Message, now: float) -> list[Command]:
-        """fields: data (host:port), served ([epoch, version, digest] or None), poisoned, epoch (already checked)."""
+        """fields: data (host:port per worker), served ([epoch, version, digest] or None), poisoned, epoch (already
+        checked); optional: shadow (staging memory holds what is served), process (differs between two processes)."""
         self._advance(now)
         previous = self.actors.get(name)
         if previous is not None and previous.state is not ActorState.EVICTED:
             self._evict(previous, "joined anew")
         actor = Actor(name, session, fields["data"], heard_at=self.time, since=self.time)
-        if previous is not None:
-            actor.evictions, actor.figures = previous.evictions, previous.figures
-            actor.failures, actor.reason = previous.failures, previous.reason
+        actor.process = fields.get("process")
         actor.poisoned = bool(fields.get("poisoned"))
         served = fields.get("served")
         if served is not None and served[0] == fields["epoch"]:
             actor.version, actor.digest = served[1], served[2]
-        if previous is not None and actor.version > previous.version and not actor.poisoned:
-            actor.failures = 0  # it did apply, only the acknowledgement was lost or late
+            actor.shadow = bool(fields.get("shadow"))
+        if previous is not None:
+            actor.succeed(previous)
         actor.offers_from = self.time + actor.backoff
         self.actors[name] = actor
         self._record("join", actor=name, served=served, poisoned=actor.poisoned, backoff_s=actor.backoff)
@@ -122,6 +123,8 @@ class CoordinatorMachine(Deliveries):
             self._to_actor(actor, {"type": "pong"})
         elif kind == "ready":
             self._ready(actor, message)
+        elif kind == "broken":
+            self._relay_broken(actor, message)
         elif actor.attempt is not None and message.get("attempt") == actor.attempt.number:
             handler = {
                 "accept": self._accept,
@@ -171,6 +174,7 @@ class CoordinatorMachine(Deliveries):
 
     def _snapped(self, rank: int, message: Message) -> None:
         serial, version = message["serial"], message["version"]
+        previous = self.versions.newest
         try:
             outcome = self.versions.snapped(rank, serial, version, message["checksums"], self.time)
         except ValueError as error:
@@ -179,19 +183,22 @@ class CoordinatorMachine(Deliveries):
         if outcome is Outcome.DROPPED:
             self._to_couriers({"type": "drop", "serial": serial}, rank)
         elif outcome is Outcome.PUBLISHED:
-            self._published(self.versions.records[serial])
+            self._published(self.versions.records[serial], previous)
 
-    def _published(self, record: VersionRecord) -> None:
+    def _published(self, record: VersionRecord, previous: VersionRecord | None) -> None:
         assert self.content_digest is not None
         record.digest = self.content_digest(record.published_checksums)
         self.published_count += 1
         for serial in self.versions.superseded():
             self._drop(serial, self.versions.records[serial].version, f"version {record.version} came first")
         self._record("publish", version=record.version, serial=record.serial, digest=record.digest)
+        self._choose_retained(previous)
         self._to_couriers({"type": "publish", "serial": record.serial, "version": record.version})
         for actor in self.actors.values():
             if actor.state is not ActorState.EVICTED:
                 actor.mailbox = True
+                if actor.declines:
+                    actor.declines, actor.offers_from = 0, self.time
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         record = self.versions.records.get(serial)
@@ -208,6 +215,7 @@ class CoordinatorMachine(Deliveries):
     def _ready(self, actor: Actor, message: Message) -> None:
         if actor.state is not ActorState.JOINING or message["layout_id"] != self.layout_id:
             return
+        actor.parts = message.get("parts") or []
         actor.move(actor.idle_state, self.time)
         newest = self.versions.newest
         if newest is not None and actor.version == newest.version and actor.digest != newest.digest:
@@ -216,21 +224,38 @@ class CoordinatorMachine(Deliveries):
             self._record("unknown_weights", actor=actor.name, digest=actor.digest)
         self._refill(actor)
 
-    def _accept(self, actor: Actor, attempt: Attempt, _message: Message) -> None:
+    def _accept(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is not AttemptState.OFFERED:
             return
         attempt.move(AttemptState.RECEIVING)
         attempt.progress_at = self.time
         actor.unanswered_since = None
+        actor.declines = 0
+        actor.shadow = False
         actor.move(ActorState.RECEIVING, self.time)
-        send = {"type": "send", "attempt": attempt.number, "actor": actor.name, "data": actor.data}
-        self._to_couriers({**send, "serial": attempt.serial})
+        order = {"attempt": attempt.number, "actor": actor.name, "data": actor.data}
+        if attempt.source is not None:
+            record = self.versions.records[attempt.serial]
+            self._to_senders(attempt, {"type": "relay", **order, "version": record.version, "digest": record.digest})
+            return
+        attempt.delta = attempt.base_serial is not None and bool(message.get("base"))
+        base_serial = attempt.base_serial if attempt.delta else None
+        self._to_couriers({"type": "send", **order, "serial": attempt.serial, "base_serial": base_serial})
 
     def _decline(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is AttemptState.OFFERED:
             actor.unanswered_since = None
-            # Not offered again before something newer is published.
-            self._end_attempt(actor, f"declined: {message['reason']}", refill=False)
+            # Offered again, since nothing newer may come; later and later, since it may go on declining.
+            actor.offers_from = self.time + backoff_seconds(actor.declines)
+            actor.declines += 1
+            self._end_attempt(actor, f"declined: {message['reason']}")
+
+    def _relay_broken(self, source: Actor, message: Message) -> None:
+        """An actor cannot pass its version on."""
+        child = self._actor_of(message["attempt"])
+        if child is not None and child.attempt is not None and child.attempt.source == source.name:
+            source.shadow = source.shadow and bool(message.get("shadow", True))
+            self._attempt_failed(child, message["reason"])
 
     def _progress(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is AttemptState.RECEIVING and attempt.progress(message["bytes"], self.time):
@@ -245,7 +270,7 @@ class CoordinatorMachine(Deliveries):
             return
         attempt.move(AttemptState.STAGED)
         actor.move(ActorState.STAGED, self.time)
-        self._to_couriers({"type": "release", "attempt": attempt.number})
+        self._to_senders(attempt, {"type": "release", "attempt": attempt.number})
         attempt.move(AttemptState.APPLYING)
         actor.move(ActorState.APPLYING, self.time)
         self._record("apply", actor=actor.name, attempt=attempt.number, version=attempt.version)
@@ -265,7 +290,10 @@ class CoordinatorMachine(Deliveries):
         actor.attempt = None
         actor.version, actor.digest, actor.poisoned = message["version"], message["digest"], False
         actor.figures = message["figures"]
-        actor.missed_deadlines = actor.failures = actor.shortage_aborts = 0
+        actor.acknowledged = actor.shadow = True
+        actor.deltas = actor.deltas + 1 if attempt.delta else 0
+        actor.fed_by_trainer = attempt.source is None
+        actor.missed_deadlines = actor.failures = actor.replacements = actor.shortage_aborts = 0
         actor.reason = ""
         actor.move(ActorState.READY, self.time)
         self._record("applied", actor=actor.name, version=actor.version, digest=actor.digest, figures=actor.figures)
@@ -296,7 +324,10 @@ class CoordinatorMachine(Deliveries):
 
     def _commands(self) -> list[Command]:
         self._offer_all()
-        in_use = {a.attempt.serial for a in self.actors.values() if a.attempt is not None}
+        attempts = [actor.attempt for actor in self.actors.values() if actor.attempt is not None]
+        in_use = {attempt.serial for attempt in attempts} | {s for a in attempts for s in a.leased_serials}
+        if self.retained is not None:
+            in_use.add(self.retained)
         self.versions.forget(in_use)
         commands, self._out = self._out, []
         return commands

@@ -5,31 +5,23 @@ The part of the coordinator's machine that knows attempts and leases; coordinato
 
 from __future__ import annotations
 
-from typing import Any
-
-from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Actor, ActorState
+from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
-from torchtitan.weight_sync.states.commands import Command, Disconnect, Message, Record, Settings, ToActor, ToCourier
-from torchtitan.weight_sync.states.version import VersionRecord, VersionTable
+from torchtitan.weight_sync.states.base import Bases
+from torchtitan.weight_sync.states.commands import Disconnect, Settings
+from torchtitan.weight_sync.states.relay import Relays
+from torchtitan.weight_sync.states.version import VersionRecord
 
 MAXIMUM_MISSED_DEADLINES = 2
 ATTEMPTS_PER_TERM = 1 << 32
-PROTECTED_SHARE = 0.1
 
 
-class Deliveries:
-    """Actors, versions and the attempts between them. `time` is the machine's own clock."""
+class Deliveries(Bases, Relays):
+    """Offers, ends and deadlines of attempts."""
 
     def __init__(self, settings: Settings, term: int):
-        self.settings = settings
-        self.actors: dict[str, Actor] = {}
-        self.versions = VersionTable(settings.world_size, settings.snapshot_timeout_s)
-        self.layout: Message | None = None
-        self.layout_id = ""
-        self.pinned_version: int | None = None
-        self.time = 0.0
+        super().__init__(settings, term)
         self._next_attempt = term * ATTEMPTS_PER_TERM + 1
-        self._out: list[Command] = []
 
     # Offers
 
@@ -38,64 +30,109 @@ class Deliveries:
         if newest is not None and (newest.version > actor.version or actor.poisoned):
             actor.mailbox = True
 
-    def _choose(self, actor: Actor) -> VersionRecord | None:
-        """The version to offer: the newest, or, after an abort for want of slots, one whose slot is held anyway."""
+    def _choose(self, actor: Actor, children: dict[str, list[Actor]]) -> tuple[VersionRecord, str | None] | None:
+        """The version to offer and the actor that passes it on (None: the couriers); None while there is nobody.
+
+        The newest, or, after an abort for want of slots, one whose slot is held anyway.
+        """
         newest = self.versions.newest
-        if newest is None or not self.versions.whole(newest):
+        if newest is None:
             return None
         if newest.version <= actor.version and not actor.poisoned:
             actor.mailbox = False
             return None
         if actor.shortage_aborts:
-            leased = {a.attempt.serial for a in self.actors.values() if a.attempt is not None and a.attempt.leases}
-            shared = [self.versions.records[s] for s in sorted(leased, reverse=True) if s != newest.serial]
-            for record in shared:
-                if record.version > actor.version and self.versions.whole(record):
-                    return record
-        return newest
+            for serial in sorted(self._held_serials(), reverse=True):
+                record = self.versions.records.get(serial)
+                if record is not None and record.version > actor.version and self._courier_may_send(actor, record):
+                    return record, None
+        if self.settings.relay:
+            peer = self._peer_for(actor, newest, children)
+            if peer is not None:
+                return newest, peer.name
+        return (newest, None) if self._courier_may_send(actor, newest) else None
+
+    def _courier_may_send(self, actor: Actor, record: VersionRecord) -> bool:
+        if not self.versions.whole(record):
+            return False
+        return not self.settings.relay or self._trainer_may_send(actor, record)
+
+    def _held_serials(self) -> set[int]:
+        """Older snapshots whose slots are held in any case."""
+        held = {serial for _, attempt in self._leasing() for serial in attempt.leased_serials}
+        if self.retained is not None:
+            held.add(self.retained)
+        newest = self.versions.newest
+        return held if newest is None else held - {newest.serial}
 
     def _offer_all(self) -> None:
-        """Offer to every idle actor whose mailbox is full; one lease message per version, however many actors."""
-        offers: dict[int, list[tuple[Actor, Attempt]]] = {}
+        """Offer to every idle actor whose mailbox is full; one lease message per slot, however many actors."""
+        waiting = []
         for actor in self.actors.values():
             actor.pinned = self.pinned_version is not None and actor.version == self.pinned_version and actor.idle
-            if not actor.idle or not actor.mailbox or actor.pinned or self.time < actor.offers_from:
+            if actor.mailbox and actor.idle and not actor.pinned and self.time >= actor.offers_from:
+                waiting.append(actor)
+        if not waiting:
+            return
+        children = self._children() if self.settings.relay else {}
+        if self.settings.relay:
+            # The trainer's few places go to those that are furthest behind: nobody waits for ever.
+            waiting.sort(key=lambda actor: actor.version)
+        offers: list[tuple[Actor, Attempt, VersionRecord, VersionRecord | None]] = []
+        for actor in waiting:
+            choice = self._choose(actor, children)
+            if choice is None or not self._freed(actor, children):
                 continue
-            record = self._choose(actor)
-            if record is None:
-                continue
-            attempt = Attempt(self._next_attempt, actor.name, record.serial, record.version)
+            record, source = choice
+            base = self._base_for(actor, record) if source is None else None
+            attempt = Attempt(self._next_attempt, actor.name, record.serial, record.version, source)
+            attempt.base_serial = None if base is None else base.serial
             self._next_attempt += 1
             actor.attempt = attempt
             actor.mailbox = record is not self.versions.newest
             if actor.unanswered_since is None:
                 actor.unanswered_since = self.time
             actor.move(ActorState.OFFERED, self.time)
-            offers.setdefault(record.serial, []).append((actor, attempt))
-        for serial, pairs in offers.items():
-            record = self.versions.records[serial]
-            # Held on all ranks from the offer on; the couriers read this before anything that could free the slot.
-            numbers = [[attempt.number, actor.name] for actor, attempt in pairs]
-            self._to_couriers({"type": "lease", "serial": serial, "attempts": numbers})
-            for actor, attempt in pairs:
-                self._record("offer", actor=actor.name, attempt=attempt.number, version=record.version)
-                offer = {
-                    "type": "offer",
-                    "attempt": attempt.number,
-                    "version": record.version,
-                    "layout_id": self.layout_id,
-                    "checksums": record.published_checksums,
-                    "digest": record.digest,
-                }
-                self._to_actor(actor, offer)
+            if source is not None:
+                children.setdefault(source, []).append(actor)
+            offers.append((actor, attempt, record, base))
+        self._lease([attempt for _, attempt, _, _ in offers])
+        for actor, attempt, record, base in offers:
+            self._offer(actor, attempt, record, base)
+
+    def _freed(self, actor: Actor, children: dict[str, list[Actor]]) -> bool:
+        """Whether nobody reads the staging memory into which the offered version would be written."""
+        own = children.get(actor.name, [])
+        stuck = self._stuck_children(actor, own)
+        for child in stuck:
+            self._end_attempt(child, "its source takes a newer version")
+        return len(stuck) == len(own)
+
+    def _lease(self, attempts: list[Attempt]) -> None:
+        """Held on all ranks from the offer on; the couriers read this before anything that could free the slots."""
+        leases: dict[int, list[list[int | str]]] = {}
+        for attempt in attempts:
+            for serial in attempt.leased_serials:
+                leases.setdefault(serial, []).append([attempt.number, attempt.actor])
+        for serial, pairs in leases.items():
+            self._to_couriers({"type": "lease", "serial": serial, "attempts": pairs})
+
+    def _offer(self, actor: Actor, attempt: Attempt, record: VersionRecord, base: VersionRecord | None) -> None:
+        fields = {"actor": actor.name, "attempt": attempt.number, "version": record.version}
+        self._record("offer", **fields, source=attempt.source, base=None if base is None else base.version)
+        offer = {
+            "type": "offer",
+            "attempt": attempt.number,
+            "version": record.version,
+            "layout_id": self.layout_id,
+            "checksums": record.published_checksums,
+            "digest": record.digest,
+            "base": None if base is None else [base.version, base.digest],
+            "source": attempt.source,
+        }
+        self._to_actor(actor, offer)
 
     # Ends
-
-    def _actor_of(self, attempt: int) -> Actor | None:
-        for actor in self.actors.values():
-            if actor.attempt is not None and actor.attempt.number == attempt:
-                return actor
-        return None
 
     def _end_attempt(self, actor: Actor, reason: str, refill: bool = True, to: ActorState | None = None) -> None:
         """Abort for all who take part, and lead the actor back. Never after APPLY has been ordered."""
@@ -106,22 +143,33 @@ class Deliveries:
         attempt.move(AttemptState.ABORTED)
         actor.attempt = None
         abort = {"type": "abort", "attempt": attempt.number, "reason": reason}
-        self._to_couriers(abort)
+        self._to_senders(attempt, abort)
         self._to_actor(actor, abort)
-        fields = {"actor": actor.name, "attempt": attempt.number, "version": attempt.version}
+        fields = {"actor": actor.name, "attempt": attempt.number, "version": attempt.version, "source": attempt.source}
         self._record("abort", **fields, phase=phase, bytes=attempt.received_bytes, reason=reason)
         actor.move(to or actor.idle_state, self.time)
         if refill:
             self._refill(actor)
 
     def _attempt_failed(self, actor: Actor, reason: str) -> None:
-        if actor.attempt is None or not actor.attempt.leases:
+        attempt = actor.attempt
+        if attempt is None or not attempt.leases:
+            return
+        if attempt.source is not None:
+            # Not counted against the actor: its source or the way between them may be at fault. The couriers are next.
+            self._distrust(actor, attempt)
+            self._end_attempt(actor, f"relay by {attempt.source}: {reason}")
             return
         actor.failures += 1
         actor.reason = reason
         self._end_attempt(actor, reason)
         if actor.failures >= MAXIMUM_FAILURES:
             self._evict(actor, f"{actor.failures} failed attempts in a row, the last: {reason}")
+
+    def _end_children(self, source: Actor, reason: str) -> None:
+        """What a lost source was passing on starts anew from somebody else."""
+        for child in self._children().get(source.name, ()):
+            self._end_attempt(child, f"its source {source.name} is gone: {reason}")
 
     def _evict_late(self, actor: Actor, reason: str) -> None:
         """A deadline passed: that counts as a failure too, or an actor that always hangs would cost it every time."""
@@ -130,6 +178,7 @@ class Deliveries:
 
     def _evict(self, actor: Actor, reason: str) -> None:
         phase = actor.state.value
+        self._end_children(actor, reason)
         self._end_attempt(actor, reason, refill=False)
         # An attempt that is being applied holds no slot; what the actor then serves it says when it rejoins.
         actor.attempt = None
@@ -144,16 +193,16 @@ class Deliveries:
     def _need_slot(self) -> None:
         """The publisher found no free slot: give up the delivery with the least progress, so that a slot comes free."""
         newest = self.versions.newest
+        kept = {self.retained, None if newest is None else newest.serial}
         holders: dict[int, list[Actor]] = {}
-        for actor in self.actors.values():
-            if (
-                actor.attempt is not None
-                and actor.attempt.leases
-                and actor.attempt.serial != getattr(newest, "serial", 0)
-            ):
-                holders.setdefault(actor.attempt.serial, []).append(actor)
+        for actor, attempt in self._leasing():
+            for serial in attempt.leased_serials:
+                if serial not in kept:
+                    holders.setdefault(serial, []).append(actor)
         candidates = [group for group in holders.values() if not any(map(self._protected, group))]
         if not candidates:
+            if not holders and not self.versions.pending:
+                self._retain(None)  # no delivery gives one: then the next versions go in full
             return
 
         def progress(group: list[Actor]) -> tuple[int, int]:
@@ -166,14 +215,7 @@ class Deliveries:
 
     def _protected(self, actor: Actor) -> bool:
         """An actor that answers and makes progress is aborted for want of slots at most once in a row."""
-        if not actor.shortage_aborts or actor.attempt is None:
-            return False
-        # A frozen actor must not hold a slot for its turn until the deadline: a share of it shows enough.
-        if actor.attempt.state is AttemptState.OFFERED:
-            begun, patience = actor.unanswered_since, self.settings.offer_timeout_s
-        else:
-            begun, patience = actor.attempt.progress_at, self.settings.progress_timeout_s
-        return begun is not None and self.time - begun < patience * PROTECTED_SHARE
+        return actor.shortage_aborts > 0 and self._moves(actor)
 
     # Deadlines
 
@@ -191,7 +233,7 @@ class Deliveries:
                 self._missed(actor, f"no answer to an offer within {settings.offer_timeout_s:g} s")
         elif actor.state is ActorState.RECEIVING and attempt is not None:
             if now - attempt.progress_at > settings.progress_timeout_s:
-                self._missed(actor, f"no byte within {settings.progress_timeout_s:g} s")
+                self._no_progress(actor, attempt, f"no byte within {settings.progress_timeout_s:g} s")
         elif actor.state is ActorState.APPLYING:
             if now - actor.since > settings.apply_timeout_s:
                 self._evict_late(actor, f"no acknowledgement of apply within {settings.apply_timeout_s:g} s")
@@ -201,28 +243,23 @@ class Deliveries:
         elif actor.idle and now - actor.heard_at > settings.offer_timeout_s:
             self._missed(actor, f"no heartbeat for {settings.offer_timeout_s:g} s")
 
+    def _no_progress(self, actor: Actor, attempt: Attempt, reason: str) -> None:
+        if attempt.source is not None and self._heard_lately(actor):
+            self._attempt_failed(actor, reason)  # it lives, so its source may be the frozen one
+        else:
+            self._missed(actor, reason)
+
     def _missed(self, actor: Actor, reason: str) -> None:
         phase = actor.state.value
         actor.missed_deadlines += 1
         actor.reason = reason
-        newest = self.versions.newest
-        # One that never had a version falls behind the first that it was offered.
-        held = actor.attempt.version if actor.version == NO_VERSION and actor.attempt is not None else actor.version
-        behind = 0 if newest is None or held == NO_VERSION else newest.version - held
+        behind = self._behind(actor)
         if actor.missed_deadlines >= MAXIMUM_MISSED_DEADLINES or behind >= self.settings.evict_after_versions:
             self._evict_late(actor, reason)
             return
         self._record("suspect", actor=actor.name, phase=phase, reason=reason)
+        self._end_children(actor, reason)
         if actor.attempt is not None:
             self._end_attempt(actor, reason, refill=False, to=ActorState.SUSPECT)
         else:
             actor.move(ActorState.SUSPECT, self.time)
-
-    def _to_couriers(self, message: Message, rank: int | None = None) -> None:
-        self._out.append(ToCourier(rank, message))
-
-    def _to_actor(self, actor: Actor, message: Message) -> None:
-        self._out.append(ToActor(actor.name, actor.session, message))
-
-    def _record(self, event: str, **fields: Any) -> None:
-        self._out.append(Record(event, fields))

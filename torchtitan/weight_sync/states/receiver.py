@@ -1,7 +1,8 @@
 """What an actor's receiver may do when: pure, no I/O, no clock.
 
 DISCONNECTED → JOINING → READY → RECEIVING → STAGED → APPLYING → READY. The weights that are served are a fact of the
-engine and outlive every connection; only a finished apply changes them.
+engine and outlive every connection; only a finished apply changes them. Staging memory is their shadow (base of a
+delta, source of a relay) from the end of an apply until the next offer is accepted.
 """
 
 from __future__ import annotations
@@ -56,14 +57,31 @@ class Discard:
     attempt: int
 
 
-Command = Send | BeginApply | Discard
+@dataclass(frozen=True)
+class BeginRelay:
+    """Send the shadow, in full, to another actor's workers; report with relay_finished."""
+
+    attempt: int
+    actor: str
+    data: list[str]
+
+
+@dataclass(frozen=True)
+class EndRelay:
+    """Nobody wants this relay any more: close its data connections. Nothing is reported."""
+
+    attempt: int
+
+
+Command = Send | BeginApply | Discard | BeginRelay | EndRelay
 
 
 class ReceiverMachine:
-    """The receiver's side of the protocol."""
+    """The receiver's side of the protocol. `process` tells two processes of one actor's name apart."""
 
-    def __init__(self, epoch: str, served: Served | None = None):
+    def __init__(self, epoch: str, served: Served | None = None, process: str | None = None):
         self.epoch = epoch
+        self.process = process
         self.state = ReceiverState.DISCONNECTED
         self.served = served
         self.poisoned = False
@@ -73,8 +91,17 @@ class ReceiverMachine:
         self.attempt: int | None = None
         self.version = -1
         self.digest = ""
+        self.source: str | None = None
+        """The actor that sends the offered version; None: the couriers do"""
+        self.delta = False
+        """Buckets of this attempt may be sent as what differs from the shadow of before"""
         self.missing: set[BucketKey] = set()
+        self.shadow: Served | None = None
+        """What staging memory holds, whole and verified"""
+        self.relays: set[int] = set()
+        """Attempts of other actors that the shadow is sent to"""
         self.refused_versions = 0
+        self._staging_layout: str | None = None
 
     def connected(self, term: int) -> list[Command]:
         """The coordinator of `term` has taken the hello. An older term than one seen before is refused (ValueError)."""
@@ -88,9 +115,10 @@ class ReceiverMachine:
     def disconnected(self) -> list[Command]:
         """The coordinator is gone. What is being applied will be applied; what is not yet is dropped."""
         self.layout_id = None
+        commands = self._end_relays()
         if self.state is ReceiverState.APPLYING:
-            return []
-        commands = self._drop_attempt()
+            return commands
+        commands += self._drop_attempt()
         self.state = ReceiverState.DISCONNECTED
         return commands
 
@@ -101,12 +129,16 @@ class ReceiverMachine:
             "epoch": self.epoch,
             "served": None if served is None else [served.epoch, served.version, served.digest],
             "poisoned": self.poisoned,
+            "shadow": self._shadow_is(served),
+            "process": self.process,
         }
 
     def layout(self, layout_id: str) -> list[Command]:
         """Staging memory for this layout is there."""
         if self.state is not ReceiverState.JOINING:
             return []
+        if layout_id != self._staging_layout:
+            self.shadow, self._staging_layout = None, layout_id
         self.layout_id = layout_id
         self.state = ReceiverState.READY
         return [Send({"type": "ready", "layout_id": layout_id})]
@@ -115,8 +147,17 @@ class ReceiverMachine:
         """Messages of other epochs and older terms are dropped."""
         return epoch == self.epoch and term == self.term
 
-    def offer(self, attempt: int, version: int, digest: str, buckets: Collection[BucketKey]) -> list[Command]:
-        """A version is offered; `buckets` are the (rank, bucket) pairs that make it up."""
+    def offer(
+        self,
+        attempt: int,
+        version: int,
+        digest: str,
+        buckets: Collection[BucketKey],
+        base: tuple[int, str] | None = None,
+        source: str | None = None,
+    ) -> list[Command]:
+        """A version is offered; `buckets` are the (rank, bucket) pairs that make it up, `base` is the (version, digest)
+        that a delta may be taken against, `source` the actor that will send."""
         if attempt <= self.highest_attempt:
             return []
         self.highest_attempt = attempt
@@ -124,10 +165,13 @@ class ReceiverMachine:
         if reason:
             return [Send({"type": "decline", "attempt": attempt, "reason": reason})]
         commands = self._drop_attempt()
-        self.attempt, self.version, self.digest = attempt, version, digest
+        self.attempt, self.version, self.digest, self.source = attempt, version, digest, source
         self.missing = set(buckets)
+        self.delta = base is not None and self._shadow_is(Served(self.epoch, *base))
+        # Invalid from before the first byte, until all resulting bytes are verified and applied.
+        self.shadow = None
         self.state = ReceiverState.RECEIVING
-        commands.append(Send({"type": "accept", "attempt": attempt}))
+        commands.append(Send({"type": "accept", "attempt": attempt, "base": self.delta}))
         return commands
 
     def _reason_to_decline(self, version: int) -> str:
@@ -135,10 +179,15 @@ class ReceiverMachine:
             return "not joined"
         if self.state is ReceiverState.APPLYING:
             return "applying"
+        if self.relays:
+            return "passing on what is in staging memory"
         served = self.served
         if served is not None and served.epoch == self.epoch and not self.poisoned and version <= served.version:
             return f"version {served.version} is served already"
         return ""
+
+    def _shadow_is(self, version: Served | None) -> bool:
+        return version is not None and self.shadow == version == self.served and not self.poisoned
 
     def wants(self, attempt: int) -> bool:
         """Whether bytes of this attempt are to be stored (others are dropped)."""
@@ -173,6 +222,8 @@ class ReceiverMachine:
         """The coordinator ends the attempt. After apply has begun this does nothing."""
         if attempt > self.highest_attempt:
             self.highest_attempt = attempt
+        if attempt in self.relays:
+            return self._end_relay(attempt)
         if attempt != self.attempt or self.state is ReceiverState.APPLYING:
             return []
         return self._drop_attempt()
@@ -194,7 +245,7 @@ class ReceiverMachine:
         joined = self.layout_id is not None
         message: Message
         if error is None:
-            self.served = Served(self.epoch, self.version, self.digest)
+            self.served = self.shadow = Served(self.epoch, self.version, self.digest)
             self.poisoned = False
             message = {
                 "type": "applied",
@@ -212,6 +263,33 @@ class ReceiverMachine:
         self.attempt = None
         self.state = ReceiverState.READY if joined else ReceiverState.DISCONNECTED
         return [Send(message)] if joined else []
+
+    def relay(self, attempt: int, actor: str, version: int, digest: str, data: list[str]) -> list[Command]:
+        """The coordinator orders this actor to pass the version on that it holds."""
+        wanted = Served(self.epoch, version, digest)
+        if self.state is not ReceiverState.READY or not self._shadow_is(wanted):
+            reason = f"version {version} is not in staging memory"
+            return [Send({"type": "broken", "attempt": attempt, "reason": reason, "shadow": False})]
+        self.relays.add(attempt)
+        return [BeginRelay(attempt, actor, data)]
+
+    def relay_finished(self, attempt: int, error: str | None) -> list[Command]:
+        """Everything of a relay is sent and its memory not touched any more, or it has failed."""
+        if attempt not in self.relays:
+            return []
+        self.relays.discard(attempt)
+        return [] if error is None else [Send({"type": "broken", "attempt": attempt, "reason": error})]
+
+    def release(self, attempt: int) -> list[Command]:
+        """The other actor has everything."""
+        return self._end_relay(attempt) if attempt in self.relays else []
+
+    def _end_relay(self, attempt: int) -> list[Command]:
+        self.relays.discard(attempt)
+        return [EndRelay(attempt)]
+
+    def _end_relays(self) -> list[Command]:
+        return [command for attempt in sorted(self.relays) for command in self._end_relay(attempt)]
 
     def _drop_attempt(self) -> list[Command]:
         if self.attempt is None:

@@ -96,7 +96,8 @@ class SlotKeeper:
     """The courier's transitions: who reads a slot, which one is pinned, when one is free again.
 
     Readers are attempts that hold a lease; holds are reasons why the transport or the checksum thread still touches the
-    memory, although a lease may be over. A slot is free when both are empty and it is dropped or older than the pinned.
+    memory, although a lease may be over. A slot is free when both are empty and it is dropped, or older than the pinned
+    and not retained as the base of deltas.
     """
 
     def __init__(self, words: Words):
@@ -105,6 +106,7 @@ class SlotKeeper:
         self._holds: dict[int, set[str]] = {}
         self._dropped: set[int] = set()
         self.pinned: int | None = None
+        self.retained: int | None = None
 
     def filled(self) -> dict[int, tuple[int, int]]:
         """serial -> (slot index, version) of all slots that hold a snapshot."""
@@ -155,6 +157,11 @@ class SlotKeeper:
         self._dropped.discard(serial)
         self._sweep()
 
+    def retain(self, serial: int | None) -> None:
+        """Keep this published snapshot as the base of deltas until told otherwise; one at a time."""
+        self.retained = serial
+        self._sweep()
+
     def drop(self, serial: int) -> None:
         """This snapshot will never be published."""
         if serial != self.pinned:
@@ -164,7 +171,8 @@ class SlotKeeper:
     def _sweep(self) -> None:
         filled = self.filled()
         for serial, (index, version) in filled.items():
-            outdated = serial in self._dropped or (self.pinned is not None and serial < self.pinned)
+            superseded = self.pinned is not None and serial < self.pinned and serial != self.retained
+            outdated = superseded or serial in self._dropped
             if self._readers.get(serial):
                 state = SlotState.LEASED
             elif outdated and not self._holds.get(serial):

@@ -63,6 +63,11 @@ class VersionTable:
         self.newest = record
         return Outcome.PUBLISHED
 
+    @property
+    def pending(self) -> bool:
+        """Whether some rank has a snapshot that others still owe."""
+        return any(record.outcome is Outcome.PENDING for record in self.records.values())
+
     def superseded(self) -> list[int]:
         """Serials that are still pending although a newer one is published: drop them."""
         newest = self.newest
@@ -96,7 +101,7 @@ class VersionTable:
             record.checksums.pop(rank, None)
 
     def forget(self, in_use: set[int]) -> None:
-        """Drop records of published versions that are neither the newest nor being delivered."""
+        """Drop records of published versions that are neither the newest nor in use (delivered, or a base)."""
         newest = self.newest
         for serial in list(self.records):
             record = self.records[serial]

@@ -1,0 +1,80 @@
+"""Relay: actors that hold a version pass it on, so that the trainer sends it a bounded number of times. Pure."""
+
+from __future__ import annotations
+
+from torchtitan.weight_sync.states.actor import Actor, ActorState
+from torchtitan.weight_sync.states.attempt import Attempt
+from torchtitan.weight_sync.states.board import Board
+from torchtitan.weight_sync.states.version import VersionRecord
+
+# A source whose relay to an actor failed is not asked to serve that one for so long.
+DISTRUST_SECONDS = 60.0
+
+
+class Relays(Board):
+    """Who may send a version to whom. A source's staging memory is what a slot is for couriers: leased to its children
+    from the offer on, and written to only when none of them reads it."""
+
+    def _children(self) -> dict[str, list[Actor]]:
+        """source -> actors that its staging memory is leased to"""
+        children: dict[str, list[Actor]] = {}
+        for actor, attempt in self._leasing():
+            if attempt.source is not None:
+                children.setdefault(attempt.source, []).append(actor)
+        return children
+
+    def _peer_for(self, actor: Actor, record: VersionRecord, children: dict[str, list[Actor]]) -> Actor | None:
+        """The peer with the fewest children among those that can pass `record` on."""
+        able = [
+            peer
+            for peer in self.actors.values()
+            if peer is not actor
+            and self._can_relay(peer, record)
+            and len(children.get(peer.name, ())) < self.settings.relay_fanout
+            # Workers are served by workers that hold the same buckets.
+            and peer.parts == actor.parts
+            and actor.distrusts.get((peer.name, peer.session), 0.0) <= self.time
+        ]
+        return min(able, key=lambda peer: len(children.get(peer.name, ())), default=None)
+
+    def _can_relay(self, peer: Actor, record: VersionRecord) -> bool:
+        return (
+            peer.state is ActorState.READY
+            and peer.shadow
+            and peer.holds(record)
+            and not peer.on_probation
+            and self._heard_lately(peer)
+        )
+
+    def _trainer_may_send(self, actor: Actor, record: VersionRecord) -> bool:
+        """Not to more than `relay_fanout` actors per version, unless a relay to this one has failed."""
+        if any(until > self.time for until in actor.distrusts.values()):
+            return True
+        fed = 0
+        for other in self.actors.values():
+            if other.state is ActorState.EVICTED:
+                continue
+            if other.attempt is not None and other.attempt.serial == record.serial:
+                # Nothing is sent to one that shows no life: it does not take another's place.
+                fed += other.attempt.source is None and (not other.attempt.leases or self._moves(other))
+            elif other.holds(record):
+                fed += other.fed_by_trainer
+        return fed < self.settings.relay_fanout
+
+    def _heard_lately(self, actor: Actor) -> bool:
+        return self.time - actor.heard_at < self.settings.offer_timeout_s / 2
+
+    def _distrust(self, actor: Actor, attempt: Attempt) -> None:
+        """The relay failed, whoever's fault it was: the next attempt comes from somebody else."""
+        source = self.actors.get(attempt.source or "")
+        if source is not None:
+            actor.distrusts = {who: until for who, until in actor.distrusts.items() if until > self.time}
+            actor.distrusts[source.name, source.session] = self.time + DISTRUST_SECONDS
+
+    def _stuck_children(self, source: Actor, children: list[Actor]) -> list[Actor]:
+        """A newer version waits for `source`: the children whose turn does not protect its memory any longer.
+
+        A slow child is waited for as long as bytes move, but not until its source itself counts as far behind.
+        """
+        too_far = self._behind(source) >= self.settings.evict_after_versions
+        return [child for child in children if too_far or not self._moves(child)]
