@@ -29,7 +29,7 @@ def train(config: JobConfig) -> int:
             elif order.kind is Kind.EXPORT:
                 job.export_on_demand()
             elif order.batch is not None:
-                result = job.trainer.train_batch(order.batch, job.weights.reserve)
+                result = job.trainer.train_batch(order.batch, job.weights.reserve, job.weights.fence)
                 job.version += 1
                 job.publish(result)
                 job.log_step(order.batch, result)

@@ -74,7 +74,7 @@ def train_recorded(checkpoint: str, run_dir: str, tp: int, decoupled: bool, loss
     source = ReplaySource(run_dir)
     figures = []
     for version in range(STEPS):
-        result = trainer.train_batch(source.next_batch(version), lambda: device.rank() != 1)
+        result = trainer.train_batch(source.next_batch(version), lambda: device.rank() != 1, lambda: None)
         # One rank without a free slot must be known to all of them.
         assert result.votes_against == (1 if device.world_size() > 1 else 0)
         figures.append([result.metrics[name] for name in ("loss", "grad_norm", "entropy")])

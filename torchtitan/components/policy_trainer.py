@@ -68,8 +68,10 @@ class PolicyTrainer:
             mask_high=grpo.geometric_mask_high,
         )
 
-    def train_batch(self, batch: Batch, reserve: Callable[[], bool]) -> BatchResult:
+    def train_batch(self, batch: Batch, reserve: Callable[[], bool], fence: Callable[[], None]) -> BatchResult:
         """Train on `batch`. `reserve` leases a slot for the new version; its answer rides on the last reduction.
+
+        `fence` is called right before parameters change: on the device, the change waits for the last snapshot.
 
         Raises:
             UserError: too many optimizer steps in a row were not finite.
@@ -98,6 +100,7 @@ class PolicyTrainer:
             if result.last_step_applied:
                 if self.config.training.max_norm > 0:
                     clip_gradients_(self.parameters, norm, self.config.training.max_norm)
+                fence()
                 self.optimizer.step()
                 norms.append(norm.item())
             else:

@@ -25,6 +25,8 @@ class WeightPath(Protocol):
 
     def reserve(self) -> bool: ...
 
+    def fence(self) -> None: ...
+
     def commit(self, version: int, noes: int) -> str: ...
 
     def snapshot_owed(self, version: int) -> bool: ...
@@ -53,6 +55,9 @@ class NoWeightSync:
 
     def reserve(self) -> bool:
         return True
+
+    def fence(self) -> None:
+        """No snapshot is under way."""
 
     def commit(self, version: int, noes: int) -> str:
         self._skipped += 1

@@ -233,7 +233,7 @@ def pin_host_memory(address: int, length: int) -> None:
     Raises UserError where the driver refuses.
     """
     if device().type == "cuda":
-        result = int(torch.cuda.cudart().cudaHostRegister(address, length, 1))  # type: ignore[attr-defined]
+        result = int(torch.cuda.cudart().cudaHostRegister(address, length, 1))
         if result != 0:
             raise UserError(
                 f"cannot pin {length} bytes of shared memory for the weight slots (cudaError {result}): lower "
@@ -244,7 +244,7 @@ def pin_host_memory(address: int, length: int) -> None:
 def unpin_host_memory(address: int) -> None:
     """The memory is about to go. CPU: a no-op."""
     if device().type == "cuda":
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))  # type: ignore[attr-defined]
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 def memory_statistics() -> dict[str, float]:
@@ -275,13 +275,12 @@ def matmul(
     first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
     """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out`, where there is one."""
-    if first.dtype == torch.float32:
-        if out is None or out.dtype != torch.float32:
-            product = torch.mm(first, second)
-        else:
-            return out.addmm_(first, second) if accumulate else torch.mm(first, second, out=out)
-    else:
-        product = torch.mm(first, second, out_dtype=torch.float32)
+    wanted = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
     if out is None:
-        return product
-    return out.add_(product) if accumulate else out.copy_(product)
+        return torch.mm(first, second, **wanted)
+    if accumulate and not wanted:
+        return out.addmm_(first, second)
+    if accumulate or out.dtype != torch.float32:
+        product = torch.mm(first, second, **wanted)
+        return out.add_(product) if accumulate else out.copy_(product)
+    return torch.mm(first, second, out=out, **wanted)

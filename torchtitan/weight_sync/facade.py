@@ -2,6 +2,7 @@
 
     sync = WeightSync(config.weight_sync, dict(policy.named_parameters()), epoch=epoch, token=token, run_dir=run_dir)
     no_vote = not sync.reserve()            # before the backward of a batch's last optimizer step
+    sync.fence()                            # right before every optimizer step
     outcome = sync.commit(version, noes)    # after that step, with the noes of all ranks
 
 Apart from `wait_until_applied` and `pin`, nothing here waits for another process.
@@ -154,6 +155,15 @@ class WeightSync:
         reserved = self._publisher.reserve()
         self._stall_s += time.perf_counter() - begun
         return reserved
+
+    def fence(self) -> None:
+        """Right before parameters change: what the device is given from now on waits for the last snapshot's copy.
+
+        This thread waits for nothing. Without it a snapshot that is under way would be torn.
+        """
+        begun = time.perf_counter()
+        self._publisher.fence()
+        self._stall_s += time.perf_counter() - begun
 
     def release(self) -> None:
         """The step was dropped (non-finite): no version comes of it."""
@@ -319,7 +329,7 @@ class WeightSync:
         return figures
 
     def _failure(self) -> str:
-        failures = [self._courier.failure]
+        failures = [self._courier.failure, self._publisher.failure]
         if self._coordinator is not None:
             failures.append(self._coordinator.supervised.failure)
         if self._observer is not None:

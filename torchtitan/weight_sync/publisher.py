@@ -1,30 +1,81 @@
 """The trainer-thread part: reserve a slot, fill it at the step boundary, ring the courier's bell. Nothing else.
 
-It takes no lock, sends nothing that could block and computes no checksum.
+It takes no lock, sends nothing that could block, computes no checksum, and waits for no device: a slot becomes READY
+when its fence has been reached, which another thread waits for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import queue
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from torchtitan.distributed import device
+from torchtitan.distributed.device import Fence, SideStream
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.device_slots import create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.parameters import local_tensor, placed_parameter, unique_parameters
+from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters, unique_parameters
 from torchtitan.weight_sync.plan import plan_rank
-from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.staging import TORCH_DTYPES
+from torchtitan.weight_sync.snapshot import slot_filler
+
+logger = logging.getLogger(__name__)
+
+
+def _device_of(parameters: list[torch.Tensor]) -> torch.device:
+    local = LocalTensors(parameters[:1]).now()
+    return local[0].device if local else torch.device("cpu")
+
+
+class FenceWaiter:
+    """Calls reached(slot) when a slot's fence has been, from a thread of its own unless that is already so."""
+
+    def __init__(self, reached: Callable[[int], None]):
+        self.failure = ""
+        """Why no further slot will be reported, after an error of the device"""
+        self._reached = reached
+        self._fences: queue.SimpleQueue[tuple[Fence, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="weight-snapshots", daemon=True)
+        self._thread.start()
+
+    def add(self, fence: Fence, slot: int) -> None:
+        """Never waits."""
+        if fence.done():
+            self._reached(slot)
+        else:
+            self._fences.put((fence, slot))
+
+    def _wait(self) -> None:
+        try:
+            while (item := self._fences.get()) is not None:
+                fence, slot = item
+                fence.wait()
+                self._reached(slot)
+        except Exception as error:
+            self.failure = f"a snapshot has failed: {error!r}"
+            logger.exception("%s", self.failure)
+
+    def close(self, timeout: float) -> None:
+        """Wait for the fences that are out, at most so many seconds."""
+        self._fences.put(None)
+        self._thread.join(timeout)
 
 
 class Publisher:
     """This rank's slots and what goes into them.
 
     parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank; tied ones are sent
-    once. dtype: what actors hold. Raises PlanError for parameters that cannot be sent shard by shard.
+    once. dtype: what actors hold. on_device: slots are where the parameters are, instead of in host memory. checksum:
+    the layout's kind. stream: where snapshots are queued. Raises PlanError for parameters that cannot be sent shard by
+    shard.
     """
 
     def __init__(
@@ -36,43 +87,40 @@ class Publisher:
         num_slots: int,
         bucket_bytes: int,
         folder: Path,
+        on_device: bool = False,
+        checksum: str = "xxh3",
+        stream: SideStream | None = None,
     ):
         unique = unique_parameters(parameters)
-        placed = [placed_parameter(name, parameter) for name, parameter in unique.items()]
-        self.layout: Layout = plan_rank(placed, rank, dtype, bucket_bytes)
+        planned = plan_rank(placed_parameters(unique), rank, dtype, bucket_bytes)
+        self.layout: Layout = replace(planned, checksum=checksum)
         own = self.layout.ranks[0]
         everything = list(unique.values())
-        self._sources = [everything[shard.parameter] for shard in own.shards]
-        self._locals: list[torch.Tensor] = []
-        for source, shard in zip(self._sources, own.shards, strict=True):
-            if tuple(local_tensor(source).shape) != shard.shape:
+        self._locals = LocalTensors([everything[shard.parameter] for shard in own.shards])
+        for local, shard in zip(self._locals.now(), own.shards, strict=True):
+            if tuple(local.shape) != shard.shape:
                 name = self.layout.parameters[shard.parameter].name
-                raise RuntimeError(
-                    f"{name}: planned a shard of {shard.shape}, holds {tuple(local_tensor(source).shape)}"
-                )
-        self.slots = SharedSlots.create(num_slots, own.slot_bytes, folder)
+                raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
+        where = _device_of(everything)
+        self.rank = rank
+        self.slots = create_slots(num_slots, own.slot_bytes, folder, where, on_device)
         self._writer = self.slots.writer()
-        self._views = [self._slot_views(index, dtype) for index in range(num_slots)]
-        self._pages_touched()
+        self._memory = slot_tensors(self.slots)
+        self._make_resident()
+        self._filler = slot_filler(self._memory, own.shards, dtype, where)
+        self._stream = stream or device.side_stream(where)
+        self._fence: Fence = device.REACHED
+        self._waiter = FenceWaiter(self._finish)
         self.doorbell, self.courier_bell = socket.socketpair()
         self.doorbell.setblocking(False)
         self._reserved: int | None = None
         self.snapshot_seconds = 0.0
 
-    def _slot_views(self, index: int, dtype: str) -> list[torch.Tensor]:
-        kind, start = TORCH_DTYPES[dtype], self.slots.offset(index)
-        return [
-            torch.frombuffer(self.slots.map, dtype=kind, count=shard.elements, offset=start + shard.byte_offset).view(
-                shard.shape
-            )
-            for shard in self.layout.ranks[0].shards
-        ]
-
-    def _pages_touched(self) -> None:
-        # The first write to each page is slow; take that before training instead of in the first snapshots.
-        for views in self._views:
-            for view in views:
-                view.zero_()
+    def _make_resident(self) -> None:
+        # The first write to each page is slow: take that before training instead of in the first snapshots.
+        for memory in self._memory:
+            memory.zero_()
+        pin(self.slots)
 
     def has_free_slot(self) -> bool:
         """Whether reserve() would succeed now."""
@@ -94,7 +142,7 @@ class Publisher:
             self._reserved = None
 
     def snapshot(self, version: int, serial: int) -> None:
-        """Copy and cast every shard into the reserved slot. Returns once the copy is fenced.
+        """Queue the copy and cast of every shard into the reserved slot. The parameters must not change before fence().
 
         Raises RuntimeError without a reservation.
         """
@@ -103,30 +151,30 @@ class Publisher:
         begun = time.perf_counter()
         index, self._reserved = self._reserved, None
         self._writer.begin(index, version, serial)
-        sources = self._current_locals()
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(self._views[index], sources)
-            if sources[0].is_cuda:
-                # Host memory is read by another process as soon as the word says READY.
-                torch.cuda.current_stream().synchronize()
+        faults.at("snapshot", version=version, rank=self.rank)
+        sources = self._locals.now()
+        self._fence = self._stream.run(lambda: self._filler.fill(index, sources))
+        self._waiter.add(self._fence, index)
+        self.snapshot_seconds = time.perf_counter() - begun
+
+    def fence(self) -> None:
+        """Right before parameters change: what the device is given from now on waits for the last snapshot."""
+        self._fence.hold()
+
+    @property
+    def failure(self) -> str:
+        """Why no further snapshot will become READY, or nothing."""
+        return self._waiter.failure
+
+    def _finish(self, index: int) -> None:
+        # Host memory is read by another process as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
-        self.snapshot_seconds = time.perf_counter() - begun
 
     def fail(self, version: int, serial: int) -> None:
         """All ranks were told to snapshot, this one has no slot: the version must be dropped everywhere."""
         self.slots.set_failed(serial, version)
         self._ring()
-
-    def _current_locals(self) -> list[torch.Tensor]:
-        # FSDP2 may replace a parameter's local tensor (first forward, loading), but rarely does: look, do not rebuild.
-        now = [source._local_tensor if hasattr(source, "_local_tensor") else source for source in self._sources]
-        if len(self._locals) != len(now) or any(
-            old.data_ptr() != new.data_ptr() for old, new in zip(self._locals, now, strict=True)
-        ):
-            self._locals = [local_tensor(source) for source in self._sources]
-        return self._locals
 
     def _ring(self) -> None:
         """Wake the courier. It reads everything from the shared words, so a lost ring loses nothing."""
@@ -134,8 +182,10 @@ class Publisher:
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.doorbell.send(b"!")
 
-    def close(self) -> None:
-        """Let go of files and sockets."""
+    def close(self, timeout: float = 1.0) -> None:
+        """Let go of files and sockets. Waits at most `timeout` seconds for a snapshot that is under way."""
+        self._waiter.close(timeout)
+        unpin(self.slots)
         self.doorbell.close()
         self.courier_bell.close()
         self.slots.close_files()

@@ -22,24 +22,18 @@ _FAILURES = 64
 _EXTRA_WORDS = _FAILURES + 2
 
 
-class SharedSlots:
-    """`count` slots of `slot_bytes` each."""
+class SlotWords:
+    """The words of `count` slots of `slot_bytes` each, wherever the slots are."""
 
-    def __init__(self, words_fd: int, data_fd: int, count: int, slot_bytes: int):
-        self.words_fd, self.data_fd, self.count, self.slot_bytes = words_fd, data_fd, count, slot_bytes
-        self.stride = max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
+    def __init__(self, words_fd: int, count: int, slot_bytes: int):
+        self.words_fd, self.count, self.slot_bytes = words_fd, count, slot_bytes
         self._words_map = mmap.mmap(words_fd, (count + _EXTRA_WORDS) * _WORD_BYTES)
-        self.map = mmap.mmap(data_fd, count * self.stride)
         self._words = memoryview(self._words_map).cast("Q")
-        self._memory = memoryview(self.map)
 
-    @classmethod
-    def create(cls, count: int, slot_bytes: int, folder: Path) -> SharedSlots:
-        """New slots, all free and zero."""
-        stride = max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
-        words_fd = anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
-        data_fd = anonymous_file("weight-sync-slots", count * stride, folder)
-        return cls(words_fd, data_fd, count, slot_bytes)
+    @staticmethod
+    def new_file(count: int, folder: Path) -> int:
+        """Descriptor of words that are all FREE."""
+        return anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
 
     def writer(self) -> SlotWriter:
         """The trainer's side."""
@@ -48,14 +42,6 @@ class SharedSlots:
     def keeper(self) -> SlotKeeper:
         """The courier's side."""
         return SlotKeeper(self._words[: self.count])
-
-    def offset(self, index: int) -> int:
-        """First byte of a slot in `map`."""
-        return index * self.stride
-
-    def slot(self, index: int) -> memoryview:
-        """A slot's bytes."""
-        return self._memory[self.offset(index) : self.offset(index) + self.slot_bytes]
 
     @property
     def failed(self) -> list[tuple[int, int]]:
@@ -85,4 +71,36 @@ class SharedSlots:
     def close_files(self) -> None:
         """Close the descriptors; the mapping lives as long as somebody uses it."""
         os.close(self.words_fd)
+
+
+class SharedSlots(SlotWords):
+    """Slots in host memory."""
+
+    def __init__(self, words_fd: int, data_fd: int, count: int, slot_bytes: int):
+        super().__init__(words_fd, count, slot_bytes)
+        self.data_fd = data_fd
+        self.stride = _stride(slot_bytes)
+        self.map = mmap.mmap(data_fd, count * self.stride)
+        self._memory = memoryview(self.map)
+
+    @classmethod
+    def create(cls, count: int, slot_bytes: int, folder: Path) -> SharedSlots:
+        """New slots, all free and zero."""
+        data_fd = anonymous_file("weight-sync-slots", count * _stride(slot_bytes), folder)
+        return cls(cls.new_file(count, folder), data_fd, count, slot_bytes)
+
+    def offset(self, index: int) -> int:
+        """First byte of a slot in `map`."""
+        return index * self.stride
+
+    def slot(self, index: int) -> memoryview:
+        """A slot's bytes."""
+        return self._memory[self.offset(index) : self.offset(index) + self.slot_bytes]
+
+    def close_files(self) -> None:
+        super().close_files()
         os.close(self.data_fd)
+
+
+def _stride(slot_bytes: int) -> int:
+    return max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)

@@ -1,0 +1,62 @@
+"""Slots as tensors: on the device for transports that read them there (nccl, ipc), else over shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torchtitan.distributed import device
+from torchtitan.weight_sync.slots import SharedSlots, SlotWords
+
+
+class DeviceSlots(SlotWords):
+    """Slots in a device's memory; only this process's courier thread can read them."""
+
+    def __init__(self, words_fd: int, tensors: list[torch.Tensor]):
+        super().__init__(words_fd, len(tensors), len(tensors[0]))
+        self.tensors = tensors
+
+    @classmethod
+    def create(cls, count: int, slot_bytes: int, folder: Path, where: torch.device) -> DeviceSlots:
+        """New slots, all free and zero."""
+        tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
+        return cls(cls.new_file(count, folder), tensors)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """A slot's bytes, one-dimensional."""
+        return self.tensors[index]
+
+
+Slots = SharedSlots | DeviceSlots
+
+
+def create_slots(count: int, slot_bytes: int, folder: Path, where: torch.device, on_device: bool) -> Slots:
+    """New slots. where: the parameters' device; on the CPU a device's memory is memory that processes can share."""
+    if on_device and where.type == "cuda":
+        return DeviceSlots.create(count, slot_bytes, folder, where)
+    return SharedSlots.create(count, slot_bytes, folder)
+
+
+def slot_tensors(slots: Slots) -> list[torch.Tensor]:
+    """Each slot as a one-dimensional uint8 tensor."""
+    if isinstance(slots, DeviceSlots):
+        return slots.tensors
+    memory = torch.frombuffer(slots.map, dtype=torch.uint8)
+    return [memory[slots.offset(index) :][: slots.slot_bytes] for index in range(slots.count)]
+
+
+def pin(slots: Slots) -> None:
+    """Let the device copy into slots in host memory by itself. Raises UserError where it cannot."""
+    if isinstance(slots, SharedSlots):
+        device.pin_host_memory(_address(slots), len(slots.map))
+
+
+def unpin(slots: Slots) -> None:
+    """Before the slots' memory goes."""
+    if isinstance(slots, SharedSlots):
+        device.unpin_host_memory(_address(slots))
+
+
+def _address(slots: SharedSlots) -> int:
+    return torch.frombuffer(slots.map, dtype=torch.uint8).data_ptr()
