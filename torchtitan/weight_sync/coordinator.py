@@ -19,8 +19,9 @@ from typing import Any
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.connection import Connection, Server
+from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.manifest import LayoutError, content_digest, merge_layouts
+from torchtitan.weight_sync.manifest import LayoutError, content_digest
 from torchtitan.weight_sync.states.commands import (
     Command,
     Disconnect,

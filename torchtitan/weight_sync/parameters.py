@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from torchtitan.weight_sync.plan import PlacedParameter, Placement, PlanError, Sharded
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, Placement, PlanError, Sharded
 
 
-def placed_parameter(name: str, parameter: torch.Tensor) -> PlacedParameter:
-    """How this rank sees `parameter`. Raises PlanError for a placement other than sharded or replicated."""
-    shape = tuple(parameter.shape)
-    if not isinstance(parameter, DTensor):
-        return PlacedParameter(name, shape)
-    mesh = parameter.device_mesh
+def placed_parameters(parameters: Mapping[str, torch.Tensor]) -> list[PlacedParameter]:
+    """How this rank sees each parameter. Raises PlanError for a placement other than sharded or replicated."""
+    # Meshes and placements are few and shared: what was read once is used for all that are placed alike.
+    known: dict[tuple[object, ...], Placed] = {}
+    placed = []
+    for name, parameter in parameters.items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        placements = parameter.placements if isinstance(parameter, DTensor) else ()
+        key = (parameter.shape, id(mesh), placements)
+        if key not in known:
+            known[key] = _placed(name, tuple(parameter.shape), mesh, placements)
+        placed.append(PlacedParameter(name, known[key]))
+    return placed
+
+
+def _placed(
+    name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, placements: tuple[TorchPlacement, ...]
+) -> Placed:
+    if mesh is None:
+        return Placed(shape)
     coordinate = mesh.get_coordinate()
-    return PlacedParameter(
-        name,
+    return Placed(
         shape,
         tuple(mesh.shape),
         None if coordinate is None else tuple(coordinate),
-        tuple(_placement(name, placement) for placement in parameter.placements),
+        tuple(_placement(name, placement) for placement in placements),
     )
 
 
@@ -47,8 +62,22 @@ def unique_parameters(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch
     return unique
 
 
-def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's own elements, without a copy and without a gradient."""
-    if isinstance(parameter, DTensor):
-        return parameter._local_tensor.detach()
-    return parameter.detach()
+class LocalTensors:
+    """This rank's own elements of some parameters (tensors or DTensors), without a copy.
+
+    FSDP2 may replace a parameter's local tensor (first forward, loading), so they are looked up for every snapshot: one
+    attribute each, which 64,000 of them do not notice.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = list(parameters)
+        self._distributed = all(isinstance(parameter, DTensor) for parameter in parameters)
+
+    def now(self) -> list[torch.Tensor]:
+        """In the order of the parameters. To be copied under no_grad: they may require gradients."""
+        if self._distributed:
+            return list(map(_local_tensor, self._parameters))
+        return [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]
+
+
+_local_tensor = attrgetter("_local_tensor")

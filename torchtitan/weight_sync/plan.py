@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torchtitan.weight_sync.manifest import (
-    DTYPE_BYTES,
-    SHARD_ALIGNMENT,
-    Layout,
-    ParameterEntry,
-    RankLayout,
-    ShardEntry,
-)
+import numpy as np
+
+from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable, numbered
+from torchtitan.weight_sync.manifest import DTYPE_BYTES, SHARD_ALIGNMENT, Layout, RankLayout
 
 
 class PlanError(Exception):
@@ -36,22 +33,20 @@ Placement = Sharded | None
 
 
 @dataclass(frozen=True)
-class PlacedParameter:
-    """A parameter as one rank sees it. A rank outside of the parameter's mesh has no coordinate."""
+class Placed:
+    """A shape on a mesh, as one rank sees it. A rank outside of the mesh has no coordinate."""
 
-    name: str
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...] = ()
     coordinate: tuple[int, ...] | None = ()
     placements: tuple[Placement, ...] = ()
 
 
-@dataclass(frozen=True)
-class Box:
-    """A hyper-rectangle of a tensor."""
+class PlacedParameter(NamedTuple):
+    """A parameter as one rank sees it. Planning is fast where parameters that are placed alike share one `placed`."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    name: str
+    placed: Placed
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -61,29 +56,27 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(length, size - start)
 
 
-def _order_of_cuts(parameter: PlacedParameter) -> list[int]:
+def _order_of_cuts(placed: Placed) -> list[int]:
     """Mesh dimensions in the order in which they cut: from the left, a strided one after those it follows."""
-    remaining = list(range(len(parameter.placements)))
+    remaining = list(range(len(placed.placements)))
     order: list[int] = []
     while remaining:
         for mesh_dim in remaining:
-            placement = parameter.placements[mesh_dim]
+            placement = placed.placements[mesh_dim]
             before = placement.split_factor if placement is not None else 1
             later = [
                 other
                 for other in remaining
-                if other > mesh_dim and placement is not None and _cuts(parameter.placements[other], placement.dim)
+                if other > mesh_dim and placement is not None and _cuts(placed.placements[other], placement.dim)
             ]
             if before == 1 or not later:
                 break
         else:
-            raise PlanError(f"{parameter.name}: placements {parameter.placements} have no order")
+            raise PlanError(f"placements {placed.placements} have no order")
         if placement is not None and before > 1:
-            done = [o for o in order if o > mesh_dim and _cuts(parameter.placements[o], placement.dim)]
-            if math.prod(parameter.mesh_shape[other] for other in done) != before:
-                raise PlanError(
-                    f"{parameter.name}: split factor {before} does not match the mesh {parameter.mesh_shape}"
-                )
+            done = [o for o in order if o > mesh_dim and _cuts(placed.placements[o], placement.dim)]
+            if math.prod(placed.mesh_shape[other] for other in done) != before:
+                raise PlanError(f"split factor {before} does not match the mesh {placed.mesh_shape}")
         order.append(mesh_dim)
         remaining.remove(mesh_dim)
     return order
@@ -93,33 +86,33 @@ def _cuts(placement: Placement, dim: int) -> bool:
     return placement is not None and placement.dim == dim
 
 
-def local_box(parameter: PlacedParameter) -> Box | None:
+def local_box(placed: Placed) -> Box | None:
     """The part of the parameter that this rank holds; None outside of its mesh."""
-    if parameter.coordinate is None:
+    if placed.coordinate is None:
         return None
-    offset, shape = [0] * len(parameter.shape), list(parameter.shape)
-    for mesh_dim in _order_of_cuts(parameter):
-        placement = parameter.placements[mesh_dim]
+    offset, shape = [0] * len(placed.shape), list(placed.shape)
+    for mesh_dim in _order_of_cuts(placed):
+        placement = placed.placements[mesh_dim]
         if placement is None:
             continue
-        start, length = _chunk(shape[placement.dim], parameter.mesh_shape[mesh_dim], parameter.coordinate[mesh_dim])
+        start, length = _chunk(shape[placement.dim], placed.mesh_shape[mesh_dim], placed.coordinate[mesh_dim])
         offset[placement.dim] += start
         shape[placement.dim] = length
     return Box(tuple(offset), tuple(shape))
 
 
-def sent_box(parameter: PlacedParameter, rank: int) -> Box | None:
+def sent_box(placed: Placed, rank: int) -> Box | None:
     """The part that this rank sends: what it holds, unless a lower coordinate holds the same or it holds nothing.
 
     A parameter without a mesh is the same on every rank: rank 0 sends it.
     """
-    box = local_box(parameter)
+    box = local_box(placed)
     if box is None or math.prod(box.shape) == 0:
         return None
-    if not parameter.mesh_shape:
+    if not placed.mesh_shape:
         return box if rank == 0 else None
-    assert parameter.coordinate is not None
-    for placement, coordinate in zip(parameter.placements, parameter.coordinate, strict=True):
+    assert placed.coordinate is not None
+    for placement, coordinate in zip(placed.placements, placed.coordinate, strict=True):
         if placement is None and coordinate != 0:
             return None
     return box
@@ -127,13 +120,30 @@ def sent_box(parameter: PlacedParameter, rank: int) -> Box | None:
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
     """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, each aligned."""
-    entries = tuple(ParameterEntry(parameter.name, dtype, parameter.shape) for parameter in parameters)
-    shards, end = [], 0
-    for index, parameter in enumerate(parameters):
-        box = sent_box(parameter, rank)
-        if box is None:
-            continue
-        start = -(-end // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-        shards.append(ShardEntry(index, box.offset, box.shape, start))
-        end = start + math.prod(box.shape) * DTYPE_BYTES[dtype]
-    return Layout(bucket_bytes, entries, (RankLayout(end, tuple(shards)),))
+    names = tuple(name for name, _ in parameters)
+    # First by identity, which needs no hash of a whole placement, then the few that are left by value.
+    identity = [id(placed) for _, placed in parameters]
+    by_identity = dict(zip(identity, (placed for _, placed in parameters), strict=True))
+    placements, number = numbered(by_identity.values())
+    number_of = dict(zip(by_identity, number.tolist(), strict=True))
+    which = np.fromiter(map(number_of.__getitem__, identity), np.int64, len(identity))
+
+    kinds, kind = numbered((dtype, placed.shape) for placed in placements)
+    sent: list[Box | None] = []
+    for index, placed in enumerate(placements):
+        try:
+            sent.append(sent_box(placed, rank))
+        except PlanError as error:
+            raise PlanError(f"{names[int(np.argmax(which == index))]}: {error}") from error
+    boxes, box_of_sent = numbered(box for box in sent if box is not None)
+    box_of = np.full(len(sent), -1, np.int64)
+    box_of[[index for index, box in enumerate(sent) if box is not None]] = box_of_sent
+
+    parameter = np.flatnonzero(box_of[which] >= 0)
+    box = box_of[which[parameter]]
+    sizes = np.array([box.elements for box in boxes], np.int64)[box] * DTYPE_BYTES[dtype]
+    room = -(-sizes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
+    byte_offset = np.cumsum(room) - room
+    slot_bytes = int(byte_offset[-1] + sizes[-1]) if len(sizes) else 0
+    shards = ShardTable(boxes, parameter, box, byte_offset)
+    return Layout(bucket_bytes, ParameterTable(names, kinds, kind[which]), (RankLayout(slot_bytes, shards),))

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from torchtitan.weight_sync import manifest, wire
+from torchtitan.weight_sync import coverage, manifest, wire
 from torchtitan.weight_sync.bucket_stream import BucketStream
 from torchtitan.weight_sync.connection import Connection, Server, dial
 from torchtitan.weight_sync.event_loop import EventLoop, Timer
@@ -255,7 +255,7 @@ class Receiver:
     def _on_layout(self, connection: Connection, message: Message) -> None:
         try:
             layout = Layout.from_json(message["layout"])
-            manifest.check_coverage(layout)
+            coverage.check_coverage(layout)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         layout_id = layout.layout_id()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.weight_sync.manifest import Layout, ParameterEntry, ShardEntry
+from torchtitan.weight_sync.layout_tables import ParameterEntry, ShardEntry
+from torchtitan.weight_sync.manifest import Layout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,0 +1,28 @@
+"""Checksums of buckets. Which kind a job uses is part of its layout: couriers compute them, receivers verify them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import xxhash
+
+# A kind, and the function over a bucket's memory. xxh3 reads host memory; sum reads tensors wherever they are.
+_FUNCTIONS = {"sum": ("torchtitan.weight_sync.device_checksum", "sum_checksum")}
+
+
+def bucket_checksum(data: bytes | memoryview) -> str:
+    """xxh3-128 of one bucket's bytes in host memory. Gives up the interpreter's lock while it works."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_function(kind: str) -> Callable[[Any], str]:
+    """The function of a layout's checksum kind. Raises ValueError for a kind that does not exist."""
+    if kind == "xxh3":
+        return bucket_checksum
+    if kind not in _FUNCTIONS:
+        raise ValueError(f"unknown checksum {kind!r}")
+    module, name = _FUNCTIONS[kind]
+    function: Callable[[Any], str] = getattr(import_module(module), name)
+    return function
