@@ -25,6 +25,7 @@ from torchtitan.weight_sync.launch import CoordinatorProcess, SupervisedProcess
 from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.plan import PlanError
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.states.boundary import Boundary
 from torchtitan.weight_sync.wire import Message
 
 
@@ -114,10 +115,7 @@ class WeightSync:
             self._observer = Observer(coordinator_address, token, epoch)
         self.coordinator_address: str = coordinator_address
         self._courier = self._start_courier(config, folder)
-        self._serial = 0
-        self._owed: int | None = None
-        self._last_snapshot: tuple[int, int] = (0, -1)
-        self._published = self._skipped = 0
+        self._boundary = Boundary(self._publisher)
         self._snapshot_s = self._stall_s = 0.0
         self._closed = False
 
@@ -152,7 +150,7 @@ class WeightSync:
     def reserve(self) -> bool:
         """Reserve a slot for the version that the coming optimizer step makes. False is this rank's no. Never waits."""
         begun = time.perf_counter()
-        reserved = self._publisher.reserve()
+        reserved = self._boundary.reserve()
         self._stall_s += time.perf_counter() - begun
         return reserved
 
@@ -167,7 +165,7 @@ class WeightSync:
 
     def release(self) -> None:
         """The step was dropped (non-finite): no version comes of it."""
-        self._publisher.release()
+        self._boundary.release()
 
     def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.
@@ -176,17 +174,11 @@ class WeightSync:
         """
         self._check_alive()
         begun = time.perf_counter()
-        self._serial += 1
-        if noes:
-            self._publisher.release()
-            self._skipped += 1
-            self._owed = version
-            outcome: Literal["published", "skipped"] = "skipped"
-        else:
-            self._take_snapshot(version)
-            outcome = "published"
+        snapshotted = self._boundary.commit(version, noes)
+        if snapshotted:
+            self._snapshot_s += self._publisher.snapshot_seconds
         self._stall_s += time.perf_counter() - begun
-        return outcome
+        return "published" if snapshotted else "skipped"
 
     def snapshot_owed(self, version: int) -> bool:
         """On every rank, ordered by whoever hands out batches: snapshot the owed version while there is no data.
@@ -196,32 +188,19 @@ class WeightSync:
         """
         self._check_alive()
         begun = time.perf_counter()
-        self._serial += 1
-        reserved = self._publisher.reserve()
-        if reserved:
-            self._take_snapshot(version)
-        else:
-            self._publisher.fail(version, self._serial)
-            self._owed = version
+        snapshotted = self._boundary.snapshot_owed(version)
+        if snapshotted:
+            self._snapshot_s += self._publisher.snapshot_seconds
         self._stall_s += time.perf_counter() - begun
-        return reserved
-
-    def _take_snapshot(self, version: int) -> None:
-        self._publisher.snapshot(version, self._serial)
-        self._snapshot_s += self._publisher.snapshot_seconds
-        self._published += 1
-        self._owed = None
-        self._last_snapshot = (self._serial, version)
+        return snapshotted
 
     @property
     def owed(self) -> int | None:
         """The version that was skipped, or dropped because a rank could not snapshot it (that only rank 0 knows)."""
-        if self._owed is None and self._observer is not None:
-            status = self._observer.status()
-            newest = -1 if status["newest"] is None else status["newest"]
-            if list(self._last_snapshot) in status["dropped"] and newest < self._last_snapshot[1]:
-                return self._last_snapshot[1]
-        return self._owed
+        if self._observer is None:
+            return self._boundary.owed(None, ())
+        status = self._observer.status()
+        return self._boundary.owed(status["newest"], status["dropped"])
 
     @property
     def has_free_slot(self) -> bool:
@@ -313,8 +292,8 @@ class WeightSync:
         """Keys for metrics.jsonl. The two times are sums over the trainer thread since the last call, in seconds; what
         it spent on synchronisation altogether is their sum."""
         figures: dict[str, float] = {
-            "weight_sync/versions_published": self._published,
-            "weight_sync/versions_skipped": self._skipped,
+            "weight_sync/versions_published": self._boundary.published,
+            "weight_sync/versions_skipped": self._boundary.skipped,
             "time/snapshot_s": self._snapshot_s,
             "time/sync_stall_s": self._stall_s - self._snapshot_s,
         }
