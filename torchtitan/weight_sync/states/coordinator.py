@@ -47,7 +47,7 @@ class CoordinatorMachine(Deliveries):
         if self.retained is not None:
             self._to_couriers({"type": "retain", "serial": self.retained}, rank)
         if newest is not None:
-            self._to_couriers({"type": "publish", "serial": newest.serial, "version": newest.version}, rank)
+            self._to_couriers(self._publication(newest), rank)
         return self._commands()
 
     def courier_lost(self, rank: int, now: float) -> list[Command]:
@@ -193,12 +193,16 @@ class CoordinatorMachine(Deliveries):
             self._drop(serial, self.versions.records[serial].version, f"version {record.version} came first")
         self._record("publish", version=record.version, serial=record.serial, digest=record.digest)
         self._choose_retained(previous)
-        self._to_couriers({"type": "publish", "serial": record.serial, "version": record.version})
+        self._to_couriers(self._publication(record))
         for actor in self.actors.values():
             if actor.state is not ActorState.EVICTED:
                 actor.mailbox = True
                 if actor.declines:
                     actor.declines, actor.offers_from = 0, self.time
+
+    def _publication(self, record: VersionRecord) -> Message:
+        identity = {"version": record.version, "digest": record.digest, "layout_id": self.layout_id}
+        return {"type": "publish", "serial": record.serial, **identity}
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         record = self.versions.records.get(serial)
