@@ -69,7 +69,7 @@ class Coordinator:
         """Work until rank 0 is gone."""
         self._loop.watch(self._bell, selectors.EVENT_READ, self._bell_rung)
         self._tick()
-        self._write("start", {"pid": os.getpid()})
+        self._write("start", {"pid": os.getpid(), "epoch": self.epoch})
         self._loop.run()
 
     def _bell_rung(self, _events: int) -> None:
