@@ -185,7 +185,7 @@ class DiskStore:
 
         def content(descriptor: int) -> None:
             _write_all(descriptor, [memoryview(header)])
-            step = self._layout.bucket_bytes
+            step, lost = self._layout.bucket_bytes, False
             for bucket in range(self._layout.bucket_count(0)):
                 data = file.memory[bucket * step : (bucket + 1) * step]
                 checksums.append(bucket_checksum(data))
@@ -193,11 +193,10 @@ class DiskStore:
                 for piece in pieces:
                     hasher.update(piece)
                 asked = faults.at("write", version=file.version, rank=self.rank, bucket=bucket)
-                if "drop" in asked:
-                    return
+                lost |= "drop" in asked  # truncated from here on, as if the writer had not noticed
                 if "corrupt" in asked and pieces:
                     pieces[0] = faults.damaged(pieces[0])
-                _write_all(descriptor, pieces)
+                _write_all(descriptor, [] if lost else pieces)
 
         try:
             _replace(target, content, self.rank)
