@@ -49,6 +49,7 @@ class Run:
             if self.sync.owed is not None:
                 self.sync.snapshot_owed(self.version)
         self.batches.append(batch)
+        self.sync.fence()
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.mul_(1.001)

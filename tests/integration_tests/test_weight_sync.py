@@ -69,6 +69,7 @@ class Job:
         outcome = self.sync.commit(self.version, int(no))
         self.stalls.append(stall + time.perf_counter() - begun)
         self.work.append(time.thread_time() - worked)
+        self.sync.fence()
         for parameter in self.parameters.values():
             parameter.fill_(-1.0)  # whatever reads the parameters after the boundary is wrong
         return outcome
@@ -512,6 +513,7 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
         votes = torch.tensor([0 if sync.reserve() and not (version == 1 and rank == 3) else 1])
         dist.all_reduce(votes)
         outcome = sync.commit(version, int(votes.item()))
+        sync.fence()
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(1)

@@ -70,10 +70,14 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> No
         publisher.snapshot(0, 1)
     assert publisher.reserve() and publisher.reserve(), "reserving twice is one reservation"
     publisher.snapshot(7, 1)
+    publisher.fence()
     for value in parameters.values():
         value.add_(1)  # the next optimizer step
     slots = publisher.slots
     keeper = slots.keeper()
+    deadline = time.monotonic() + 20
+    while not keeper.filled() and time.monotonic() < deadline:
+        time.sleep(0.002)
     assert keeper.filled() == {1: (0, 7)}
     staging = Staging(publisher.layout)
     staging.memory[0][:] = slots.slot(0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import queue
 import random
 import socket
+import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +24,9 @@ from torchtitan.tools.cores import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# A copy within the host's memory that takes longer than this will not end.
+_CPU_WORK_SECONDS = 600.0
 
 
 @functools.cache
@@ -142,7 +147,7 @@ class Fence(Protocol):
         """Block this thread until it is reached."""
 
     def hold(self) -> None:
-        """What the compute stream is given from now on waits for it. This thread does not."""
+        """What the compute stream is given from now on waits for it; this thread does only on the CPU."""
 
 
 class SideStream(Protocol):
@@ -153,7 +158,7 @@ class SideStream(Protocol):
 
 
 class _Reached:
-    """Work on the CPU is done when it was given."""
+    """Nothing was given yet."""
 
     def done(self) -> bool:
         return True
@@ -165,10 +170,50 @@ class _Reached:
         pass
 
 
+class _CpuFence:
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def reach(self, error: BaseException | None) -> None:
+        self._error = error
+        self._reached.set()
+
+    def done(self) -> bool:
+        return self._reached.is_set() and self._error is None
+
+    def wait(self) -> None:
+        if not self._reached.wait(_CPU_WORK_SECONDS):
+            raise RuntimeError(f"work beside the computation did not end within {_CPU_WORK_SECONDS:g} s")
+        if self._error is not None:
+            raise RuntimeError("work beside the computation has failed") from self._error
+
+    # The CPU computes when it is told to: whatever this thread does next has to wait, and so has the thread.
+    hold = wait
+
+
 class _CpuStream:
+    """A thread: its copies run beside the calling thread's computation."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], _CpuFence]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="side-stream", daemon=True).start()
+
     def run(self, work: Callable[[], None]) -> Fence:
-        work()
-        return REACHED
+        fence = _CpuFence()
+        self._work.put((work, fence))
+        return fence
+
+    def _run(self) -> None:
+        while True:
+            work, fence = self._work.get()
+            try:
+                work()
+                fence.reach(None)
+            except Exception as error:
+                fence.reach(error)  # raised where it is waited for
+            # Until the next one comes nothing may keep the tensors of this one alive.
+            del work, fence
 
 
 class _CudaFence:
@@ -204,8 +249,13 @@ REACHED: Fence = _Reached()
 
 
 def side_stream(where: torch.device) -> SideStream:
-    """A stream of its own on `where`; on the CPU work is done at once."""
-    return _CudaStream(where) if where.type == "cuda" else _CpuStream()
+    """A stream of its own on `where`; on the CPU one thread for the whole process."""
+    return _CudaStream(where) if where.type == "cuda" else _cpu_stream()
+
+
+@functools.cache
+def _cpu_stream() -> _CpuStream:
+    return _CpuStream()
 
 
 @functools.cache
@@ -275,12 +325,12 @@ def matmul(
     first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None, accumulate: bool = False
 ) -> torch.Tensor:
     """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out`, where there is one."""
-    wanted = {} if first.dtype == torch.float32 else {"out_dtype": torch.float32}
-    if out is None:
-        return torch.mm(first, second, **wanted)
-    if accumulate and not wanted:
+    plain = first.dtype == torch.float32
+    if out is not None and accumulate and plain:
         return out.addmm_(first, second)
-    if accumulate or out.dtype != torch.float32:
-        product = torch.mm(first, second, **wanted)
+    if out is None or accumulate or out.dtype != torch.float32:
+        product = torch.mm(first, second) if plain else torch.mm(first, second, torch.float32)
+        if out is None:
+            return product
         return out.add_(product) if accumulate else out.copy_(product)
-    return torch.mm(first, second, out=out, **wanted)
+    return torch.mm(first, second, out=out) if plain else torch.mm(first, second, torch.float32, out=out)
