@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import torch
 
 from torchtitan.distributed import device
@@ -23,6 +24,11 @@ class DeviceSlots(SlotWords):
         tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
         return cls(cls.new_file(count, folder), tensors)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self.tensors[0].device
+
     def slot(self, index: int) -> torch.Tensor:
         """A slot's bytes, one-dimensional."""
         return self.tensors[index]
@@ -36,6 +42,18 @@ def create_slots(count: int, slot_bytes: int, folder: Path, where: torch.device,
     if on_device and where.type == "cuda":
         return DeviceSlots.create(count, slot_bytes, folder, where)
     return SharedSlots.create(count, slot_bytes, folder)
+
+
+def memory_tensor(memory: memoryview | torch.Tensor) -> torch.Tensor:
+    """A one-dimensional uint8 tensor over memory of either kind, not copied. Host memory must be writable."""
+    if isinstance(memory, torch.Tensor):
+        return memory
+    return torch.from_numpy(numpy.frombuffer(memory, numpy.uint8))
+
+
+def slots_device(slots: Slots) -> torch.device:
+    """Where transports find the slots."""
+    return slots.device if isinstance(slots, DeviceSlots) else torch.device("cpu")
 
 
 def slot_tensors(slots: Slots) -> list[torch.Tensor]:

@@ -73,6 +73,9 @@ class DiskSendCarrier:
         else:
             self.context.wake()
 
+    def heard(self, note: bytes) -> None:
+        raise ProtocolError("disk has no notes")
+
     def acknowledged(self, delivery: Delivery, key: BucketKey) -> None:
         self._unacknowledged -= 1
 
@@ -107,6 +110,9 @@ class DiskReceiveCarrier:
 
     def welcome(self) -> Message:
         return {}
+
+    def heard(self, note: bytes) -> None:
+        raise ProtocolError("disk has no notes")
 
     def fetch(self, reference: bytes, target: Area, done: Callable[[str | None], None]) -> None:
         if self._thread is None:

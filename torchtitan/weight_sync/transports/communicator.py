@@ -1,0 +1,206 @@
+"""Two processes that pass tensors through a communicator of their own: NCCL between GPUs, gloo in its place on the CPU.
+
+Nothing here belongs to the default process group, and no collective runs. What the two sides have to tell each other
+to meet goes through PairStore. The device-specific lines of the nccl transport are all in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# NCCL's kernels share the GPU with training or generation: a few blocks saturate a link.
+MAXIMUM_CTAS = 4
+POLL_SECONDS = 50e-6
+# Deadlines are the carrier's. A group's own would have torch end the whole process.
+_NO_TIMEOUT = timedelta(days=365)
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# torch's own default. What is set already can be exchanged without growing the environment under other threads.
+os.environ.setdefault(_ERROR_HANDLING, "3")
+
+
+class Broken(Exception):
+    """The communicator is of no use any more: the peer is gone, or a deadline passed."""
+
+
+class Pending(Protocol):
+    """A tensor that is under way."""
+
+    def wait(self, seconds: float) -> None:
+        """Block until it has gone or come. Raises Broken, and then nobody touches its memory any more."""
+
+
+class Communicator(Protocol):
+    """One of two ends. Used by one thread; abort() may be called by any."""
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """Launch the sending of a one-dimensional uint8 tensor."""
+
+    def receive(self, tensor: torch.Tensor) -> Pending:
+        """Post the receiving of one of the same size."""
+
+    def abort(self) -> None:
+        """End everything that is under way."""
+
+
+class PairStore(dist.Store):  # type: ignore[name-defined]
+    """What one side sets, the other can get: `tell` carries entries over, `heard` takes what comes."""
+
+    def __init__(self, tell: Callable[[str, bytes], None], seconds: float):
+        super().__init__()
+        self._tell, self._seconds = tell, seconds
+        self._entries: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def heard(self, key: str, value: bytes) -> None:
+        """The other side has set an entry."""
+        with self._changed:
+            self._entries[key] = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing more will come: whoever waits is told."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.heard(key, data)
+        self._tell(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._entries[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._closed or self.check(keys), self._seconds)
+        if not there or self._closed:
+            raise Broken(f"the other side did not set {keys} within {self._seconds:g} s")
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._entries for key in keys)
+
+
+def backend_for(where: torch.device) -> str:
+    """What both ends have to use."""
+    return "nccl" if where.type == "cuda" else "gloo"
+
+
+def connect(store: PairStore, rank: int, where: torch.device) -> Communicator:
+    """One end, rank 0 or 1. Blocks until the other end has come; raises Broken when it does not."""
+    try:
+        return NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
+    except RuntimeError as error:
+        raise Broken(f"no communicator: {error}") from error
+
+
+class GlooCommunicator:
+    """On the CPU. The interface is GLOO_SOCKET_IFNAME's; without one both ends must be on this machine."""
+
+    def __init__(self, store: PairStore, rank: int):
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        create = dist.ProcessGroupGloo.create_device
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = _NO_TIMEOUT
+        options._devices = [create(interface=interface) if interface else create(hostname="127.0.0.1")]
+        options._threads = 1
+        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
+        self._peer = 1 - rank
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        return _GlooPending(self, lambda: self._group.send([tensor], self._peer, 0))
+
+    def receive(self, tensor: torch.Tensor) -> Pending:
+        return _GlooPending(self, lambda: self._group.recv([tensor], self._peer, 0))
+
+    def abort(self) -> None:
+        # A wait that is going on ends at its own deadline: gloo's abort does not wake it.
+        self._group.abort()
+
+
+class _GlooPending:
+    def __init__(self, communicator: GlooCommunicator, launch: Callable[[], dist.Work]):
+        self._communicator = communicator
+        try:
+            self._work = launch()
+        except RuntimeError as error:
+            raise Broken(str(error)) from error
+
+    def wait(self, seconds: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            # gloo has closed the pair: what comes late is not written.
+            raise Broken(str(error)) from error
+
+
+class NcclCommunicator:
+    """Between two GPUs, on a stream of its own; a frozen peer holds nothing but that stream, until abort()."""
+
+    def __init__(self, store: PairStore, rank: int, where: torch.device):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NO_TIMEOUT
+        options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
+        options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
+        with _errors_are_ours():
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+        self._group.eager_connect_single_device(where)
+        self._stream = torch.cuda.Stream(where, priority=0)
+        self._peer = 1 - rank
+        self._aborted = threading.Event()
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        with torch.cuda.stream(self._stream):
+            return _NcclPending(self._group.send([tensor], self._peer, 0), self)
+
+    def receive(self, tensor: torch.Tensor) -> Pending:
+        with torch.cuda.stream(self._stream):
+            return _NcclPending(self._group.recv([tensor], self._peer, 0), self)
+
+    def abort(self) -> None:
+        if not self._aborted.is_set():
+            self._aborted.set()
+            self._group.abort()
+
+    @property
+    def aborted(self) -> bool:
+        return self._aborted.is_set()
+
+
+class _NcclPending:
+    def __init__(self, work: dist.Work, communicator: NcclCommunicator):
+        self._work, self._communicator = work, communicator
+
+    def wait(self, seconds: float) -> None:
+        # Not Work.wait(): that holds a stream, not this thread. Errors of the peer show here or at the deadline, and
+        # bytes that are not what they should be in the checksum.
+        deadline = time.monotonic() + seconds
+        while not self._work.is_completed():
+            if time.monotonic() > deadline or self._communicator.aborted:
+                self._communicator.abort()
+                raise Broken(f"a chunk was under way for {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        if self._communicator.aborted:
+            raise Broken("aborted")
+
+
+@contextlib.contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """A group made in this block does not end the process when its peer dies. torch reads this once per group."""
+    before = os.environ[_ERROR_HANDLING]
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        os.environ[_ERROR_HANDLING] = before
