@@ -225,4 +225,4 @@ def test_ipc_leaves_no_descriptor_open(make_pair: Callable[..., Pair]) -> None:
     before = open_slots()
     for _ in range(20):
         assert pair.fetch(pair.reference(delivery, (0, 0)), BUCKET)[0] is None
-    assert open_slots() == before == 1
+    assert open_slots() == before
