@@ -1,0 +1,373 @@
+"""Weight synchronisation under faults: one trainer that publishes every step, three actors that generate, all real.
+
+    python benchmarks/weight_sync_chaos.py --faults 200 --seed 1 --json
+
+Each transport of --transport gets its share of the faults, in one run with one trainer process. Faults: an actor, the
+courier or the coordinator is killed or stopped for a while, a connection is reset, a byte corrupted, a link slow, a
+disk full, a file truncated. A fault counts when it has struck. The seed decides what comes when; what it meets there
+depends on the machine.
+
+    training_stops         steps that spent more than a second in the synchronisation, or raised
+    torn_or_unknown_tokens tokens not drawn from exactly one published version, or tagged with another
+    leaked_slots           slots that hold something else than the newest version when all is quiet again
+    leaked_descriptors     files that trainer, courier, coordinator and actors have open then, and had not at the start
+    memory_growth_mb       of the trainer's process, from the first tenth of the faults to the end
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.weight_sync import faults, launch  # noqa: E402
+from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
+from torchtitan.weight_sync.states.slot import SlotState  # noqa: E402
+from torchtitan.weight_sync.wire import TOKEN_VARIABLE  # noqa: E402
+
+ACTORS = ("actor-0", "actor-1", "actor-2")
+STEP_SECONDS = 0.02
+STALL_SECONDS = 1.0
+BUCKET_BYTES = 128 * 1024
+# One version takes about 0.05 s on the wire, so that many faults hit a transfer.
+LINK_BYTES_PER_S = 40_000_000
+SLOW_BYTES_PER_S = 400_000
+STRIKE_SECONDS = 6.0
+RECOVERY_SECONDS = 90.0
+
+# Kind of fault -> how often, relative to the others.
+KINDS = {
+    "tcp": {
+        "kill actor": 4, "stop actor": 5, "reset": 4, "corrupt": 4, "slow link": 3, "delay": 1,
+        "kill courier": 2, "kill coordinator": 2, "stop courier": 1, "stop coordinator": 1,
+    },
+    "disk": {
+        "full disk": 5, "corrupt": 3, "truncated file": 3, "kill actor": 2, "stop actor": 3, "reset": 2,
+        "kill courier": 1, "kill coordinator": 1,
+    },
+}  # fmt: skip
+_ACTOR_PHASES = ("offer", "receive", "staged", "apply", "applied")
+
+
+class Run:
+    """One trainer with its courier and coordinator, three actors, and the faults of one transport."""
+
+    def __init__(self, folder: Path, transport: str, seed: int, options: dict[str, Any]):
+        self.folder, self.transport = folder, transport
+        self.random = random.Random(f"{seed} {transport}")
+        self.plan = folder / "faults.txt"
+        self.always = [f"throttle:bytes_per_s={LINK_BYTES_PER_S},name=always"] if transport == "tcp" else []
+        self._plan_faults([])
+        self.parameters = {f"p{index}": parameter_values(0, index) for index in range(len(SHAPES))}
+        config = WeightSyncConfig(
+            transport=transport, bucket_bytes=BUCKET_BYTES, max_restarts=1000,
+            offer_timeout_s=1.5, progress_timeout_s=1.5, apply_timeout_s=2.0, **options,
+        )  # fmt: skip
+        self.epoch, self.token = f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
+        self.sync = WeightSync(config, self.parameters, epoch=self.epoch, token=self.token, run_dir=folder)
+        self.version = -1
+        self.stops = 0
+        self.longest_stall = 0.0
+        self.struck: Counter[str] = Counter()
+        self.actors: dict[str, subprocess.Popen[bytes]] = {}
+        self.starts: Counter[str] = Counter()
+
+    # Training
+
+    def step(self) -> None:
+        """One optimizer step and its publication; then the parameters hold nothing that anybody may read."""
+        begun = time.perf_counter()
+        no = not self.sync.reserve()
+        stall = time.perf_counter() - begun
+        self.version += 1
+        self._fill(self.version)
+        begun = time.perf_counter()
+        self.sync.commit(self.version, int(no))
+        self.sync.fence()
+        stall += time.perf_counter() - begun
+        self.longest_stall = max(self.longest_stall, stall)
+        self.stops += stall > STALL_SECONDS
+        self._forget()
+        time.sleep(STEP_SECONDS)
+
+    def _fill(self, version: int) -> None:
+        for index, parameter in enumerate(self.parameters.values()):
+            parameter.copy_(parameter_values(version, index))
+
+    def _forget(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.fill_(-1.0)
+
+    def train(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Train for so long, or until something holds; returns whether it does."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.step()
+            if until():
+                return True
+        return until()
+
+    def settle(self) -> bool:
+        """Stop publishing; the last version goes to everybody. False when it did not get there in time."""
+        end = time.monotonic() + RECOVERY_SECONDS
+        while time.monotonic() < end:
+            if self.sync.owed is not None and self.sync.has_free_slot:
+                self._fill(self.version)
+                self.sync.snapshot_owed(self.version)
+                self.sync.fence()
+                self._forget()
+            if self.sync.owed is None and self._served_by_all(self.version) and self._used_slots() == 1:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _served_by_all(self, version: int) -> bool:
+        actors = self.sync.actors()
+        return all(name in actors and actors[name].version == version and actors[name].serves for name in ACTORS)
+
+    def _used_slots(self) -> int:
+        writer = self.sync._publisher.slots.writer()
+        count = self.sync._publisher.slots.count
+        return sum(writer.view(index).state is not SlotState.FREE for index in range(count))
+
+    # Actors
+
+    def start_actor(self, name: str) -> None:
+        arguments = {
+            "coordinator": self.sync.coordinator_address,
+            "actor": name,
+            "epoch": self.epoch,
+            "log": str(self.folder / f"{name}.jsonl"),
+        }
+        self.starts[name] += 1
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.actors[name] = subprocess.Popen(
+                [sys.executable, str(REPOSITORY / "benchmarks" / "weight_sync_chaos_actor.py"), json.dumps(arguments)],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=REPOSITORY,
+                env={**os.environ, TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            )  # fmt: skip
+
+    def start_actors_that_died(self) -> None:
+        for name, process in list(self.actors.items()):
+            if process.poll() is not None:
+                assert process.stdin is not None
+                process.stdin.close()
+                self.start_actor(name)
+
+    # Faults
+
+    def _plan_faults(self, texts: list[str]) -> None:
+        faults.switch_on(0, [*self.always, *texts], self.plan, write=True)
+
+    def _strikes(self, text: str) -> int:
+        folder = self.plan.with_name(self.plan.name + ".struck")
+        return sum(json.loads(path.read_text())["fault"] == text for path in folder.glob("*.json"))
+
+    def inject(self, number: int) -> bool:
+        """One fault, its consequences for a moment, and its end. False when it did not strike in time."""
+        names = [name for name in ACTORS if name in self.sync.actors() and self.actors[name].poll() is None]
+        weights = KINDS[self.transport]
+        kind = self.random.choices(list(weights), list(weights.values()))[0]
+        actor = self.random.choice(names or list(ACTORS))
+        self.train(self.random.random() * 0.2)
+        struck = self._strike(kind, actor, number)
+        self.struck[kind] += struck
+        self.train(0.1 + self.random.random() * 0.3)
+        self._plan_faults([])
+        self.start_actors_that_died()
+        return struck
+
+    def _strike(self, kind: str, actor: str, number: int) -> bool:
+        assert self.sync._coordinator is not None
+        processes = {"courier": self.sync._courier, "coordinator": self.sync._coordinator.supervised}
+        verb, _, target = kind.partition(" ")
+        if verb == "kill" and target == "actor" and self.random.random() < 0.5:
+            return self._planned(f"kill:phase={self.random.choice(_ACTOR_PHASES)},actor={actor}", number)
+        if verb in ("kill", "stop"):
+            process = processes[target].process if target in processes else self.actors[actor]
+            if process.poll() is not None:
+                return False
+            process.send_signal(signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
+            if verb == "stop":
+                self.train(0.1 + self.random.random() * (3.0 if target == "actor" else 1.0))
+                process.send_signal(signal.SIGCONT)
+            return True
+        return self._planned(self._text(kind, actor), number)
+
+    def _text(self, kind: str, actor: str) -> str:
+        bucket = self.random.randrange(self._buckets)
+        if kind == "reset":
+            phase = self.random.choice(("offer", "send", "receive", "staged", "applied"))
+            return f"reset:phase={phase},actor={actor}" + (f",bucket={bucket}" if phase in ("send", "receive") else "")
+        if kind == "corrupt":
+            if self.transport == "disk":
+                return f"corrupt:phase=write,bucket={bucket}"
+            return f"corrupt:phase={self.random.choice(('send', 'receive'))},actor={actor},bucket={bucket}"
+        if kind == "delay":
+            return f"delay:phase={self.random.choice(_ACTOR_PHASES)},actor={actor},seconds={self.random.random():.2f}"
+        return {
+            "slow link": f"throttle:bytes_per_s={SLOW_BYTES_PER_S},actor={actor}",
+            "full disk": f"full_disk:phase=write,bucket={bucket},times={self.random.randint(1, 3)}",
+            "truncated file": f"drop:phase=write,bucket={bucket}",
+        }[kind]
+
+    @property
+    def _buckets(self) -> int:
+        return self.sync._publisher.layout.bucket_count(0)
+
+    def _planned(self, text: str, number: int) -> bool:
+        text += f",name=fault-{number}"
+        self._plan_faults([text])
+        return self.train(STRIKE_SECONDS, lambda: self._strikes(text) > 0)
+
+    # Figures
+
+    def descriptors(self) -> dict[str, int]:
+        """Open files of every process of the run."""
+        assert self.sync._coordinator is not None
+        processes = {
+            "trainer": os.getpid(),
+            "courier": self.sync._courier.process.pid,
+            "coordinator": self.sync._coordinator.supervised.process.pid,
+            **{name: process.pid for name, process in self.actors.items()},
+        }
+        return {name: psutil.Process(pid).num_fds() for name, pid in processes.items()}
+
+    def tokens(self) -> tuple[int, int]:
+        """(all tokens, those of torn or unknown weights)."""
+        lines = (self.folder / "weight_sync" / "coordinator.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if record["event"] == "publish"]
+        published = {(record["version"], record["digest"]) for record in records}
+        count = wrong = 0
+        for name in ACTORS:
+            for line in map(_json_or_none, (self.folder / f"{name}.jsonl").read_text().splitlines()):
+                if line is None:
+                    continue  # cut off by a kill
+                count += line["tokens"]
+                known = line["epoch"] == self.epoch and (line["version"], line["digest"]) in published
+                wrong += line["torn"] if known else line["tokens"]
+        return count, wrong
+
+    def close(self) -> None:
+        for process in self.actors.values():
+            process.kill()
+            process.wait(10)
+            assert process.stdin is not None
+            process.stdin.close()
+        self.sync.close()
+
+
+def _json_or_none(line: str) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record
+
+
+def run(folder: Path, transport: str, count: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    """`count` faults of one transport; the figures."""
+    chaos = Run(folder, transport, seed, options)
+    try:
+        for name in ACTORS:
+            chaos.start_actor(name)
+        chaos.step()
+        chaos.sync.wait_until_applied(0, RECOVERY_SECONDS, at_least=len(ACTORS))
+        chaos.train(1.0)
+        if not chaos.settle():
+            raise RuntimeError(f"the actors did not come up: {chaos.sync.actors()}, see {folder}")
+        descriptors = chaos.descriptors()
+        memory = 0
+        number = done = 0
+        while done < count:
+            number += 1
+            done += chaos.inject(number)
+            if not memory and done * 10 >= count:
+                memory = psutil.Process().memory_info().rss
+            if number > 3 * count + 10:
+                raise RuntimeError(f"only {done} of {number} faults struck: {chaos.sync.actors()}, see {folder}")
+        chaos.train(1.0)
+        recovered = chaos.settle()
+        tokens, wrong = chaos.tokens()
+        growth = psutil.Process().memory_info().rss - memory
+        used, now = chaos._used_slots(), chaos.descriptors()
+        more = {name: now[name] - before for name, before in descriptors.items() if now[name] > before}
+        if not recovered or wrong or used != 1 or more:
+            print(
+                f"{transport}: {chaos.sync.actors()} {used} slots used, descriptors {more}, {folder}", file=sys.stderr
+            )
+        return {
+            "faults": done,
+            "training_stops": chaos.stops,
+            "torn_or_unknown_tokens": wrong,
+            "leaked_slots": used - 1,
+            "leaked_descriptors": sum(more.values()),
+            "actors_not_recovered": sum(
+                name not in chaos.sync.actors() or chaos.sync.actors()[name].version != chaos.version for name in ACTORS
+            ),
+            "memory_growth_mb": growth / 2**20,
+            "tokens": tokens,
+            "steps": chaos.version + 1,
+            "versions_skipped": chaos.sync.statistics()["weight_sync/versions_skipped"],
+            "longest_stall_s": chaos.longest_stall,
+            **{f"{transport}: {kind}": number for kind, number in sorted(chaos.struck.items())},
+        }
+    finally:
+        chaos.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, or both; then three quarters are of tcp")
+    parser.add_argument("--option", action="append", default=[], help="[weight_sync] key=value, value as JSON")
+    parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
+    launch.LOOK_SECONDS, launch.FROZEN_LOOKS, launch.HEALTHY_SECONDS = 0.5, 8, 2.0
+    torch.set_num_threads(1)
+    options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
+    transports = arguments.transport.split(",")
+    shares = [arguments.faults - arguments.faults // 4, arguments.faults // 4] if transports[1:] else [arguments.faults]
+    figures: Counter[str] = Counter()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="weight-sync-chaos-") as temporary:
+        for transport, count in zip(transports, shares, strict=True):
+            folder = (arguments.keep or Path(temporary)) / transport
+            folder.mkdir(parents=True)
+            found = run(folder, transport, count, arguments.seed, options)
+            figures["longest_stall_s"] = max(figures["longest_stall_s"], found.pop("longest_stall_s"))
+            figures.update(found)
+    conditions = {"seed": arguments.seed, "transports": transports, "seconds": round(time.monotonic() - begun)}
+    if not arguments.json:
+        for name, value in figures.items():
+            print(f"{name:24} {value:,.4g}" if isinstance(value, float) else f"{name:24} {value:,}")
+    else:
+        print(json.dumps({"benchmark": "weight_sync_chaos", "figures": dict(figures), "conditions": conditions}))
+    broken = ("training_stops", "torn_or_unknown_tokens", "leaked_slots", "leaked_descriptors", "actors_not_recovered")
+    return int(any(figures[name] for name in broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""An actor of weight_sync_chaos.py: a real receiver, and an engine whose tokens say which version they were drawn from.
+
+    python benchmarks/weight_sync_chaos_actor.py '{"coordinator": ..., "actor": ..., "epoch": ..., "log": ...}'
+
+The engine generates all the time. A token is drawn from elements of several parameters; each element shows its version,
+so that a token of torn or unknown weights cannot pass for another. A line of the log is what was generated under one
+tag (epoch, version, digest) since the last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.wire import TOKEN_VARIABLE
+
+SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())
+ELEMENTS_PER_TOKEN = 6
+LINE_SECONDS = 0.1
+STEP_SECONDS = 0.002
+
+
+def parameter_values(version: int, index: int) -> torch.Tensor:
+    """What parameter `index` holds under `version`: exact in float32."""
+    shape = SHAPES[index]
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) % 61) + 64 * version + 7 * index).float().view(shape)
+
+
+def element_version(value: float, index: int, position: int) -> float:
+    """The version whose parameter `index` holds `value` at `position`; no whole number where none does."""
+    return (value - position % 61 - 7 * index) / 64
+
+
+class Engine:
+    """Weights in memory of its own, changed in place between two decode steps."""
+
+    def __init__(self, epoch: str, log: Path):
+        self._epoch = epoch
+        self._weights = [torch.full(shape, -1.0) for shape in SHAPES]
+        self._tag: tuple[str, int, str] | None = None
+        self._step = threading.Lock()
+        self._random = random.Random(os.getpid())
+        self._log = log.open("a", buffering=1)
+        self._tokens = self._torn = 0
+        self.receiver: Receiver | None = None
+
+    def apply(self, staged: StagedVersion) -> float:
+        """Between two steps, one parameter after the other."""
+        with self._step:
+            begun = time.monotonic()
+            self._write_line()
+            for index, weight in enumerate(self._weights):
+                weight.copy_(staged.tensors[f"p{index}"])
+                time.sleep(0.0005)  # a step that did not wait would meet two versions here
+            self._tag = (staged.epoch, staged.version, staged.digest)
+            return time.monotonic() - begun
+
+    def generate(self, stop: threading.Event) -> None:
+        """Decode steps until `stop`."""
+        next_line = time.monotonic() + LINE_SECONDS
+        while not stop.wait(STEP_SECONDS):
+            with self._step:
+                # A poisoned engine must not serve, and one without weights cannot.
+                if self._tag is None or self.receiver is None or self.receiver.poisoned:
+                    continue
+                self._tokens += 1
+                self._torn += any(self._draw() != self._tag[1] for _ in range(ELEMENTS_PER_TOKEN))
+                if time.monotonic() >= next_line:
+                    self._write_line()
+                    next_line = time.monotonic() + LINE_SECONDS
+
+    def _draw(self) -> float:
+        index = self._random.randrange(len(SHAPES))
+        flat = self._weights[index].view(-1)
+        position = self._random.randrange(len(flat))
+        return element_version(float(flat[position]), index, position)
+
+    def _write_line(self) -> None:
+        if self._tokens and self._tag is not None:
+            epoch, version, digest = self._tag
+            line = {"epoch": epoch, "version": version, "digest": digest, "tokens": self._tokens, "torn": self._torn}
+            self._log.write(json.dumps({**line, "pid": os.getpid()}) + "\n")
+        self._tokens = self._torn = 0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    epoch = arguments["epoch"]
+    engine = Engine(epoch, Path(arguments["log"]))
+    engine.receiver = Receiver(
+        arguments["coordinator"], arguments["actor"], epoch, os.environ[TOKEN_VARIABLE], engine.apply
+    )
+    engine.receiver.start()
+    stop = threading.Event()
+    threading.Thread(target=engine.generate, args=(stop,), daemon=True).start()
+    sys.stdin.read()  # until the benchmark closes it or dies
+    stop.set()
+    engine.receiver.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Twenty seeded faults in a trainer, its courier and coordinator, and three actors: nothing torn, stopped or leaked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_twenty_faults(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/weight_sync_chaos.py", "--faults", "20", "--seed", "1", "--json"]
+    command += ["--keep", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+    expected = {
+        "faults": 20,
+        "training_stops": 0,
+        "torn_or_unknown_tokens": 0,
+        "leaked_slots": 0,
+        "leaked_descriptors": 0,
+        "actors_not_recovered": 0,
+    }
+    assert {key: figures[key] for key in expected} == expected, done.stderr
+    assert done.returncode == 0
+    assert figures["tokens"] > 1000 and figures["memory_growth_mb"] < 50
