@@ -173,6 +173,27 @@ def test_what_a_stranger_made_up_is_refused_or_stays_inside(case: tuple[bytes, i
 
 
 @pytest.mark.parametrize(
+    ("encoding", "payload"),
+    [
+        (BITMAP, b"vv" + bytes(12) + b"\x08"),  # the bit of an element behind the last
+        (BITMAP, b"vv" + b"\xc0" + bytes(12)),  # two bits, one value
+        (GAPS_8, struct.pack("<Q", 0) + b"\xff"),  # unchanged elements at the end are not said
+        (GAPS_8, struct.pack("<Q", 1) + b"vv" + b"\x64"),  # element 100 of 100
+        (GAPS_16, struct.pack("<Q", 1) + b"vv" + b"\xff\xff\x01\x00"),
+        (GAPS_16, struct.pack("<Q", 1) + b"vv" + b"\x01"),
+        (GAPS_8, struct.pack("<Q", 2**63) + b"vv\x00"),
+        (GAPS_8, b"\0\0"),
+        (BITMAP + 100, bytes(10)),
+    ],
+)
+def test_a_payload_that_does_not_fit_is_refused(encoding: int, payload: bytes) -> None:
+    base = bytes(200)
+    assert reference_decode(base, encoding, payload, 2) is None or encoding > GAPS_16
+    with pytest.raises(ProtocolError):
+        decoded(base, encoding, payload, 2)
+
+
+@pytest.mark.parametrize(
     ("dtypes", "bucket_bytes", "slot_bytes", "expected"),
     [
         (["bfloat16"], 1 << 20, 6, 2),
