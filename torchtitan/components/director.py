@@ -16,7 +16,9 @@ from torchtitan.components.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.components.orders import Kind, Order
 from torchtitan.components.report import write_report
 from torchtitan.components.signals import SignalFlags
+from torchtitan.components.sync_metrics import SyncMetrics
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.components.trace import write_trace
 from torchtitan.components.weights import WeightPath
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.journal import Journal
@@ -47,7 +49,7 @@ class Director:
         self._closing = contextlib.ExitStack()
         self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
         self._evaluation_due = False
-        self._evaluation_seconds = 0.0
+        self._evaluations: list[tuple[float, float]] = []
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
         self._newest = 0
@@ -96,6 +98,7 @@ class Director:
             self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
         )
         self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
+        self.sync_metrics = SyncMetrics(self.run_dir, read_json_lines(self.run_dir / METRICS_FILE))
         # Also a run that ends with an error has something to show.
         self._closing.callback(self._draw_report)
         if self.rollout.has_actors:
@@ -164,10 +167,10 @@ class Director:
         self.journal.append_decision(version, published=True)
         self._newest = version
 
-    def take_evaluation_seconds(self) -> float:
-        """Seconds of evaluation since the last call; they belong to no step."""
-        seconds, self._evaluation_seconds = self._evaluation_seconds, 0.0
-        return seconds
+    def take_evaluations(self) -> list[tuple[float, float]]:
+        """Begin and end (seconds since 1970) of the evaluations since the last call; their time belongs to no step."""
+        evaluations, self._evaluations = self._evaluations, []
+        return evaluations
 
     def log_step(self, version: int, batch: Batch, figures: Mapping[str, Figure]) -> None:
         step_s = figures["time/step_s"]
@@ -176,7 +179,8 @@ class Director:
         actors = self.weights.actors()
         self._note_evictions(actors)
         states = {name: f"{status.state} v{status.version}" for name, status in actors.items()}
-        self.metrics.log_step(version, {"policy_version": version} | batch.statistics | dict(figures) | rate, states)
+        row = {"policy_version": version} | batch.statistics | dict(figures) | rate
+        self.metrics.log_step(version, row | self.sync_metrics.step(row), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
 
     def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
@@ -191,7 +195,9 @@ class Director:
 
     def _draw_report(self) -> None:
         self.metrics.close()
+        self.sync_metrics.close()
         logger.info("report: %s", write_report(self.run_dir))
+        logger.info("trace: %s", write_trace(self.run_dir))
 
     def _plan_evaluation(self, version: int) -> None:
         interval = self.config.eval.interval
@@ -201,7 +207,7 @@ class Director:
     def _start_evaluation(self, version: int) -> None:
         """Evaluate in the background; orders wait for the end, so the weights stand still meanwhile."""
         self._evaluation_due = False
-        self._evaluation_started = time.monotonic()
+        self._evaluation_started, self._evaluation_began = time.monotonic(), time.time()
         self._evaluation = self._executor.submit(self._run_evaluation, version)
 
     def _run_evaluation(self, version: int) -> dict[str, Figure] | None:
@@ -221,7 +227,8 @@ class Director:
         if not done:
             return
         evaluation, self._evaluation = self._evaluation, None
-        self._evaluation_seconds += time.monotonic() - self._evaluation_started
+        seconds = time.monotonic() - self._evaluation_started
+        self._evaluations.append((self._evaluation_began, self._evaluation_began + seconds))
         figures = evaluation.result()
         if figures:
             self.metrics.log_evaluation(version, figures)

@@ -20,6 +20,7 @@ from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.components.profiling import profile
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
+from torchtitan.components.step_recorder import StepRecorder
 from torchtitan.components.weights import open_weight_path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -66,15 +67,17 @@ class Job:
 
     def start(self) -> None:
         """Publish the initial weights, then start the rollouts."""
+        begun = time.time()
         self.weights.reserve()
         self.weights.commit(self.version, noes=0)
+        self._recorder.add("snapshot", begun)
         if self.director is not None:
             self.director.start(self.version)
         self._boundary = time.perf_counter()
 
     def next_order(self) -> Order:
         """What all ranks do next, as rank 0 decides."""
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.time()
         decision = None
         if self.director is not None:
             try:
@@ -85,6 +88,8 @@ class Job:
                 decision = Order(Kind.STOP)
         order = share_order(decision)
         self._waited += time.perf_counter() - started
+        self._recorder.add("data wait", begun)
+        self._ordered_at = time.time()
         if order.kind is Kind.STOP and self.version < self.config.training.steps:
             self.signals.start_deadline()
         return order
@@ -93,23 +98,35 @@ class Job:
         """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
         # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays owed.
         noes = result.votes_against + (0 if result.last_step_applied else 1)
+        begun = time.time()
+        self._recorder.add("train", self._ordered_at, begun)
         outcome = self.weights.commit(self.version, noes)
+        self._recorder.add("snapshot" if outcome == "published" else "skip", begun)
         if self.director is not None:
+            begun = time.time()
             self.director.published(self.version, outcome == "published")
+            if not self.config.grpo.async_weight_update:
+                self._recorder.add("sync stall", begun)
 
     def snapshot_owed(self) -> None:
         """Offer a version that was skipped, while there is no data to train on."""
-        if self.weights.snapshot_owed(self.version) and self.director is not None:
+        begun = time.time()
+        taken = self.weights.snapshot_owed(self.version)
+        self._recorder.add("snapshot" if taken else "skip", begun)
+        if taken and self.director is not None:
             self.director.snapshotted_owed(self.version)
 
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):
+            begun = time.time()
             self._save()
+            self._recorder.add("checkpoint", begun)
 
     def log_step(self, batch: Batch, result: BatchResult) -> None:
         """Close the books on a step: everything since the last call belongs to it, evaluations left out."""
         now = time.perf_counter()
-        evaluation = 0.0 if self.director is None else self.director.take_evaluation_seconds()
+        evaluations = [] if self.director is None else self.director.take_evaluations()
+        evaluation = sum(end - begin for begin, end in evaluations)
         times = {
             "time/step_s": now - self._boundary - evaluation,
             "time/data_wait_s": max(self._waited - evaluation, 0.0),
@@ -119,6 +136,9 @@ class Job:
             device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
             self._stepped = True
         self._boundary, self._waited = now, 0.0
+        for begin, end in evaluations:
+            self._recorder.add("evaluation", begin, end)
+        self._recorder.end_step(self.version)
         self._profiler.step()
         if self.director is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
@@ -159,6 +179,8 @@ class Job:
         facts = self._agree_on_facts()
         self.run_dir = Path(facts["run_dir"])
         set_up_logging(self.run_dir, rank)
+        self._recorder = StepRecorder(self.run_dir, rank)
+        self._closing.callback(self._recorder.close)
         faults = config.fault_injection
         if faults.enable:
             # Before anything is started: every process inherits it.

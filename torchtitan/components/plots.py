@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _COLORS = ("#2463b4", "#d9622b", "#2e8b57", "#8d4fb0", "#b8860b", "#c03955")
-_TIMES = (
+TIMES = (
     ("time/data_wait_s", "data wait", "#d9a62b"),
     ("time/train_s", "train", "#2463b4"),
     ("time/snapshot_s", "snapshot", "#8d4fb0"),
@@ -43,7 +43,7 @@ def run_plots(steps: list[Row], evaluations: list[Row]) -> list[str]:
         _lines(steps, "Gradient norm", [("grad_norm", "")]),
         _lines(steps, "Completion length (tokens)", [("completion/length_mean", "mean")]),
     ]
-    return [_svg(figure, f"plot{index}") for index, figure in enumerate(figures) if figure is not None]
+    return [svg_text(figure, f"plot{index}") for index, figure in enumerate(figures) if figure is not None]
 
 
 def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Sequence[str] | None = None) -> Path:
@@ -57,7 +57,7 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
         raise UserError(f"--output {output}: the figure must be a .svg or a .png file")
     if labels is not None and len(labels) != len(run_dirs):
         raise UserError(f"--labels names {len(labels)} runs, --compare {len(run_dirs)}")
-    figure = _figure(width=10.5, height=6.4)
+    figure = blank_figure(width=10.5, height=6.4)
     (reward, reward_time), (accuracy, accuracy_time) = figure.subplots(2, 2)
     for index, run_dir in enumerate(run_dirs):
         rows = read_json_lines(Path(run_dir) / METRICS_FILE)
@@ -81,20 +81,22 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
         (accuracy, "Held-out pass@1", "step"),
         (accuracy_time, "Held-out pass@1", "seconds in steps"),
     ):
-        _dress(axes, title, x_label)
+        dress(axes, title, x_label)
     reward.legend(frameon=False, fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, output, dpi=130)
+    save_figure(figure, output, dpi=130)
     return output
 
 
-def _figure(width: float = 4.6, height: float = 2.9) -> Figure:
+def blank_figure(width: float = 4.6, height: float = 2.9) -> Figure:
+    """A figure without a display; inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _dress(axes: Axes, title: str, x_label: str = "step") -> None:
+def dress(axes: Axes, title: str, x_label: str = "step") -> None:
+    """Title, labels and lines as in all plots."""
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x_label, fontsize=8, color="#667080")
     axes.tick_params(labelsize=8, colors="#667080")
@@ -134,7 +136,7 @@ def _lines(
     series = [(*_points(rows, key), label) for key, label in keys]
     if not any(x for x, _, _ in series):
         return None
-    figure = _figure()
+    figure = blank_figure()
     axes = figure.subplots()
     for (x, y, label), color in zip(series, _COLORS, strict=False):
         _curve(axes, x, y, color, label)
@@ -150,7 +152,7 @@ def _lines(
         axes.set_yscale("log", nonpositive="mask")
     if len(keys) > 1 or spread:
         axes.legend(frameon=False, fontsize=8)
-    _dress(axes, title)
+    dress(axes, title)
     return figure
 
 
@@ -160,14 +162,14 @@ def _evaluation(rows: list[Row]) -> Figure | None:
     series = [(name, *_points(rows, name)) for name in names]
     if not any(x for _, x, _ in series):
         return None
-    figure = _figure()
+    figure = blank_figure()
     axes = figure.subplots()
     for (name, x, y), color in zip(series, _COLORS, strict=False):
         if x:
             axes.plot(x, y, color=color, marker="o", markersize=3.5, linewidth=1.2, label=name.removeprefix("eval/"))
     axes.set_ylim(-0.03, 1.03)
     axes.legend(frameon=False, fontsize=8)
-    _dress(axes, "Evaluation on held-out prompts")
+    dress(axes, "Evaluation on held-out prompts")
     return figure
 
 
@@ -176,10 +178,10 @@ def _time_split(rows: list[Row]) -> Figure | None:
     timed = timed[:: max(1, -(-len(timed) // _MAX_POINTS))]
     if not timed:
         return None
-    parts = [[row.get(key) or 0.0 for row in timed] for key, _, _ in _TIMES]
+    parts = [[row.get(key) or 0.0 for row in timed] for key, _, _ in TIMES]
     other = [max(0.0, row["time/step_s"] - sum(part[i] for part in parts)) for i, row in enumerate(timed)]
-    labels, colors = [label for _, label, _ in _TIMES], [color for _, _, color in _TIMES]
-    figure = _figure()
+    labels, colors = [label for _, label, _ in TIMES], [color for _, _, color in TIMES]
+    figure = blank_figure()
     axes = figure.subplots()
     steps = [row["step"] for row in timed]
     if len(steps) == 1:  # an area needs two points
@@ -190,18 +192,20 @@ def _time_split(rows: list[Row]) -> Figure | None:
     axes.set_ylim(0, max(1e-9, 1.15 * whole[min(len(whole) - 1, int(0.98 * len(whole)))]))
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], fontsize=7, loc="upper right", framealpha=0.9)
-    _dress(axes, "Seconds per step")
+    dress(axes, "Seconds per step")
     return figure
 
 
-def _svg(figure: Figure, salt: str) -> str:
+def svg_text(figure: Figure, salt: str) -> str:
+    """The figure as an SVG element; `salt` differs between those of one page."""
     buffer = io.BytesIO()
-    _save(figure, buffer, format="svg", salt=salt)
+    save_figure(figure, buffer, format="svg", salt=salt)
     text = buffer.getvalue().decode()
     return text[text.index("<svg") :]  # without the XML head, which has no place inside a page
 
 
-def _save(figure: Figure, target: Any, salt: str = "figure", **options: Any) -> None:
+def save_figure(figure: Figure, target: Any, salt: str = "figure", **options: Any) -> None:
+    """Write an SVG or PNG file (or stream), without the time of day."""
     import matplotlib
 
     # A salt of its own per plot: ids must not collide where several SVGs stand in one page.

@@ -18,6 +18,9 @@ from typing import Any
 
 from torchtitan.components.events import read_json_lines
 from torchtitan.components.metrics import COMPLETIONS_FILE, METRICS_FILE
+from torchtitan.components.sync_metrics import sums_by_actor
+from torchtitan.components.timeline import read_timeline
+from torchtitan.components.trace import TRACE_FILE
 from torchtitan.errors import UserError
 
 REPORT_FILE = "report.html"
@@ -52,7 +55,8 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         UserError: there is no such folder.
     """
-    from torchtitan.components.plots import run_plots
+    from torchtitan.components.plots import run_plots, svg_text
+    from torchtitan.components.timeline_plot import plot_timeline
 
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -62,6 +66,7 @@ def write_report(run_dir: str | Path) -> Path:
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     events = read_json_lines(run_dir / "events.jsonl")
     config = run_dir / "config.toml"
+    steps_drawn = plot_timeline(read_timeline(run_dir))
     parts = [
         f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
         f'<p class="quiet">{_headline(config, steps)}</p>',
@@ -70,6 +75,8 @@ def write_report(run_dir: str | Path) -> Path:
         '<div class="plots">'
         + "".join(f'<div class="plot">{svg}</div>' for svg in run_plots(steps, evaluations))
         + "</div>",
+        _timeline_section("" if steps_drawn is None else svg_text(steps_drawn, "timeline")),
+        _weight_sync_table(sums_by_actor(run_dir)),
         _evaluation_table(evaluations),
         _summary_table(steps),
         _completions_table(read_json_lines(run_dir / COMPLETIONS_FILE)),
@@ -150,6 +157,53 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: Se
         for line in lines
     )
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + f"</tr>{body}</table>"
+
+
+def _timeline_section(svg: str) -> str:
+    if not svg:
+        return ""
+    said = f"The last steps. More of the run is in {TRACE_FILE}, for https://ui.perfetto.dev or chrome://tracing."
+    return f'<h2>Time line</h2><p class="quiet">{said}</p><div class="plot">{svg}</div>'
+
+
+# Columns of the weight synchronisation's table: heading, figure, factor to the unit in the heading.
+_SYNC_COLUMNS = (
+    ("offered", "offered", 1),
+    ("applied", "applied", 1),
+    ("superseded", "superseded", 1),
+    ("aborted", "aborted", 1),
+    ("refused", "refused", 1),
+    ("queue ms", "queue_wait_s", 1e3),
+    ("transfer ms", "transfer_s", 1e3),
+    ("GB/s", "gigabytes_per_s", 1),
+    ("verify ms", "verify_s", 1e3),
+    ("apply ms", "apply_s", 1e3),
+    ("drain ms", "drain_s", 1e3),
+    ("pause ms", "pause_s", 1e3),
+    ("longest pause ms", "pause_s/max", 1e3),
+    ("MB full", "bytes_full", 1e-6),
+    ("MB delta", "bytes_delta", 1e-6),
+    ("MB relayed", "bytes_relayed", 1e-6),
+)
+
+
+def _weight_sync_table(actors: dict[str, dict[str, float]]) -> str:
+    """Per actor: versions by what became of them, means over those that it applied, evictions by phase."""
+    if not actors:
+        return ""
+    columns = [one for one in _SYNC_COLUMNS if any(figures.get(one[1]) is not None for figures in actors.values())]
+    lines = []
+    for actor, figures in actors.items():
+        values = [number(None if (value := figures.get(name)) is None else value * unit) for _, name, unit in columns]
+        evicted = {name.removeprefix("evicted_in/"): value for name, value in figures.items() if "evicted_in/" in name}
+        said = ", ".join(f"{number(count)} in {phase}" for phase, count in evicted.items()) or "–"
+        lines.append([html.escape(actor), *values, html.escape(said)])
+    head = ["actor", *(heading for heading, _, _ in columns), "evictions"]
+    return (
+        "<h2>Weight synchronisation</h2>"
+        '<p class="quiet">Times are means over applied versions; each version is in weight_sync/versions.jsonl.</p>'
+        + _table(head, lines)
+    )
 
 
 def _evaluation_table(evaluations: list[Row]) -> str:
