@@ -44,7 +44,7 @@ class CoordinatorMachine(Deliveries):
         """A rank's courier is here (again) and will report what its slots hold."""
         self._advance(now)
         newest = self.versions.newest
-        if self.retained is not None:
+        if self.retain_told:
             self._to_couriers({"type": "retain", "serial": self.retained}, rank)
         if newest is not None:
             self._to_couriers(self._publication(newest), rank)

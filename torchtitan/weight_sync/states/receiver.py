@@ -103,6 +103,11 @@ class ReceiverMachine:
         self.refused_versions = 0
         self._staging_layout: str | None = None
 
+    @property
+    def serving(self) -> Served | None:
+        """What may be served: nothing after a failed apply, until another one has succeeded."""
+        return None if self.poisoned else self.served
+
     def connected(self, term: int) -> list[Command]:
         """The coordinator of `term` has taken the hello. An older term than one seen before is refused (ValueError)."""
         if term < self.term:
