@@ -79,6 +79,11 @@ class Projection:
     entropy: bool
     group: dist.ProcessGroup | None
     first: int
+    _buffer: torch.Tensor | None = None
+
+    def release(self) -> None:
+        """Give the tile's memory back."""
+        self._buffer = None
 
     def row_tiles(self) -> list[slice]:
         return _tiles(len(self.targets), self.tiling.rows)
@@ -93,14 +98,14 @@ class Projection:
     def logits(
         self, rows: slice, columns: slice, operands: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [r, c] in fp32, and where there is a softcap its slope [r, c]."""
-        products = (
-            matmul(matmul_operand(hidden[rows]), operand.t())
-            for hidden, operand in zip(self.hidden, operands, strict=True)
-        )
-        logits, slope = next(products), None
-        for product in products:
-            logits.add_(product)
+        """Logits [r, c] in fp32, valid until the next call, and where there is a softcap its slope [r, c]."""
+        count, width = rows.stop - rows.start, columns.stop - columns.start
+        if self._buffer is None:
+            self._buffer = torch.empty(self.tiling.rows * self.tiling.columns, device=self.targets.device)
+        # One buffer for all tiles: a new one each time would be there twice.
+        logits, slope = self._buffer[: count * width].view(count, width), None
+        for index, (hidden, operand) in enumerate(zip(self.hidden, operands, strict=True)):
+            matmul(matmul_operand(hidden[rows]), operand.t(), out=logits, accumulate=index > 0)
         if self.bias is not None:
             logits.add_(self.bias[columns])
         if self.softcap is not None:
@@ -363,6 +368,7 @@ class TwoPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projection: Projection, bias: torch.Tensor | None, *operands: torch.Tensor) -> Any:
         found, kept = statistics(projection)
+        projection.release()
         local_maximum = found.maximum.clone() if kept is not None else None
         found.reduce_(projection.group)
         log_probs, normalizer = found.log_probs(), found.normalizer
@@ -401,6 +407,7 @@ class TwoPass(torch.autograd.Function):
             sums.add(rows, gradient, weights)
             sums.end()
             gradients = sums.results()
+        projection.release()
         return (None, gradients[-1], *gradients[:-1])
 
 
@@ -454,6 +461,7 @@ class OnePass(torch.autograd.Function):
                 sums.add(rows, gradient, weights)
             sums.end()
             ctx.gradients = sums.results()
+        projection.release()
         ctx.accumulated = any(place is not None for place in places)
         ctx.mark_non_differentiable(log_probs, entropy)
         ctx.set_materialize_grads(False)

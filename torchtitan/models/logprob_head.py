@@ -78,7 +78,7 @@ class HeadOptions(TypedDict, total=False):
     chunk_tokens: int | Literal["auto"]
     """Rows of logits at a time, with all columns; "auto" (default) chooses rows and columns by budget_bytes"""
     budget_bytes: int
-    """Memory for logits at a time"""
+    """Memory for logits at a time, of all ranks of tp_group together"""
     entropy: bool
     """False returns zeros for it; True by default"""
     tp_group: dist.ProcessGroup | None
@@ -165,7 +165,7 @@ def _projection(
             len(targets),
             part.largest,
             max(tensor.shape[1] for tensor in weight),
-            options.get("budget_bytes", DEFAULT_BUDGET_BYTES),
+            options.get("budget_bytes", DEFAULT_BUDGET_BYTES) // (1 if group is None else dist.get_world_size(group)),
             buffers=1 if softcap is None else 3,
             converts=matmul_converts(weight[0]),
         )
