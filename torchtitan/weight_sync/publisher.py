@@ -105,9 +105,9 @@ class Publisher:
         self.rank = rank
         self.slots = create_slots(num_slots, own.slot_bytes, folder, where, on_device)
         self._writer = self.slots.writer()
-        self._memory = slot_tensors(self.slots)
+        self.memory = slot_tensors(self.slots)
         self._make_resident()
-        self._filler = slot_filler(self._memory, own.shards, dtype, where)
+        self._filler = slot_filler(self.memory, own.shards, dtype, where)
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
         self._waiter = FenceWaiter(self._finish)
@@ -118,7 +118,7 @@ class Publisher:
 
     def _make_resident(self) -> None:
         # The first write to each page is slow: take that before training instead of in the first snapshots.
-        for memory in self._memory:
+        for memory in self.memory:
             memory.zero_()
         pin(self.slots)
 

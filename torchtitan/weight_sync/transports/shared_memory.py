@@ -8,13 +8,14 @@ back is looked at field by field: nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -72,6 +73,12 @@ class SharedMemorySendCarrier:
         """The memory is the slots'."""
 
 
+class _Order(NamedTuple):
+    reference: bytes
+    target: Area
+    done: Callable[[str | None], None]
+
+
 class SharedMemoryReceiveCarrier:
     """Opens memory that is named to it, and copies in a thread of its own."""
 
@@ -81,7 +88,7 @@ class SharedMemoryReceiveCarrier:
     def __init__(self, context: ReceiveContext):
         self._opened: dict[str, _Memory] = {}
         self._closed = False
-        self._work: queue.SimpleQueue[tuple[bytes, Area, Callable[[str | None], None]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         name = f"weight-copies-{context.rank}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -93,7 +100,7 @@ class SharedMemoryReceiveCarrier:
         raise ProtocolError("not a note of this transport")
 
     def fetch(self, reference: bytes, target: Area, done: Callable[[str | None], None]) -> None:
-        self._work.put((reference, target, done))
+        self._work.put(_Order(reference, target, done))
 
     def close(self) -> None:
         self._closed = True
@@ -102,19 +109,38 @@ class SharedMemoryReceiveCarrier:
     # The carrier's thread
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            reference, target, done = item
-            error: str | None = "the connection is over"
-            if not self._closed:
-                try:
-                    self._copy(reference, target)
-                    error = None
-                except (ProtocolError, OSError, RuntimeError) as failure:
-                    error = f"cannot read the sender's memory: {failure}"
-            done(error)
+        over = False
+        while not over:
+            # What is there is launched in one go: a device is faster than one answer after the other.
+            orders = [self._work.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    orders.append(self._work.get_nowait())
+            over = None in orders
+            self._copy_all([order for order in orders if order is not None])
         self._opened.clear()
 
-    def _copy(self, reference: bytes, target: Area) -> None:
+    def _copy_all(self, orders: list[_Order]) -> None:
+        errors = [self._copy(order) for order in orders]
+        broken = None
+        try:
+            for memory in self._opened.values():
+                memory.finish()
+        except RuntimeError as failure:
+            broken = f"a copy has failed: {failure}"
+        for order, error in zip(orders, errors, strict=True):
+            order.done(error or broken)
+
+    def _copy(self, order: _Order) -> str | None:
+        if self._closed:
+            return "the connection is over"
+        try:
+            self._launch(order.reference, order.target)
+        except (ProtocolError, OSError, RuntimeError) as failure:
+            return f"cannot read the sender's memory: {failure}"
+        return None
+
+    def _launch(self, reference: bytes, target: Area) -> None:
         try:
             fields = json.loads(reference)
             memory, offset = fields["memory"], fields["offset"]
@@ -141,7 +167,10 @@ class _Memory(Protocol):
     length: int
 
     def read(self, offset: int, target: Area) -> None:
-        """Copy; has ended when it returns."""
+        """Begin to copy."""
+
+    def finish(self) -> None:
+        """Block until what was begun is done."""
 
 
 def _open(fields: Any) -> _Memory:
@@ -194,6 +223,9 @@ class _FileMemory:
 
     def read(self, offset: int, target: Area) -> None:
         numpy.copyto(memory_tensor(target).numpy(), self._bytes[offset : offset + len(target)])
+
+    def finish(self) -> None:
+        """Copies of the CPU are done when they return."""
 
 
 # On a GPU: CUDA IPC
@@ -264,6 +296,9 @@ class _CudaMemory:
     def read(self, offset: int, target: Area) -> None:
         with in_background(self._where):
             memory_tensor(target).copy_(self._tensor[offset : offset + len(target)], non_blocking=True)
+
+    def finish(self) -> None:
+        with in_background(self._where):
             finish_background(self._where)
 
 
