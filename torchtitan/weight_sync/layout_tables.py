@@ -1,15 +1,17 @@
 """A layout's rows in columns: 64,000 parameters on 64 ranks are four million shards, too many for an object each.
 
-Equal shapes and equal boxes are kept once, rows refer to them by number. Numbers travel as base64 of little-endian
-unsigned integers, everything else as plain JSON. No torch.
+Equal shapes and equal boxes are kept once, rows refer to them by number. Columns travel as the compressed differences
+of neighbours, of which there are few, everything else as plain JSON. No torch.
 """
 
 from __future__ import annotations
 
 import base64
 import itertools
+import json
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ import numpy as np
 
 # Larger sizes than any model's; keeps sums of a few of them inside 64 bits.
 _LARGEST = 1 << 60
+# Bounds what a few compressed bytes can make a reader allocate.
+_MOST_ROWS = 1 << 24
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -95,18 +99,26 @@ class ParameterTable:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def feed(self, update: Callable[[bytes], object]) -> None:
+        """Everything in this table, for a hash."""
+        update(json.dumps([self.names, self.kinds]).encode())
+        update(self.kind.astype("<i8").tobytes())
+
     def to_json(self) -> dict[str, Any]:
         kinds = [[dtype, list(shape)] for dtype, shape in self.kinds]
-        return {"names": list(self.names), "kinds": kinds, "kind": _packed(self.kind, "<u4")}
+        # One text instead of a list: 64,000 names are read and compared 50 times as fast.
+        return {"names": "\n".join(self.names), "kinds": kinds, "kind": _packed(self.kind)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ParameterTable:
         """Raises ValueError, TypeError or KeyError for malformed rows."""
-        names = tuple(data["names"])
+        if not isinstance(data["names"], str):
+            raise ValueError("names are not a text")
         kinds = tuple((str(dtype), _sizes(shape)) for dtype, shape in data["kinds"])
-        kind = _unpacked(data["kind"], "<u4", len(kinds))
-        if set(map(type, names)) - {str} or len(names) != len(kind):
-            raise ValueError("parameters without a name or a kind")
+        kind = _unpacked(data["kind"], len(kinds))
+        names = tuple(data["names"].split("\n")) if len(kind) else ()
+        if len(names) != len(kind):
+            raise ValueError(f"{len(names)} parameters have {len(kind)} kinds")
         return cls(names, kinds, kind)
 
 
@@ -159,21 +171,27 @@ class ShardTable:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def feed(self, update: Callable[[bytes], object]) -> None:
+        """Everything in this table, for a hash."""
+        update(json.dumps([[box.offset, box.shape] for box in self.boxes]).encode())
+        for column in (self.parameter, self.box, self.byte_offset):
+            update(column.astype("<i8").tobytes())
+
     def to_json(self) -> dict[str, Any]:
         return {
             "boxes": [[list(box.offset), list(box.shape)] for box in self.boxes],
-            "parameter": _packed(self.parameter, "<u4"),
-            "box": _packed(self.box, "<u4"),
-            "byte_offset": _packed(self.byte_offset, "<u8"),
+            "parameter": _packed(self.parameter),
+            "box": _packed(self.box),
+            "byte_offset": _packed(self.byte_offset),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ShardTable:
         """Raises ValueError, TypeError or KeyError for malformed rows."""
         boxes = tuple(Box(_sizes(offset), _sizes(shape)) for offset, shape in data["boxes"])
-        parameter = _unpacked(data["parameter"], "<u4", _LARGEST)
-        box = _unpacked(data["box"], "<u4", len(boxes))
-        byte_offset = _unpacked(data["byte_offset"], "<u8", _LARGEST)
+        parameter = _unpacked(data["parameter"], _LARGEST)
+        box = _unpacked(data["box"], len(boxes))
+        byte_offset = _unpacked(data["byte_offset"], _LARGEST)
         if not len(parameter) == len(box) == len(byte_offset):
             raise ValueError("columns of different lengths")
         return cls(boxes, parameter, box, byte_offset)
@@ -203,13 +221,21 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _packed(column: np.ndarray, kind: str) -> str:
-    return base64.b64encode(column.astype(kind).tobytes()).decode()
+def _packed(column: np.ndarray) -> str:
+    differences = np.diff(column, prepend=0).astype("<i8")
+    return base64.b64encode(zlib.compress(differences.tobytes(), 1)).decode()
 
 
-def _unpacked(text: Any, kind: str, limit: int) -> np.ndarray:
-    """The column again, int64. Raises ValueError for one that is malformed or holds `limit` or more."""
-    column = np.frombuffer(base64.b64decode(text, validate=True), kind)
-    if len(column) and int(column.max()) >= limit:
-        raise ValueError(f"a column holds {int(column.max())}, its limit is {limit}")
-    return column.astype(np.int64)
+def _unpacked(text: Any, limit: int) -> np.ndarray:
+    """The column again, int64. Raises ValueError for one that is malformed, or holds less than 0 or `limit` or more."""
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(base64.b64decode(text, validate=True), _MOST_ROWS * 8)
+    except zlib.error as error:
+        raise ValueError(f"a column cannot be decompressed: {error}") from error
+    if not inflater.eof or len(data) % 8:
+        raise ValueError("a column is cut off or too long")
+    column = np.cumsum(np.frombuffer(data, "<i8"), dtype=np.int64)
+    if len(column) and not 0 <= int(column.min()) <= int(column.max()) < limit:
+        raise ValueError(f"a column holds {int(column.min())} to {int(column.max())}, its limit is {limit}")
+    return column

@@ -55,7 +55,13 @@ class Layout:
 
     def layout_id(self) -> str:
         """Names this layout: equal exactly when everything in it is equal."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), separators=(",", ":")).encode())
+        # Not over the JSON: compressed columns need not look the same wherever they are made.
+        hasher = xxhash.xxh3_128(json.dumps([self.bucket_bytes, self.checksum]).encode())
+        self.parameters.feed(hasher.update)
+        for rank in self.ranks:
+            hasher.update(json.dumps([rank.slot_bytes, len(rank.shards)]).encode())
+            rank.shards.feed(hasher.update)
+        return hasher.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -72,7 +78,7 @@ class Layout:
             parameters = ParameterTable.from_json(data["parameters"])
             ranks = tuple(RankLayout(slot_bytes, ShardTable.from_json(shards)) for slot_bytes, shards in data["ranks"])
             bucket_bytes, slots = data["bucket_bytes"], [rank.slot_bytes for rank in ranks]
-            if {type(number) for number in (bucket_bytes, *slots)} != {int} or bucket_bytes < 1 or min(slots) < 0:
+            if {type(number) for number in (bucket_bytes, *slots)} != {int} or bucket_bytes < 1 or min(slots, default=0) < 0:
                 raise ValueError("sizes that are none")
             layout = cls(bucket_bytes, parameters, ranks, data["checksum"])
         except (KeyError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -120,10 +121,10 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
     """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, each aligned."""
-    names = tuple(name for name, _ in parameters)
+    names, all_placed = tuple(map(itemgetter(0), parameters)), list(map(itemgetter(1), parameters))
     # First by identity, which needs no hash of a whole placement, then the few that are left by value.
-    identity = [id(placed) for _, placed in parameters]
-    by_identity = dict(zip(identity, (placed for _, placed in parameters), strict=True))
+    identity = list(map(id, all_placed))
+    by_identity = dict(zip(identity, all_placed, strict=True))
     placements, number = numbered(by_identity.values())
     number_of = dict(zip(by_identity, number.tolist(), strict=True))
     which = np.fromiter(map(number_of.__getitem__, identity), np.int64, len(identity))

@@ -1,0 +1,200 @@
+"""What the benchmarks share: output, turns that are interleaved, cores, and processes that end with their parent."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1
+
+Bars = Mapping[str, tuple[str, float]]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options that every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="last line: one JSON object")
+    made.add_argument("--quick", action="store_true", help="a few seconds: shows that it works, measures nothing")
+    return made
+
+
+def report(
+    benchmark: str, figures: Mapping[str, float], bars: Bars, conditions: Mapping[str, Any], as_json: bool
+) -> None:
+    """A table with the bars that are set, or the JSON line. bars: key -> ("<=" or ">=", value)."""
+    for key, value in figures.items():
+        line = f"{key:32} {value:12.6g}"
+        if key in bars:
+            relation, bar = bars[key]
+            met = value <= bar if relation == "<=" else value >= bar
+            line += f"   {relation} {bar:g}  {'met' if met else 'MISSED'}"
+        print(line)
+    for key, value in conditions.items():
+        print(f"  {key}: {value}")
+    if as_json:
+        print(json.dumps({"benchmark": benchmark, "figures": dict(figures), "conditions": dict(conditions)}))
+
+
+def progress(text: str) -> None:
+    """To the terminal's error stream, so that the result can be piped."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# Time
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def interleaved(
+    conditions: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Every condition once per turn, every other turn in reverse order, so that drift meets all of them alike.
+
+    Each call returns its own measurement. The first `warm_up` turns do not count.
+    """
+    results: dict[str, list[float]] = {name: [] for name in conditions}
+    for turn in range(-warm_up, repeats):
+        for name in list(conditions)[:: 1 if turn % 2 == 0 else -1]:
+            value = conditions[name]()
+            if turn >= 0:
+                results[name].append(value)
+    return results
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median over the turns of one condition's measurement divided by the other's of the same turn."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Poll until it holds. Ends the benchmark with a message when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited {seconds:g} s in vain: {what}")
+        time.sleep(0.01)
+
+
+# Cores
+
+
+def two_cores() -> tuple[int, int]:
+    """(the trainer's core, everybody else's). Ends the benchmark where there are not two."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        raise SystemExit("this benchmark pins the trainer to a core of its own: it needs Linux and two cores")
+    return cores[0], cores[1]
+
+
+def run_on(*cores: int) -> None:
+    """Pin this thread, and all threads and processes that it starts from now on."""
+    os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def running_on(*cores: int) -> Iterator[None]:
+    """Pinned in this block: for starting threads and processes on other cores than one's own."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# Processes
+
+
+def die_with_parent() -> None:
+    """Called by a child: the kernel kills it when its parent is gone, even while it is stopped. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+class Child:
+    """`python script arguments` in a process that does not outlive this one.
+
+    The script calls child_arguments() first, and answers with lines of JSON on its standard output. prefix: in front of
+    the command, say `ip netns exec NAME`.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        arguments: Mapping[str, Any],
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = {},
+    ):
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(script), "--child", json.dumps(dict(arguments))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """One line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(dict(message)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line. Ends the benchmark when it has died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a process of the benchmark has ended with code {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Kill it: nothing of it is needed any more."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+def child_arguments() -> dict[str, Any] | None:
+    """What Child was given, in the child; None in the benchmark itself."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--child":
+        die_with_parent()
+        arguments: dict[str, Any] = json.loads(sys.argv[2])
+        return arguments
+    return None
+
+
+def say(message: Mapping[str, Any]) -> None:
+    """A child's answer."""
+    print(json.dumps(dict(message)), flush=True)

@@ -1,0 +1,203 @@
+"""Many parameters on many ranks: how long the plan takes, and what 64 times as many tensors cost the trainer thread.
+
+    python benchmarks/weight_sync_plan.py --json
+
+plan_s             everything between DTensor placements and the first bucket, one after the other on one core: every
+                   rank's shards, their way to the coordinator as JSON, the merged layout with its check that every
+                   element is sent exactly once, its way to the actor, and the buckets that each tensor-parallel worker
+                   asks for. In a job the ranks' part runs on all ranks at the same time.
+growth_per_version time of the trainer thread in reserve, commit and fence per version, without anything to overlap it,
+                   with many tensors ÷ with few, the same bytes in both; median over versions, taken in turns
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+from torchtitan.weight_sync.coverage import check_coverage, merge_layouts  # noqa: E402
+from torchtitan.weight_sync.layout_tables import Box  # noqa: E402
+from torchtitan.weight_sync.manifest import Layout  # noqa: E402
+from torchtitan.weight_sync.needs import needed_buckets  # noqa: E402
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
+from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
+
+BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
+BUCKET_BYTES = 4 << 20
+# A mixture-of-experts layer's tensors, and how the trainer's (data, tensor parallel) mesh cuts them.
+FSDP, COLUMNS = Sharded(0), Sharded(1)
+STRIDED = Sharded(0, split_factor=8)
+LAYER = {
+    "self_attn.q_proj.weight": ((4096, 2048), (STRIDED, FSDP)),
+    "self_attn.k_proj.weight": ((512, 2048), (STRIDED, FSDP)),
+    "self_attn.v_proj.weight": ((512, 2048), (STRIDED, FSDP)),
+    "self_attn.o_proj.weight": ((2048, 4096), (FSDP, COLUMNS)),
+    "self_attn.q_norm.weight": ((128,), (FSDP, None)),
+    "self_attn.k_norm.weight": ((128,), (FSDP, None)),
+    "input_layernorm.weight": ((2048,), (FSDP, None)),
+    "post_attention_layernorm.weight": ((2048,), (FSDP, None)),
+}
+EXPERT = {
+    "gate_proj.weight": ((768, 2048), (STRIDED, FSDP)),
+    "up_proj.weight": ((768, 2048), (STRIDED, FSDP)),
+    "down_proj.weight": ((2048, 768), (FSDP, COLUMNS)),
+}
+
+
+def model(count: int) -> list[tuple[str, tuple[int, ...], tuple[Sharded | None, ...]]]:
+    """`count` parameters of a mixture-of-experts model with 128 experts per layer: (name, shape, placements)."""
+    parameters: list[tuple[str, tuple[int, ...], tuple[Sharded | None, ...]]] = []
+    layer = 0
+    while len(parameters) < count:
+        tensors = {f"model.layers.{layer}.{name}": value for name, value in LAYER.items()}
+        for expert in range(128):
+            tensors |= {f"model.layers.{layer}.mlp.experts.{expert}.{name}": value for name, value in EXPERT.items()}
+        parameters += [(name, shape, placements) for name, (shape, placements) in tensors.items()]
+        layer += 1
+    return parameters[:count]
+
+
+def worker_boxes(parameters: list[tuple[str, tuple[int, ...], tuple]], worker: int, workers: int) -> dict[str, Box]:
+    """What a tensor-parallel worker of the actor holds: rows, columns or all of each tensor."""
+    boxes = {}
+    for name, shape, placements in parameters:
+        cut = placements[1]
+        offset, size = [0] * len(shape), list(shape)
+        if cut is not None:
+            size[cut.dim] //= workers
+            offset[cut.dim] = worker * size[cut.dim]
+        boxes[name] = Box(tuple(offset), tuple(size))
+    return boxes
+
+
+def rank_view(
+    parameters: list[tuple[str, tuple[int, ...], tuple]], rank: int, mesh: tuple[int, int]
+) -> list[PlacedParameter]:
+    """The input of one rank's plan, as parameters.placed_parameters reads it from DTensors."""
+    known: dict[tuple, Placed] = {}
+    coordinate = (rank // mesh[1], rank % mesh[1])
+    view = []
+    for name, shape, placements in parameters:
+        key = (shape, placements)
+        if key not in known:
+            known[key] = Placed(shape, mesh, coordinate, placements)
+        view.append(PlacedParameter(name, known[key]))
+    return view
+
+
+def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, float]:
+    """Seconds of each part of the planning."""
+    parameters = model(count)
+    views = [rank_view(parameters, rank, mesh) for rank in range(mesh[0] * mesh[1])]
+    boxes = [worker_boxes(parameters, worker, workers) for worker in range(workers)]
+    parts = dict.fromkeys(("ranks", "to_coordinator", "merge", "to_actor", "workers"), 0.0)
+
+    def part(name: str, work: Callable[[], object]) -> object:
+        begun = time.perf_counter()
+        result = work()
+        parts[name] += time.perf_counter() - begun
+        return result
+
+    reports = []
+    for rank, view in enumerate(views):
+        layout = part("ranks", lambda view=view, rank=rank: plan_rank(view, rank, "bfloat16", BUCKET_BYTES))
+        sent = part("to_coordinator", lambda layout=layout: json.dumps(layout.to_json()))
+        reports.append(part("to_coordinator", lambda sent=sent: json.loads(sent)))
+    merged = part("merge", lambda: merge_layouts(reports))
+    part("merge", merged.layout_id)
+    sent = part("to_actor", lambda: json.dumps(merged.to_json()))
+    received = part("to_actor", lambda: Layout.from_json(json.loads(sent)))
+    part("to_actor", lambda: check_coverage(received))
+    part("to_actor", received.layout_id)
+    for held in boxes:
+        needs = part("workers", lambda held=held: needed_buckets(received, held))
+        assert needs
+    return parts
+
+
+class Versions:
+    """A publisher whose slots are freed at once, as a courier with fast actors would."""
+
+    def __init__(self, tensors: int, total_bytes: int, folder: Path):
+        elements = total_bytes // 2 // tensors
+        parameters = {f"p{i}": torch.full((elements,), float(i % 7)) for i in range(tensors)}
+        self.publisher = Publisher(
+            parameters, rank=0, dtype="bfloat16", num_slots=2, bucket_bytes=BUCKET_BYTES, folder=folder
+        )
+        self._keeper = self.publisher.slots.keeper()
+        self._serial = 0
+
+    def version(self) -> float:
+        """Seconds that the trainer thread spends on one version, waiting for its copy included."""
+        self._serial += 1
+        begun = time.perf_counter()
+        if not self.publisher.reserve():
+            raise SystemExit("no slot is free")
+        self.publisher.snapshot(self._serial, self._serial)
+        self.publisher.fence()
+        taken = time.perf_counter() - begun
+        common.wait_for(lambda: self._serial in self._keeper.filled(), 20, "the snapshot to be ready")
+        self._keeper.publish(self._serial)
+        return taken
+
+    def close(self) -> None:
+        self.publisher.close()
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--parameters", type=int, default=64512)
+    parser.add_argument("--mesh", type=int, nargs=2, default=(8, 8), help="trainer ranks: data and tensor parallel")
+    parser.add_argument("--workers", type=int, default=8, help="tensor-parallel workers of the actor")
+    parser.add_argument("--repeats", type=int, default=3, help="of the planning")
+    parser.add_argument("--versions", type=int, default=15, help="of each number of tensors")
+    parser.add_argument("--few", type=int, default=1008, help="tensors")
+    parser.add_argument("--bytes", type=int, default=2 << 30, help="per version")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.parameters, arguments.few, arguments.repeats, arguments.versions = 2048, 32, 1, 3
+        arguments.bytes = 16 << 20
+    torch.set_num_threads(1)
+    planned = []
+    for _ in range(arguments.repeats):
+        planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh), arguments.workers))
+        common.progress(f"planned in {sum(planned[-1].values()):.2f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {
+            "many": Versions(arguments.parameters, arguments.bytes, Path(folder)),
+            "few": Versions(arguments.few, arguments.bytes, Path(folder)),
+        }
+        seconds = common.interleaved({name: side.version for name, side in sides.items()}, arguments.versions)
+        for side in sides.values():
+            side.close()
+    figures = {
+        "plan_s": statistics.median(sum(parts.values()) for parts in planned),
+        "growth_per_version": common.median_ratio(seconds["many"], seconds["few"]),
+        **{f"plan_{name}_s": statistics.median(parts[name] for parts in planned) for name in planned[0]},
+        **{f"version_{name}_s": statistics.median(values) for name, values in seconds.items()},
+    }
+    conditions = {
+        **{name: value for name, value in vars(arguments).items() if name != "json"},
+        "threads": 1,
+        "torch": torch.__version__,
+    }
+    common.report("weight_sync_plan", figures, BARS, conditions, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
