@@ -125,8 +125,8 @@ def is_covered(layout: Layout) -> bool:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Mostly whole layouts: parameters cut anywhere, the pieces dealt to ranks in any order, and up to one mistake."""
+def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
+    """Parameters cut anywhere, the pieces dealt to ranks in any order, and where it is allowed up to one mistake."""
     parameters, ranks = [], [[] for _ in range(draw(st.integers(1, 3)))]
     for index in range(draw(st.integers(0, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 4), max_size=2)))
@@ -149,7 +149,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             placed.append(dataclasses.replace(shard, byte_offset=end))
             end += shard.elements * DTYPE_BYTES[parameters[shard.parameter].dtype] + draw(st.integers(0, 2))
         rows.append(placed)
-    if parameters and draw(st.booleans()):
+    if mistakes and parameters and draw(st.booleans()):
         rank = draw(st.sampled_from(rows))
         if rank:
             where = draw(st.integers(0, len(rank) - 1))
