@@ -62,6 +62,10 @@ def fill(slot: memoryview, layout: Layout, tensors: dict[str, torch.Tensor]) -> 
         slot[shard.byte_offset : shard.byte_offset + len(data)] = data
 
 
+def no_note(note: bytes) -> None:
+    raise AssertionError("files need no notes")
+
+
 class World:
     """Stores of all ranks on one running loop; each has slots enough for every version of a test."""
 
@@ -161,10 +165,11 @@ class Delivered:
                 {"store": world.stores[rank]},
                 self.go_on,
                 self.failures.append,
+                no_note,
             )
         )
         self.receiver = DiskReceiveCarrier(
-            ReceiveContext(world.loop, EPOCH, rank, "a", 0, 0, world.whole, self.sender.hello())
+            ReceiveContext(world.loop, EPOCH, rank, "a", 0, 0, world.whole, self.sender.hello(), "cpu", no_note)
         )
         self.sender.connected(self.receiver.welcome())
         self.keys = self.delivery.keys()
@@ -381,7 +386,9 @@ def test_who_reads_latest_sees_whole_versions_only(world: World) -> None:
      b'{"file": "x", "offset": 0, "bucket": [7, 0]}', b'{"file": "x", "offset": 0, "bucket": [0]}'],
 )  # fmt: skip
 def test_malformed_references_are_refused(world: World, reference: bytes) -> None:
-    context = ReceiveContext(world.loop, EPOCH, 0, "a", 0, 0, world.whole, {"folder": str(world.folder)})
+    context = ReceiveContext(
+        world.loop, EPOCH, 0, "a", 0, 0, world.whole, {"folder": str(world.folder)}, "cpu", no_note
+    )
     receiver, results = DiskReceiveCarrier(context), []
     receiver.fetch(reference, memoryview(bytearray(64)), results.append)
     world.wait(lambda: bool(results))

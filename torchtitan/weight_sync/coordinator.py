@@ -223,7 +223,11 @@ class Coordinator:
 
     def _write(self, event: str, fields: Message) -> None:
         line = {"time": time.time(), "term": self.machine.term, "event": event, **fields}
-        self._journal.write(json.dumps(line) + "\n")
+        try:
+            self._journal.write(json.dumps(line) + "\n")
+        except OSError as error:
+            # A full disk costs lines of the journal, not the synchronisation.
+            logger.error("the journal lacks a line about %s: %s", event, error)
 
 
 def main() -> int:

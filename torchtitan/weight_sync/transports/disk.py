@@ -102,6 +102,8 @@ class DiskReceiveCarrier:
         folder = context.hello.get("folder")
         if not isinstance(folder, str):
             raise ProtocolError("the sender does not say which folder")
+        if context.where != "cpu":
+            raise ProtocolError("files are read into host memory only")
         self.context, self._folder = context, Path(folder)
         self._packed: dict[int, PackedRank] = {}
         self._closed = threading.Event()
