@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -160,6 +161,24 @@ def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     assert run.batches[-1].statistics["inference/evictions"] == 2.0
     replay = ReplaySource(run.run_dir)
     assert [replay.next_batch(version) for version in replay.versions] == run.batches
+
+
+def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
+    config, policy = make_config(tmp_path / "checkpoint")
+    config.inference.update_mode = "drain"
+    with running(config, policy, tmp_path / "run") as made:
+        made.steps_until(lambda: made.version >= 12)
+    for version, batch in enumerate(made.batches):
+        for group in batch.groups:
+            assert len(group.samples) == 4
+            spans = [span for sample in group.samples for span in sample.spans]
+            # A group has one version, whole: in flight some of them would be cut.
+            assert len({span.version for span in spans}) == 1 and len(spans) == 4
+            assert version - 1 <= spans[0].version <= version
+    assert max(span.version for sample in batch.samples for span in sample.spans) >= 10
+    notes = [json.loads(line) for line in (made.run_dir / "timeline" / "actor-0.jsonl").read_text().splitlines()]
+    drained = {note["version"] for note in notes if note["what"] == "drain"}
+    assert drained == {note["version"] for note in notes if note["what"] == "apply"} and len(drained) > 3
 
 
 def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

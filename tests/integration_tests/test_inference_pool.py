@@ -182,6 +182,35 @@ def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
     run(work())
 
 
+def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "poisoned"
+    monkeypatch.setenv("FAKE_POISONED", str(file))
+    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+
+    async def work() -> None:
+        async with running(make_config(), tmp_path) as pool:
+            await until(ready(pool, 2))
+            victim = process_ids(pool)["actor-1"]
+            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+            await until(lambda: sum(actor.load for actor in pool._actors) == 12)
+            file.write_text(str(victim))
+            results = await asyncio.gather(*tasks)
+            assert victim not in set().union(*map(pids, results))
+            await until(lambda: pool.actors["actor-1"] == "joining")
+            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
+            assert victim not in set().union(*map(pids, results))
+            file.unlink()  # a whole version was applied
+            await until(ready(pool, 2))
+            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
+            assert victim in set().union(*map(pids, results))
+            # It lives and heals itself: neither an eviction nor a failure of the requests.
+            assert not any(pool.statistics.values())
+
+    run(work())
+
+
 def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> None:
     async def work() -> None:
         config = make_config(num_actors=1)

@@ -3,7 +3,8 @@
 Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
 The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,
 and 17 makes it answer nonsense. While the file that FAKE_HANG names exists, its engine hangs; with FAKE_DEAF it has no
-use for connections to a coordinator; with FAKE_LOST its weight receiver has given up, until it is connected anew.
+use for connections to a coordinator; with FAKE_LOST its weight receiver has given up, until it is connected anew. The
+process whose number stands in the file FAKE_POISONED holds half a version, drops what runs and serves nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def flag(variable: str, lower: bool = False) -> bool:
     return raised
 
 
+def poisoned() -> bool:
+    """Whether this process is the one that is to be."""
+    path = Path(os.environ.get("FAKE_POISONED", "/nowhere"))
+    return path.exists() and path.read_text() == str(os.getpid())
+
+
 class FakeActor:
     def __init__(self, token: str):
         self.token = token
@@ -43,14 +50,14 @@ class FakeActor:
         return await handler(request)
 
     async def health(self, request: web.Request) -> web.Response:
-        status = "not_ready" if self.version is None else "ok"
+        status = "poisoned" if poisoned() else "not_ready" if self.version is None else "ok"
         age = 60.0 if flag("FAKE_HANG") else 0.0
         weights = {"state": "READY", "failure": "no coordinator for 60 s" if flag("FAKE_LOST") else None}
         answer = {"status": status, "epoch": self.epoch, "version": self.version}
         return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})
 
     async def generate(self, request: web.Request) -> web.Response:
-        if self.version is None:
+        if self.version is None or poisoned():
             return web.json_response({"error": "no weights"}, status=503)
         body = await request.json()
         if body["prompt_ids"] == [13]:
@@ -61,6 +68,8 @@ class FakeActor:
             return web.json_response({"completions": [{"token_ids": [1]}]})
         epoch, version = self.epoch, self.version
         await asyncio.sleep(DELAY_S)
+        if poisoned():
+            return web.json_response({"error": "a weight update failed half-way"}, status=503)
         span = {"epoch": epoch, "version": version, "start": 0, "end": 2}
         completion = {
             "token_ids": [os.getpid(), 1], "log_probs": [-0.5, -0.25], "finish_reason": "stop", "spans": [span],
