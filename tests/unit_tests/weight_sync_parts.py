@@ -147,7 +147,7 @@ class Rank:
         for serial in [serial for serial in self.checksums if serial not in filled]:
             del self.checksums[serial]
         known = {serial for serial, _ in self.hashing}
-        for serial, (index, _) in sorted(filled.items()):
+        for serial, (index, _) in sorted(filled.items(), reverse=True):
             if serial not in self.checksums and serial not in known:
                 self.keeper.hold(serial, "checksum")
                 self.hashing.append((serial, index))
@@ -246,10 +246,9 @@ class Rank:
         self.check()
 
     def check(self) -> None:
-        kept = [serial for serial in (self.keeper.pinned, self.keeper.retained) if serial is not None]
-        if kept:
-            filled = self.keeper.filled()
-            require(self.keeper.pinned is None or self.keeper.pinned in filled, "the newest version's slot was freed")
+        pinned = self.keeper.pinned
+        if pinned is not None:
+            require(pinned in self.keeper.filled(), "the newest version's slot was freed")
 
 
 class ActorProcess:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.unit_tests.weight_sync_parts import Shape
+from tests.unit_tests.weight_sync_parts import Shape, require
 from tests.unit_tests.weight_sync_world import FAULTS, Event, World
 
 TRAIN, TICK, FAULT, OWED = 100, 101, 102, 103
+NAMES = {TRAIN: "train", TICK: "tick", FAULT: "fault", OWED: "tick and snapshot_owed"}
 
 
-def random_run(seed: int, shape: Shape, versions: int = 3, faults: int = 3, steps: int = 90) -> tuple[int, World]:
+def random_run(
+    seed: int, shape: Shape, versions: int = 3, faults: int = 3, steps: int = 90, trace: bool = False
+) -> tuple[int, World]:
     """Some `steps` events in random order, then everything heals and comes to rest; every invariant is checked.
 
     Returns a hash of the order of events, and the world. At least two versions are published and applied: the last is
-    trained only after an actor has applied one. Raises Violation.
+    trained only after an actor has applied one. trace: print each event. Raises Violation.
     """
     random = Random(seed)
     draw = random.random
@@ -48,6 +51,9 @@ def random_run(seed: int, shape: Shape, versions: int = 3, faults: int = 3, step
                 else:
                     world.happen(event)
         order = hash((order, event))
+        if trace:
+            name = world.handlers[event[0]].__name__ if event[0] < TRAIN else NAMES[event[0]]
+            print(f"{step:4d} {world.now:6.1f} s  {name}{event[1:]}")
     while True:
         if world.version >= 0:
             world.settle()
@@ -55,4 +61,5 @@ def random_run(seed: int, shape: Shape, versions: int = 3, faults: int = 3, step
                 break
         trained += 1
         world.train()
+    require(len(world.published) >= 2, "too few versions were published")
     return order, world

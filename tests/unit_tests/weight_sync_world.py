@@ -208,7 +208,7 @@ class World:
         rank = self.ranks[rank_number]
         rank.connected = True
         self.run(self.coordinator.courier_joined(rank_number, self.now))
-        for serial in sorted(rank.checksums):
+        for serial in sorted(rank.checksums, reverse=True):
             rank.report(serial)
         for serial, version in rank.failed:
             rank.tell({"type": "failed", "serial": serial, "version": version})

@@ -14,14 +14,11 @@ class Bases(Board):
     def __init__(self, settings: Settings, term: int):
         super().__init__(settings, term)
         self.retained: int | None = None
-        self.retain_told = False
-        """Until this term has said what to keep, couriers may keep something for an earlier one"""
 
     def _choose_retained(self, previous: VersionRecord | None) -> None:
         """A version is being published: keep the one before it, or the base of now, whichever serves more actors.
 
-        Goes out before the publish message, which would free the slot. The first that a term finds may be what couriers
-        keep as a base for an earlier term, so nothing is said then.
+        Goes out before the publish message, which would free the slot.
         """
         if not self.settings.delta or previous is None:
             return
@@ -46,8 +43,8 @@ class Bases(Board):
         return count
 
     def _retain(self, serial: int | None) -> None:
-        if serial != self.retained or not self.retain_told:
-            self.retained, self.retain_told = serial, True
+        if serial != self.retained:
+            self.retained = serial
             self._to_couriers({"type": "retain", "serial": serial})
 
     def _base_for(self, actor: Actor, record: VersionRecord) -> VersionRecord | None:

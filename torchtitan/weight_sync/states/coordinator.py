@@ -41,10 +41,11 @@ class CoordinatorMachine(Deliveries):
         return self._commands()
 
     def courier_joined(self, rank: int, now: float) -> list[Command]:
-        """A rank's courier is here (again) and will report what its slots hold."""
+        """A rank's courier is here (again) and will report what its slots hold, the newest first: what was published in
+        an earlier term is then found before anything that it superseded."""
         self._advance(now)
         newest = self.versions.newest
-        if self.retain_told:
+        if self.retained is not None:
             self._to_couriers({"type": "retain", "serial": self.retained}, rank)
         if newest is not None:
             self._to_couriers(self._publication(newest), rank)

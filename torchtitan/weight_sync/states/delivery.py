@@ -201,7 +201,7 @@ class Deliveries(Bases, Relays):
                     holders.setdefault(serial, []).append(actor)
         candidates = [group for group in holders.values() if not any(map(self._protected, group))]
         if not candidates:
-            if self.retained is not None and not holders and not self.versions.pending:
+            if not holders and not self.versions.pending:
                 self._retain(None)  # no delivery gives one: then the next versions go in full
             return
 

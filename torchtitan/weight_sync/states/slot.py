@@ -22,6 +22,9 @@ class SlotState(enum.IntEnum):
     LEASED = 4
 
 
+_STATES = tuple(SlotState)
+
+
 @dataclass(frozen=True)
 class SlotView:
     """What a word says. `serial` numbers the snapshots of an epoch: a version that was dropped may be taken again."""
@@ -37,7 +40,7 @@ class SlotView:
     @classmethod
     def unpack(cls, word: int) -> SlotView:
         """The view of a word."""
-        state = SlotState(word >> 2 * _NUMBER_BITS)
+        state = _STATES[word >> 2 * _NUMBER_BITS]
         return cls(state, (word >> _NUMBER_BITS) & _NUMBER_MASK, word & _NUMBER_MASK)
 
 
@@ -112,9 +115,10 @@ class SlotKeeper:
         """serial -> (slot index, version) of all slots that hold a snapshot."""
         found = {}
         for index in range(len(self._words)):
-            view = SlotView.unpack(self._words[index])
-            if view.state in (SlotState.READY, SlotState.LEASED):
-                found[view.serial] = (index, view.version)
+            word = self._words[index]
+            # Read often: without a view of each word.
+            if word >> 2 * _NUMBER_BITS >= SlotState.READY:
+                found[word & _NUMBER_MASK] = (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
         return found
 
     def lease(self, serial: int, attempt: int) -> bool:
@@ -163,16 +167,15 @@ class SlotKeeper:
         self._sweep()
 
     def drop(self, serial: int) -> None:
-        """This snapshot will never be published."""
-        if serial != self.pinned:
-            self._dropped.add(serial)
+        """This snapshot will never be published, as far as this term knows: the pinned one outlives even that."""
+        self._dropped.add(serial)
         self._sweep()
 
     def _sweep(self) -> None:
         filled = self.filled()
         for serial, (index, version) in filled.items():
             superseded = self.pinned is not None and serial < self.pinned and serial != self.retained
-            outdated = superseded or serial in self._dropped
+            outdated = superseded or (serial in self._dropped and serial != self.pinned)
             if self._readers.get(serial):
                 state = SlotState.LEASED
             elif outdated and not self._holds.get(serial):
