@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from torchtitan.components.deliveries import DeliveryBook, Incident, Listener
 from torchtitan.components.events import read_json_lines
+from torchtitan.components.step_recorder import StepRecorder
 from torchtitan.components.sync_metrics import SyncMetrics, sums_by_actor
 
 Row = dict[str, Any]
@@ -180,7 +181,8 @@ def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
     journal.start("e1", "a")
     journal.publish(1)
     row: Row = {"policy_version": 1, "time/snapshot_s": 0.01, "time/sync_stall_s": 0.002}
-    first = metrics.step(row | {"weight_sync/versions_skipped": 0})
+    first = metrics.step(row | {"weight_sync/versions_skipped": 0}, [(1, 10.0, 10.5)])
+    assert first["weight_sync/snapshot_s"] == 0.5
     assert first["weight_sync/offered"] == first["weight_sync/applied"] == 0
     assert "weight_sync/transfer_s" not in first, "no mean of nothing"
     metrics.step({"policy_version": 2, "weight_sync/versions_skipped": 1})
@@ -194,7 +196,7 @@ def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
     metrics.close()
     metrics.close()
     assert rows == rows_of(tmp_path)
-    assert rows[1, "a"]["snapshot_s"] == 0.01 and rows[1, "a"]["sync_stall_s"] == 0.002
+    assert rows[1, "a"]["snapshot_s"] == 0.5 and rows[1, "a"]["sync_stall_s"] == 0.012
     assert rows[2, None]["outcome"] == "skipped" and (3, None) not in rows
 
 
@@ -206,7 +208,10 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
         journal.offer(version, "a")
         journal.apply(version, "a", pause_s=float(version))
     first = finish(tmp_path)
-    earlier = [{"policy_version": 2, "time/snapshot_s": 0.5}]
+    earlier = [{"policy_version": 2, "time/snapshot_s": 0.5}, {"policy_version": 2, "eval/version": 2}]
+    recorder = StepRecorder(tmp_path, 0)
+    recorder.end_step(2, [(2, 1.0, 3.0)])
+    recorder.close()
     resumed = SyncMetrics(tmp_path, earlier)
     journal.start("e2", "a")
     journal.publish(3)
@@ -217,7 +222,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
     resumed.close()
     rows = rows_of(tmp_path)
     assert len(first) == 2 and [row["epoch"] for row in rows.values()] == ["e1", "e1", "e2"]
-    assert rows[2, "a"]["snapshot_s"] == 0.5
+    assert rows[2, "a"]["snapshot_s"] == 2.0 and rows[2, "a"]["sync_stall_s"] == 0.5
     empty = tmp_path / "replay"
     empty.mkdir()
     metrics = SyncMetrics(empty)

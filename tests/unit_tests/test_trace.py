@@ -40,8 +40,9 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
         file = BoundedFile(rank_file(run_dir, rank))
         for step in range(1, steps + 1):
             at = begin + step - 1
-            spans = [["data wait", at, at + 0.2], ["train", at + 0.2, at + 0.9], ["snapshot", at + 0.9, at + 0.95]]
-            file.write({"step": step, "begin": at, "end": at + 1, "spans": spans})
+            spans = [["data wait", at, at + 0.2], ["train", at + 0.2, at + 0.9], ["commit", at + 0.9, at + 0.91]]
+            row = {"step": step, "begin": at, "end": at + 1, "spans": spans}
+            file.write(row | {"snapshots": [[step - 1, at, at + 0.05]]})
         file.close()
     log = ActivityLog(actor_file(run_dir, "actor-0"))
     journal.start("e1", "actor-0", "actor-10")
@@ -77,7 +78,8 @@ def test_a_run_in_the_published_format(tmp_path: Path) -> None:
     events = check_trace(path.read_text())
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["trainer", "weight sync", "actor-0", "actor-10"]
-    assert kinds(events, "trainer", "rank 1") == {"step", "data wait", "train", "snapshot"}
+    assert kinds(events, "trainer", "rank 1") == {"step", "data wait", "train", "commit"}
+    assert kinds(events, "trainer", "rank 1 snapshots") == {"snapshot"}
     assert kinds(events, "weight sync", "publish") == {"publish"}
     assert kinds(events, "actor-0", "weights") == {"delivery", "transfer", "verify", "apply", "drain"}
     assert kinds(events, "actor-0", "generation") == {"generate", "pause"}
@@ -122,7 +124,7 @@ def test_little_or_nothing(tmp_path: Path) -> None:
     assert [e["name"] for e in events if e["ph"] == "i"] == ["actor_ready"]
     file = rank_file(tmp_path, 0)
     file.parent.mkdir()
-    file.write_text('{"step": 1, "begin": 1.0, "end": 2.0, "spans": []}\n{"step": 2, "be')  # killed
+    file.write_text('{"step": 1, "begin": 1.0, "end": 2.0, "spans": [], "snapshots": []}\n{"step": 2, "be')  # killed
     assert [e["name"] for e in check_trace(write_trace(tmp_path).read_text()) if e["ph"] == "X"] == ["step 1"]
 
 
@@ -188,12 +190,13 @@ def test_a_recorder_notes_steps_cheaply(tmp_path: Path) -> None:
     for number in range(5):  # orders that say "wait" follow each other closely
         recorder.add("data wait", now + number * 0.1, now + number * 0.1 + 0.095)
     recorder.add("train", now + 0.5, now + 0.9)
-    recorder.end_step(1)
+    recorder.end_step(1, [(0, now, now + 0.1)])
     for number in range(1000):
         recorder.add(f"span {number}", now)
-    recorder.end_step(2)
+    recorder.end_step(2, [])
     first, second = [json.loads(line) for line in rank_file(tmp_path, 3).read_text().splitlines()]
     assert first["spans"] == [["data wait", now, now + 0.4 + 0.095], ["train", now + 0.5, now + 0.9]]
+    assert first["snapshots"] == [[0, now, now + 0.1]] and second["snapshots"] == []
     assert first["end"] == second["begin"] and len(second["spans"]) == MOST_SPANS
     recorder.close()
 

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +26,7 @@ from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.types import Batch
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import ActorStatus
+from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,9 @@ class Director:
         evaluations, self._evaluations = self._evaluations, []
         return evaluations
 
-    def log_step(self, version: int, batch: Batch, figures: Mapping[str, Figure]) -> None:
+    def log_step(
+        self, version: int, batch: Batch, figures: Mapping[str, Figure], snapshots: Sequence[Snapshot]
+    ) -> None:
         step_s = figures["time/step_s"]
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
@@ -180,7 +183,7 @@ class Director:
         self._note_evictions(actors)
         states = {name: f"{status.state} v{status.version}" for name, status in actors.items()}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
-        self.metrics.log_step(version, row | self.sync_metrics.step(row), states)
+        self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
 
     def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:

@@ -1,11 +1,13 @@
 """What one trainer rank did when: a line per step in a bounded file, for the time line of a run.
 
-Rows: {"step", "begin", "end", "spans": [[name, begin, end], …]}, times in seconds since 1970.
+Rows: {"step", "begin", "end", "spans": [[name, begin, end], …], "snapshots": [[version, begin, end], …]}, times in
+seconds since 1970. A snapshot is there when its fence was reached, which may be a step later.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.components.timeline_files import rank_file
@@ -34,10 +36,11 @@ class StepRecorder:
         elif len(self._spans) < MOST_SPANS:
             self._spans.append((name, begin, end))
 
-    def end_step(self, step: int) -> None:
-        """Write the step down; the next one begins now."""
+    def end_step(self, step: int, snapshots: Sequence[tuple[int, float, float]]) -> None:
+        """Write the step down, and the snapshots that became complete in it; the next one begins now."""
         end = time.time()
-        self._file.write({"step": step, "begin": self._begin, "end": end, "spans": self._spans})
+        row = {"step": step, "begin": self._begin, "end": end, "spans": self._spans}
+        self._file.write(row | {"snapshots": snapshots})
         self._begin, self._spans = end, []
 
     def close(self) -> None:

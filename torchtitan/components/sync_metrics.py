@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +23,19 @@ from torchtitan.components.deliveries import (
     Outcome,
     Publication,
 )
+from torchtitan.components.events import read_json_lines
+from torchtitan.components.timeline_files import rank_file
 
 Row = dict[str, Any]
+Snapshot = tuple[int, float, float]
 
 FOLDER = "weight_sync"
 JOURNAL_FILE = "coordinator.jsonl"
 VERSIONS_FILE = "versions.jsonl"
-# Figures of one version that only the trainer knows, and what metrics.jsonl calls them.
-TRAINER_FIGURES = {"snapshot_s": "time/snapshot_s", "sync_stall_s": "time/sync_stall_s"}
+# Figures of one version that only the trainer knows: rank 0's snapshot, from its order to its fence, and the time that
+# the trainer thread spent on the synchronisation in the step that made the version.
+TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
+_STALLS = ("time/snapshot_s", "time/sync_stall_s")
 MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
 _COUNTED = (Outcome.APPLIED, Outcome.SUPERSEDED, Outcome.ABORTED, Outcome.REFUSED, Outcome.POISONED, Outcome.EVICTED)
 # A delivery ends long before so many newer versions are trained.
@@ -100,20 +105,29 @@ class SyncMetrics(Listener):
         temporary = path.with_name(path.name + ".tmp")
         self._file = temporary.open("w", encoding="utf-8")
         for row in earlier:
-            self._note_trainer(row)
+            self._note_step(row)
+        for row in read_json_lines(rank_file(run_dir, 0)):
+            self._note_snapshots(row["snapshots"])
         self._book.feed(self._tail.read())
         os.replace(temporary, path)
         self._sums, self._skipped = Sums(), 0
 
-    def step(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Keys for metrics.jsonl about what happened since the last call; `row` is the step's own so far."""
+    def step(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:
+        """Keys for metrics.jsonl about what happened since the last call.
+
+        row: the step's own so far; snapshots: (version, begin, end) of those whose fence was reached.
+        """
         if self._file is None:
             return {}
-        self._note_trainer(row)
+        self._note_step(row)
+        self._note_snapshots(snapshots)
         self._book.feed(self._tail.read())
         self._file.flush()
         sums, self._sums = self._sums, Sums()
-        return {f"weight_sync/{name}": value for name, value in sums.figures().items()}
+        figures = sums.figures()
+        if snapshots:
+            figures["snapshot_s"] = sum(end - begin for _, begin, end in snapshots) / len(snapshots)
+        return {f"weight_sync/{name}": value for name, value in figures.items()}
 
     def close(self) -> None:
         """Write what is still open as it stands. May be called twice."""
@@ -136,17 +150,24 @@ class SyncMetrics(Listener):
     def happened(self, incident: Incident) -> None:
         self._sums.happened(incident)
 
-    def _note_trainer(self, row: Mapping[str, Any]) -> None:
+    def _note_step(self, row: Mapping[str, Any]) -> None:
         version = row.get("policy_version")
-        if version is None:
+        if version is None or "eval/version" in row:
             return
         skipped = row.get("weight_sync/versions_skipped") or 0
         if skipped > self._skipped:
             self._write_nobody(version, "skipped", "a rank had no free slot, or the step was not finite")
         self._skipped = skipped
-        self._trainer[version] = {name: row.get(key) for name, key in TRAINER_FIGURES.items()}
-        if len(self._trainer) > _REMEMBERED_VERSIONS:
+        self._about(version)["sync_stall_s"] = sum(row.get(name) or 0.0 for name in _STALLS)
+
+    def _note_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
+        for version, begin, end in snapshots:
+            self._about(version)["snapshot_s"] = end - begin
+
+    def _about(self, version: int) -> Row:
+        if version not in self._trainer and len(self._trainer) >= _REMEMBERED_VERSIONS:
             del self._trainer[next(iter(self._trainer))]
+        return self._trainer.setdefault(version, dict.fromkeys(TRAINER_FIGURES))
 
     def _write_nobody(self, version: int, outcome: str, reason: str) -> None:
         row = {"epoch": self._book.epoch or None, "version": version, "actor": None, "outcome": outcome}

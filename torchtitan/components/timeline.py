@@ -21,6 +21,8 @@ from torchtitan.components.sync_metrics import read_journal
 from torchtitan.components.timeline_files import FOLDER
 
 TRAINER, SYNC = "trainer", "weight sync"
+# A rank's second track is called like its first, with this behind it.
+SNAPSHOTS = " snapshots"
 # What is read from a run's journal at most, newest last.
 MOST_RECORDS = 50_000
 JOURNAL_BYTES = 32 * 2**20
@@ -104,9 +106,12 @@ def read_timeline(run_dir: Path) -> Timeline:
     }
     journal = _Journal()
     read_journal(run_dir, journal, JOURNAL_BYTES)
-    tracks = [Track(TRAINER, f"rank {rank}", nested(_steps(rows))) for rank, rows in sorted(ranks.items())]
-    snapshots = {row["step"]: row for row in ranks.get(0, [])}
-    publishing = nested(_publishing(journal.publications, snapshots))
+    tracks = []
+    for rank, rows in sorted(ranks.items()):
+        tracks.append(Track(TRAINER, f"rank {rank}", nested(_steps(rows))))
+        tracks.append(Track(TRAINER, f"rank {rank}{SNAPSHOTS}", nested(_snapshots(rows))))
+    reached = {version: end for row in ranks.get(0, []) for version, _, end in row["snapshots"]}
+    publishing = nested(_publishing(journal.publications, reached))
     if publishing:
         tracks.append(Track(SYNC, "publish", publishing))
     for actor in sorted({delivery.actor for delivery in journal.deliveries} | set(activities)):
@@ -145,13 +150,17 @@ def _steps(rows: list[dict[str, Any]]) -> Iterator[Span]:
             yield Span(name, name, begin, end, {"step": row["step"]})
 
 
-def _publishing(publications: Iterable[Publication], steps: dict[int, dict[str, Any]]) -> Iterator[Span]:
+def _snapshots(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    for row in rows:
+        for version, begin, end in row["snapshots"]:
+            yield Span(f"v{version}", "snapshot", begin, end, {"version": version})
+
+
+def _publishing(publications: Iterable[Publication], reached: dict[int, float]) -> Iterator[Span]:
     """From the end of rank 0's snapshot to the publication: fences and checksums of all ranks. One after the other."""
     before = -math.inf
     for one in publications:
-        spans = steps.get(one.version, {"spans": []})["spans"]
-        snapped = [end for name, _, end in spans if name == "snapshot" and end <= one.time]
-        begin = max(before, snapped[-1] if snapped else one.time)
+        begin = max(before, reached.get(one.version, one.time))
         name = f"v{one.version} dropped" if one.dropped else f"v{one.version}"
         details = {"version": one.version, "epoch": one.epoch} | ({"reason": one.dropped} if one.dropped else {})
         yield Span(name, "dropped" if one.dropped else "publish", min(begin, one.time), one.time, details)

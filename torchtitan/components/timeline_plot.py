@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.components.plots import TIMES, blank_figure, dress, save_figure
-from torchtitan.components.timeline import SYNC, TRAINER, Moment, Span, Timeline, Track
+from torchtitan.components.timeline import SNAPSHOTS, SYNC, TRAINER, Moment, Span, Timeline, Track
 from torchtitan.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ MOST_ACTORS = 6
 
 # Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
 COLORS = {label: color for _, label, color in TIMES} | {
+    "commit": "#5b2a86",
     "evaluation": "#8a97a8",
     "checkpoint": "#b9c0c9",
     "transfer": "#d9622b",
@@ -40,7 +41,7 @@ _SHAPES = {
     "coordinator restarted": "s",
     "fault injected": "*",
 }
-_THIN = {"transfer", "apply", "drain", "failed"}
+_THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 
 
 def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None = None) -> Figure | None:
@@ -49,10 +50,10 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
     if window is None:
         return None
     begin, end = window
-    ranks = [track for track in timeline.tracks if track.process == TRAINER][:MOST_RANKS]
+    ranks = _ranks(timeline)[:MOST_RANKS]
     names = list(dict.fromkeys(track.process for track in timeline.tracks if track.name in ("weights", "generation")))
     actors = names[:MOST_ACTORS]
-    lanes = [(track.name if len(ranks) > 1 else TRAINER, [track], 1.0) for track in ranks]
+    lanes = [(tracks[0].name if len(ranks) > 1 else TRAINER, tracks, 1.6) for tracks in ranks]
     lanes += [(actor, [track for track in timeline.tracks if track.process == actor], 1.6) for actor in actors]
     figure = blank_figure(width=11.0, height=1.5 + 0.42 * sum(height for _, _, height in lanes))
     axes = figure.subplots()
@@ -104,8 +105,14 @@ def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[floa
     # An earlier launch may have made steps of the same number: its spans lie before those of the last one.
     chosen = sorted((span for span in spans if span.details["step"] > newest - steps), key=lambda one: one.end)
     end = chosen[-1].end
-    ranks = sum(track.process == TRAINER for track in timeline.tracks)
-    return min(span.begin for span in chosen[-steps * ranks :]), end
+    return min(span.begin for span in chosen[-steps * len(_ranks(timeline)) :]), end
+
+
+def _ranks(timeline: Timeline) -> list[list[Track]]:
+    """The tracks of each trainer rank: its steps, and its snapshots."""
+    tracks = {track.name: track for track in timeline.tracks if track.process == TRAINER}
+    steps = [track for name, track in tracks.items() if not name.endswith(SNAPSHOTS)]
+    return [[one, *filter(None, [tracks.get(one.name + SNAPSHOTS)])] for one in steps]
 
 
 def _kind(span: Span) -> str:
@@ -132,7 +139,7 @@ def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, height
         elif kind in COLORS:
             shown.setdefault(kind, COLORS[kind])
             low, high = (top + 1.05, 0.5) if kind in _THIN else (top, 0.95)
-            order = 3 if kind in ("pause", "apply", "snapshot", "sync stall") else 2
+            order = 3 if kind in ("pause", "apply", "commit", "sync stall") else 2
             # The edge keeps what lasts a millisecond visible.
             axes.broken_barh(
                 [(left, right - left)], (low, high), facecolor=COLORS[kind], edgecolor=COLORS[kind], linewidth=0.7,

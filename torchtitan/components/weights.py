@@ -12,6 +12,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.models.decoder import Decoder
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome, WeightSync
+from torchtitan.weight_sync.publisher import Snapshot
 
 
 class WeightPath(Protocol):
@@ -42,6 +43,8 @@ class WeightPath(Protocol):
     def actors(self) -> Mapping[str, ActorStatus]: ...
 
     def statistics(self) -> dict[str, float]: ...
+
+    def take_snapshots(self) -> list[Snapshot]: ...
 
 
 class NoWeightSync:
@@ -87,6 +90,9 @@ class NoWeightSync:
             "time/snapshot_s": 0.0,
             "time/sync_stall_s": 0.0,
         }
+
+    def take_snapshots(self) -> list[Snapshot]:
+        return []
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from torchtitan.errors import UserError
 from torchtitan.weight_sync.launch import CoordinatorProcess, SupervisedProcess
 from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.plan import PlanError
-from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.states.boundary import Boundary
 from torchtitan.weight_sync.wire import Message
 
@@ -304,8 +304,14 @@ class WeightSync:
             for name, actor in actors.items():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
                 for key, value in actor["figures"].items():
-                    figures[f"weight_sync/{name}/{key}"] = value
+                    if isinstance(value, int | float) and not key.endswith(("_begin", "_end")):
+                        figures[f"weight_sync/{name}/{key}"] = value
         return figures
+
+    def take_snapshots(self) -> list[Snapshot]:
+        """This rank's snapshots whose fence was reached since the last call, at most the newest few."""
+        snapshots = self._publisher.snapshots
+        return [snapshots.popleft() for _ in range(len(snapshots))]
 
     def _failure(self) -> str:
         failures = [self._courier.failure, self._publisher.failure]

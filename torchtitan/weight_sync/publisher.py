@@ -12,9 +12,11 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +35,18 @@ logger = logging.getLogger(__name__)
 def _device_of(parameters: list[torch.Tensor]) -> torch.device:
     local = LocalTensors(parameters[:1]).now()
     return local[0].device if local else torch.device("cpu")
+
+
+# More than slots; nobody may be there who takes them out.
+MOST_SNAPSHOTS = 64
+
+
+class Snapshot(NamedTuple):
+    """One copy into a slot, from its order to its fence, in seconds since 1970."""
+
+    version: int
+    begin: float
+    end: float
 
 
 class FenceWaiter:
@@ -115,6 +129,9 @@ class Publisher:
         self.doorbell.setblocking(False)
         self._reserved: int | None = None
         self.snapshot_seconds = 0.0
+        self._under_way: dict[int, tuple[int, float]] = {}
+        self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
+        """Those that were reached lately, for whoever takes them out"""
 
     def _make_resident(self) -> None:
         # The first write to each page is slow: take that before training instead of in the first snapshots.
@@ -151,6 +168,7 @@ class Publisher:
         begun = time.perf_counter()
         index, self._reserved = self._reserved, None
         self._writer.begin(index, version, serial)
+        self._under_way[index] = (version, time.time())
         faults.at("snapshot", version=version, rank=self.rank)
         sources = self._locals.now()
         self._fence = self._stream.run(lambda: self._filler.fill(index, sources))
@@ -170,6 +188,8 @@ class Publisher:
         # Host memory is read by another process as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
+        version, begun = self._under_way.pop(index)
+        self.snapshots.append(Snapshot(version, begun, time.time()))
 
     def fail(self, version: int, serial: int) -> None:
         """All ranks were told to snapshot, this one has no slot: the version must be dropped everywhere."""
