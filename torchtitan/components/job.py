@@ -70,7 +70,7 @@ class Job:
         begun = time.time()
         self.weights.reserve()
         self.weights.commit(self.version, noes=0)
-        self._recorder.add("snapshot", begun)
+        self._recorder.add("commit", begun)
         if self.director is not None:
             self.director.start(self.version)
         self._boundary = time.perf_counter()
@@ -101,7 +101,7 @@ class Job:
         begun = time.time()
         self._recorder.add("train", self._ordered_at, begun)
         outcome = self.weights.commit(self.version, noes)
-        self._recorder.add("snapshot" if outcome == "published" else "skip", begun)
+        self._recorder.add("commit" if outcome == "published" else "skip", begun)
         if self.director is not None:
             begun = time.time()
             self.director.published(self.version, outcome == "published")
@@ -112,7 +112,7 @@ class Job:
         """Offer a version that was skipped, while there is no data to train on."""
         begun = time.time()
         taken = self.weights.snapshot_owed(self.version)
-        self._recorder.add("snapshot" if taken else "skip", begun)
+        self._recorder.add("commit" if taken else "skip", begun)
         if taken and self.director is not None:
             self.director.snapshotted_owed(self.version)
 
@@ -138,11 +138,12 @@ class Job:
         self._boundary, self._waited = now, 0.0
         for begin, end in evaluations:
             self._recorder.add("evaluation", begin, end)
-        self._recorder.end_step(self.version)
+        snapshots = self.weights.take_snapshots()
+        self._recorder.end_step(self.version, snapshots)
         self._profiler.step()
         if self.director is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
-            self.director.log_step(self.version, batch, statistics)
+            self.director.log_step(self.version, batch, statistics, snapshots)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint directory (collective)."""
