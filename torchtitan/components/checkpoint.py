@@ -67,6 +67,7 @@ class Checkpointer:
         policy: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
+        reference: nn.Module | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ):
         self.config = config
@@ -74,6 +75,7 @@ class Checkpointer:
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.reference = reference
         self.timeout_s = timeout_s
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
@@ -100,7 +102,7 @@ class Checkpointer:
         self.wait()
         if step == self._last_saved:
             return time.perf_counter() - started
-        state = collect(self.policy, self.optimizer, self.rank)
+        state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": version, "scheduler": self.scheduler.state_dict(), "data": data}
         document = json.dumps(facts).encode()
         self._last_saved = step
@@ -152,7 +154,7 @@ class Checkpointer:
         reader = CheckedReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
         materialize_optimizer(self.optimizer)
-        state = collect(self.policy, self.optimizer, self.rank)
+        state = collect(self.policy, self.optimizer, self.rank, self.reference)
         random_state = {name: tensor for name, tensor in state.items() if name.startswith("random.")}
         if not any(name.startswith("optimizer.") for name in saved):  # saved before the first optimizer step
             self.optimizer.state.clear()

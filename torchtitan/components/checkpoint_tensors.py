@@ -16,8 +16,11 @@ from torchtitan.errors import UserError
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def collect(policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, torch.Tensor]:
-    """Live tensors by name: model.NAME, optimizer.NAME.KEY and random.RANK.DEVICE; sharing memory with the run's.
+def collect(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int, reference: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
+    """Live tensors by name: model.NAME, optimizer.NAME.KEY, reference.NAME (of a reference policy that changes) and
+    random.RANK.DEVICE; sharing memory with the run's.
 
     Hyperparameters are not in here: a resumed run takes them from its configuration.
     """
@@ -29,6 +32,8 @@ def collect(policy: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> d
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"optimizer.{name}.{key}"] = value
+    for name, parameter in [] if reference is None else reference.named_parameters():
+        state[f"reference.{name}"] = parameter.detach()
     state[f"random.{rank}.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()

@@ -18,6 +18,7 @@ from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.components.profiling import profile
+from torchtitan.components.reference_policy import ReferencePolicy
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
 from torchtitan.components.step_recorder import StepRecorder
@@ -199,7 +200,9 @@ class Job:
         policy = build_policy(config, self.dims)
         optimizer = build_optimizer(policy, config.optimizer)
         scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
-        self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler)
+        reference = ReferencePolicy(config, self.dims) if config.grpo.kl_coefficient > 0 else None
+        changing = reference.policy if reference is not None and reference.follows else None
+        self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
         if config.checkpoint.resume:
             restored = self.checkpointer.load(config.checkpoint.load_step)
@@ -207,7 +210,7 @@ class Job:
             if self.director is not None:
                 self.director.resume(restored.version, restored.rollout)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
-        self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device())
+        self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
         self.weights = self._closing.enter_context(
             open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir)
         )

@@ -10,21 +10,27 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan.components.lr_scheduler import BatchLRScheduler
+from torchtitan.components.reference_policy import ReferencePolicy
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.collectives import all_reduce_sum, clip_gradients_, gradient_norm_and_votes
+from torchtitan.distributed.collectives import (
+    all_reduce_sum,
+    clip_gradients_,
+    gather_values,
+    gradient_norm_and_votes,
+)
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.grpo.advantages import group_advantages
-from torchtitan.grpo.loss import LossResult, LossSettings, grpo_loss
-from torchtitan.grpo.objectives import OBJECTIVES, ClipRange
-from torchtitan.grpo.off_policy import k3_divergence
+from torchtitan.grpo.advantages import group_advantages, normalized_each
+from torchtitan.grpo.divergence import k3
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
+from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch, Sample
 
 logger = logging.getLogger(__name__)
 
-SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio")
+SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens")
 
 
@@ -50,6 +56,7 @@ class PolicyTrainer:
         scheduler: BatchLRScheduler,
         dims: ParallelDims,
         device: torch.device,
+        reference: ReferencePolicy | None = None,
     ):
         self.config = config
         self.policy = policy
@@ -59,14 +66,8 @@ class PolicyTrainer:
         self.device = device
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.skipped_in_a_row = 0
-        grpo = config.grpo
-        self.settings = LossSettings(
-            objective=OBJECTIVES[grpo.loss_type],
-            clip=ClipRange(grpo.epsilon_low, grpo.epsilon_high, grpo.delta),
-            importance_cap=grpo.importance_cap,
-            mask_low=grpo.geometric_mask_low,
-            mask_high=grpo.geometric_mask_high,
-        )
+        self.reference = reference
+        self.settings = loss_settings(config.grpo)
 
     def train_batch(self, batch: Batch, reserve: Callable[[], bool], fence: Callable[[], None]) -> BatchResult:
         """Train on `batch`. `reserve` leases a slot for the new version; its answer rides on the last reduction.
@@ -80,7 +81,7 @@ class PolicyTrainer:
         self._assign_advantages(batch)
         parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
         totals = _Totals(self.device)
-        old_log_probs = self._proximal_log_probs(parts, totals) if self.config.grpo.recompute_old_log_probs else None
+        fixed = self._fixed_log_probs(parts, totals)
         schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
         result = BatchResult()
         norms: list[float] = []
@@ -89,9 +90,7 @@ class PolicyTrainer:
         for position, part in enumerate(schedule):
             last = position == len(schedule) - 1
             against = 1.0 if last and not reserve() else 0.0
-            loss = self._forward_backward(
-                parts[part], old_log_probs[part] if old_log_probs else None, totals, measure_mismatch=position == 0
-            )
+            loss = self._forward_backward(parts[part], fixed[part], totals, measure_mismatch=position == 0)
             votes = torch.stack((torch.tensor(against, device=self.device), (~loss.isfinite()).float()))
             norm, votes = gradient_norm_and_votes(self.parameters, votes)
             noes, not_finite = votes.tolist()
@@ -108,6 +107,8 @@ class PolicyTrainer:
             self._count_skips(result.last_step_applied, batch.version)
             self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
+        if self.reference is not None:
+            self.reference.follow(self.policy, batch.version + 1)
         result.metrics = totals.reduce(self.dims, len(schedule))
         result.metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else None,
@@ -119,8 +120,14 @@ class PolicyTrainer:
         return result
 
     def _assign_advantages(self, batch: Batch) -> None:
-        rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
-        advantages = group_advantages(rewards, self.config.grpo.scale_rewards)
+        grpo, functions = self.config.grpo, self.config.rewards.functions
+        if grpo.reward_aggregation == "normalize_each":
+            weights = dict(zip(functions, self.config.rewards.weights or [1.0] * len(functions), strict=True))
+            by_function = [[sample.rewards for sample in group.samples] for group in batch.groups]
+            advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage)
+        else:
+            rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+            advantages = group_advantages(rewards, grpo.scale_rewards, grpo.advantage)
         for group, values in zip(batch.groups, advantages, strict=True):
             for sample, value in zip(group.samples, values, strict=True):
                 sample.advantage = value
@@ -138,49 +145,70 @@ class PolicyTrainer:
             device=self.device,
         )
 
-    def _log_probs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
-        temperature = self.config.rollout.temperature or 1.0
-        log_probs, entropy = self.policy(
+    def _log_probs(self, policy: Decoder, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs, entropy = policy(
             micro_batch.token_ids,
             micro_batch.layout,
             micro_batch.targets,
-            temperature,
+            self._temperature,
             micro_batch.kept,
             rows=micro_batch.active,
         )
         return log_probs, entropy
 
     @torch.no_grad()
-    def _proximal_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[torch.Tensor]]:
-        """Log-probs of every token under the policy as it is before the batch's first optimizer step."""
-        result = []
-        for part in parts:
-            result.append([self._log_probs(micro_batch)[0] for micro_batch in part])
-            for micro_batch, log_probs in zip(part, result[-1], strict=True):
-                totals.add_mismatch(log_probs, micro_batch)
-        return result
+    def _fixed_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[FixedLogProbs]]:
+        """What is computed once, before the batch's first optimizer step: proximal and reference log-probs."""
+        grpo = self.config.grpo
+        fixed = [[FixedLogProbs() for _ in part] for part in parts]
+        entropies = []
+        for part, ours in zip(parts, fixed, strict=True):
+            for micro_batch, one in zip(part, ours, strict=True):
+                if grpo.recompute_old_log_probs:
+                    one.old, entropy = self._log_probs(self.policy, micro_batch)
+                    entropies.append(entropy)
+                    totals.add_mismatch(one.old, micro_batch)
+                if self.reference is not None:
+                    one.reference, _ = self._log_probs(self.reference.policy, micro_batch)
+        if grpo.entropy_top_share < 1:
+            # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
+            values = gather_values(torch.cat(entropies)).sort().values
+            threshold = values[min(int((1 - grpo.entropy_top_share) * len(values)), len(values) - 1)]
+            for one, entropy in zip((one for ours in fixed for one in ours), entropies, strict=True):
+                one.trained = (entropy >= threshold).float()
+        return fixed
 
     def _forward_backward(
-        self,
-        part: list[MicroBatch],
-        old_log_probs: list[torch.Tensor] | None,
-        totals: _Totals,
-        measure_mismatch: bool,
+        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, measure_mismatch: bool
     ) -> torch.Tensor:
         """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
         total = torch.zeros((), device=self.device)
-        for index, micro_batch in enumerate(part):
-            log_probs, entropy = self._log_probs(micro_batch)
-            if old_log_probs is None and measure_mismatch:
+        for micro_batch, known in zip(part, fixed, strict=True):
+            loss_of = MicroBatchLoss(micro_batch, known, self.settings)
+            if self.config.model.logprob_head == "one_pass" and loss_of.separable:
+                loss, log_probs, _ = self.policy(
+                    micro_batch.token_ids,
+                    micro_batch.layout,
+                    micro_batch.targets,
+                    self._temperature,
+                    micro_batch.kept,
+                    rows=micro_batch.active,
+                    objective=loss_of,
+                )
+            else:
+                log_probs, entropy = self._log_probs(self.policy, micro_batch)
+                loss = loss_of(log_probs, entropy, slice(0, len(log_probs))).sum()
+            if known.old is None and measure_mismatch:
                 totals.add_mismatch(log_probs.detach(), micro_batch)
-            result = grpo_loss(
-                log_probs, entropy, micro_batch, old_log_probs[index] if old_log_probs else None, self.settings
-            )
-            result.loss.backward()
-            total += result.loss.detach()
-            totals.add(result)
+            loss.backward()
+            total += loss.detach()
+            totals.add(loss.detach(), loss_of)
         return total
+
+    @property
+    def _temperature(self) -> float:
+        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
+        return self.config.rollout.temperature or 1.0
 
     def _count_skips(self, applied: bool, version: int) -> None:
         if applied:
@@ -210,14 +238,15 @@ class _Totals:
         self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in SUMS + MISMATCH_SUMS}
         self.ratio_max = torch.zeros((), device=device)
 
-    def add(self, result: LossResult) -> None:
-        self.sums["loss"] += result.loss.detach()
-        for name, value in result.sums.items():
+    def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss) -> None:
+        self.sums["loss"] += loss
+        for name, value in loss_of.sums.items():
             self.sums[name] += value
-        self.ratio_max = torch.maximum(self.ratio_max, result.ratio_max)
+        self.ratio_max = torch.maximum(self.ratio_max, loss_of.ratio_max)
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
-        divergence = k3_divergence(log_probs, micro_batch.behaviour_log_probs)
+        # KL(μ ‖ π), estimated from samples of μ.
+        divergence = k3(micro_batch.behaviour_log_probs, log_probs)
         same = micro_batch.same_version
         self.sums["mismatch"] += divergence.sum()
         self.sums["mismatch_tokens"] += len(divergence)
@@ -238,6 +267,7 @@ class _Totals:
             "masked_fraction": sums["masked"] / tokens,
             "ratio/mean": sums["ratio"] / tokens,
             "ratio/max_rank0": self.ratio_max.item(),
+            "reference_kl": sums["reference_kl"] / tokens,
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,

@@ -70,6 +70,13 @@ class Model:
     hf_assets_path: str = ""
     """Hugging Face checkpoint directory: config.json, *.safetensors, tokenizer.json"""
 
+    logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"
+    """Log-probs without full logits, with gradients formed in the forward where the objective is separable by tokens
+    (else two_pass), or always two_pass; full holds all logits, to compare with"""
+
+    logprob_head_budget_mb: int = 36
+    """Memory for logits at a time, in MiB; more is faster on a GPU"""
+
 
 @dataclass
 class Optimizer:
@@ -233,7 +240,16 @@ class GRPO:
     """Completions per prompt"""
 
     loss_type: str = "dapo"
-    """Objective: grpo, dapo or dr_grpo"""
+    """Objective: grpo, dapo, bnpo, dr_grpo, gspo, cispo, sapo or reinforce, or one's own as package.module:function"""
+
+    loss_normalization: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """How tokens are weighted: as the objective does, all alike, by sequence, or by sequences × longest completion"""
+
+    importance_level: Literal["auto", "token", "sequence"] = "auto"
+    """Importance ratio of every token or one per sequence; auto is what the objective uses"""
+
+    advantage: str = "group"
+    """Baseline: group (mean of the group), rloo (mean of the others), batch, or reinforce_pp (batch-normalised)"""
 
     recompute_old_log_probs: bool = False
     """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
@@ -247,14 +263,69 @@ class GRPO:
     delta: float = 0.0
     """Upper bound of the ratio also where the advantage is negative (two-sided clip); 0 turns it off"""
 
+    off_policy_correction: str = "truncate"
+    """Decoupled mode: weight of a token by π_old/μ: truncate (cap), mask (0 above the cap), icepop (0 outside of a
+    band) or none. Direct mode: mask and icepop mask by π/μ, truncate does nothing"""
+
     importance_cap: float = 2.0
-    """Decoupled mode: cap of the off-policy weight π_old/μ (truncated importance sampling)"""
+    """Cap of truncate and mask, and of the weight of loss_type reinforce"""
+
+    icepop_low: float = 0.5
+    """Lower end of the icepop band"""
+
+    icepop_high: float = 5.0
+    """Upper end of the icepop band"""
+
+    cispo_cap: float = 5.0
+    """Cap of the importance weight of loss_type cispo"""
+
+    sapo_temperature_positive: float = 1.0
+    """Steepness of loss_type sapo's gate where the advantage is positive"""
+
+    sapo_temperature_negative: float = 1.05
+    """Steepness of loss_type sapo's gate where the advantage is negative"""
+
+    allow_uncorrected: bool = False
+    """Start an asynchronous run although nothing bounds how far off policy a sample counts"""
 
     geometric_mask_low: float = 0.5
     """Sequences whose geometric mean ratio π/μ lies below are masked; 0 turns it off"""
 
     geometric_mask_high: float = 2.0
     """Sequences whose geometric mean ratio π/μ lies above are masked; 0 turns it off"""
+
+    product_mask_low: float = 0.0
+    """Sequences whose product of ratios lies below are masked (hard on long answers); 0 turns it off"""
+
+    product_mask_high: float = 0.0
+    """Sequences whose product of ratios lies above are masked (hard on long answers); 0 turns it off"""
+
+    negative_mask_threshold: float = 0.0
+    """Sequences with a negative advantage are masked where the mean of log μ/π exceeds this; 0 turns it off"""
+
+    kl_coefficient: float = 0.0
+    """Weight of the divergence from the reference policy; 0 loads none"""
+
+    kl_estimator: str = "k3"
+    """Per-token estimate of that divergence: k1, k2 or k3"""
+
+    kl_ratio_correction: bool = False
+    """Multiply the divergence by the importance ratio, which makes its gradient unbiased off policy"""
+
+    reference_ema_decay: float = 0.0
+    """Reference policy: 0 keeps the initial weights; else it follows the policy, keeping this share at every sync"""
+
+    reference_sync_interval: int = 1
+    """Steps between two syncs of a reference policy that follows"""
+
+    reference_cpu_offload: bool = False
+    """Keep the reference policy's weights in host memory"""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus"""
+
+    entropy_top_share: float = 1.0
+    """Decoupled mode: only this share of a batch's tokens, those of highest entropy, enters the policy loss"""
 
     num_minibatches: int = 1
     """Optimizer steps per pass over a batch, each on its share of the groups"""
@@ -264,6 +335,9 @@ class GRPO:
 
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the rewards in the group or batch"""
+
+    reward_aggregation: Literal["sum", "normalize_each"] = "sum"
+    """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
 
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (counted), instead of training on zero advantages"""
@@ -429,7 +503,8 @@ class WeightSync:
     """nccl: deadline of one chunk; a frozen actor can hold a device-wide call of the trainer for at most this long"""
 
     delta: bool = False
-    """tcp: send only the elements that changed since the version that the actor has acknowledged, where that is less"""
+    """tcp: send only the elements that changed since the version that the actor has acknowledged, where that is less;
+    takes one slot more"""
 
     full_every: int = 20
     """delta: every so many versions are sent in full"""
@@ -469,6 +544,11 @@ class WeightSync:
 
     max_restarts: int = 5
     """How often in a row the coordinator or a courier is started again after it died"""
+
+    @property
+    def slots_per_rank(self) -> int:
+        """num_slots, and with delta one for the version that deltas are taken against."""
+        return self.num_slots + self.delta
 
 
 @dataclass

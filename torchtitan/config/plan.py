@@ -30,7 +30,7 @@ class MemoryEstimate:
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
     - logits: T × vocabulary in fp32, four such tensors alive at the peak (scaled logits, log-probs, their exponential
       and the entropy's terms), over the tensor-parallel ranks.
-    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, in shared host memory.
+    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, and one more for deltas.
     """
 
     parameters: int
@@ -117,7 +117,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
         logits=4 * tokens * args.vocab_size * 4 // tensor,
-        slots=config.weight_sync.num_slots * share * BYTES[config.inference.dtype],
+        slots=config.weight_sync.slots_per_rank * share * BYTES[config.inference.dtype],
     )
 
 
@@ -150,7 +150,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         lines += [
             f"model: {plan.parameters:,} parameters",
             f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
-            f"slots per rank: {config.weight_sync.num_slots}, together {_size(memory.slots)} of shared memory",
+            f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory",
             f"memory estimate per rank: {_size(memory.total)}",
             *(f"  {part}: {_size(size)}" for part, size in vars(memory).items()),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchtitan.grpo.names import LOSS_TYPES
+from torchtitan.grpo.names import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ MAX_SAVE_DEADLINE_S = 600
 
 RANGES: dict[str, Range] = {
     "profiling.profile_freq": COUNT,
+    "model.logprob_head_budget_mb": COUNT,
     "metrics.log_freq": COUNT,
     "metrics.completions_per_step": Range(-1),
     "optimizer.lr": Range(0, 1),
@@ -77,6 +78,19 @@ RANGES: dict[str, Range] = {
     "grpo.epsilon_high": OR_NONE,
     "grpo.delta": Range(1, low_open=True, also=0),
     "grpo.importance_cap": POSITIVE,
+    "grpo.icepop_low": OR_NONE,
+    "grpo.icepop_high": POSITIVE,
+    "grpo.cispo_cap": POSITIVE,
+    "grpo.sapo_temperature_positive": POSITIVE,
+    "grpo.sapo_temperature_negative": POSITIVE,
+    "grpo.product_mask_low": Range(0, 1),
+    "grpo.product_mask_high": Range(1, also=0),
+    "grpo.negative_mask_threshold": OR_NONE,
+    "grpo.kl_coefficient": OR_NONE,
+    "grpo.reference_ema_decay": Range(0, 1, high_open=True),
+    "grpo.reference_sync_interval": COUNT,
+    "grpo.entropy_coefficient": OR_NONE,
+    "grpo.entropy_top_share": Range(0, 1, low_open=True),
     "grpo.geometric_mask_low": Range(0, 1),
     "grpo.geometric_mask_high": Range(1, also=0),
     "grpo.num_minibatches": COUNT,
@@ -126,9 +140,15 @@ RANGES: dict[str, Range] = {
     "eval.timeout_s": POSITIVE,
 }
 
+# Names that one's own `package.module:function` may take the place of.
+OWN_FUNCTIONS = frozenset({"grpo.loss_type"})
+
 # Names that are open for extension elsewhere and therefore plain strings in job_config.py.
 NAMES: dict[str, tuple[str, ...]] = {
     "grpo.loss_type": LOSS_TYPES,
+    "grpo.advantage": ADVANTAGES,
+    "grpo.off_policy_correction": CORRECTIONS,
+    "grpo.kl_estimator": DIVERGENCES,
     "inference.backend": ("embedded",),
     "weight_sync.transport": ("tcp", "disk", "ipc", "nccl"),
 }

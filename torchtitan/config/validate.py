@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan.config.fields import Problem, nearest, show
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.model_shape import check_model
-from torchtitan.config.ranges import NAMES, RANGES
+from torchtitan.config.ranges import NAMES, OWN_FUNCTIONS, RANGES
 from torchtitan.config.reward_names import reward_problem
 from torchtitan.errors import UserError
 from torchtitan.inference.cores import actor_cores
@@ -47,6 +47,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_parallelism(config, ranks, wrong),
         *_check_batch(config, ranks, wrong),
         *_check_lengths(config),
+        *_check_objective(config),
         *_check_rollout(config),
         *_check_rewards(config),
         *_check_inference(config),
@@ -78,6 +79,8 @@ def _check_values(config: JobConfig) -> Iterator[Problem]:
             yield refuse(config, key, f"must be {allowed}" if math.isfinite(value) else f"must be finite, {allowed}")
     for key, names in NAMES.items():
         value = str(get(config, key))
+        if key in OWN_FUNCTIONS and all(value.partition(":")):
+            continue
         if value not in names:
             yield refuse(config, key, f"must be {' or '.join(names)}{nearest(value, names)}")
     for key in ("checkpoint.folder", "profiling.save_traces_folder", "metrics.save_tb_folder"):
@@ -138,6 +141,47 @@ def _check_lengths(config: JobConfig) -> Iterator[Problem]:
     if 0 < config.grpo.delta <= 1 + config.grpo.epsilon_high:
         text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {1 + config.grpo.epsilon_high:g}"
         yield refuse(config, "grpo.delta", text)
+
+
+# An importance ratio above this is no bound.
+NO_BOUND = 10.0
+
+
+def _bounds_ratio(config: JobConfig) -> bool:
+    """Whether clip or correction bounds the weight of π/μ."""
+    grpo = config.grpo
+    if grpo.recompute_old_log_probs:
+        # The clip acts on π/π_old; what lies between π_old and μ is the correction's.
+        return grpo.off_policy_correction != "none"
+    reach = {"cispo": grpo.cispo_cap, "reinforce": grpo.importance_cap, "sapo": 1.0}
+    own = math.inf if ":" in grpo.loss_type else grpo.epsilon_high
+    return reach.get(grpo.loss_type, own) < NO_BOUND or grpo.off_policy_correction in ("mask", "icepop")
+
+
+def _check_objective(config: JobConfig) -> Iterator[Problem]:
+    grpo = config.grpo
+    if grpo.icepop_low >= grpo.icepop_high:
+        yield refuse(config, "grpo.icepop_low", f"must be less than grpo.icepop_high = {grpo.icepop_high:g}")
+    if grpo.entropy_top_share < 1 and not grpo.recompute_old_log_probs:
+        yield refuse(
+            config, "grpo.entropy_top_share", "needs grpo.recompute_old_log_probs = true, where entropies are known"
+        )
+    masks = (
+        grpo.geometric_mask_low,
+        grpo.geometric_mask_high,
+        grpo.product_mask_low,
+        grpo.product_mask_high,
+        grpo.negative_mask_threshold,
+    )
+    if grpo.async_weight_update and not _bounds_ratio(config) and not any(masks) and not grpo.allow_uncorrected:
+        text = "and nothing else bounds how far off policy a sample counts, but an asynchronous run trains on samples "
+        text += (
+            "of older policies: set a correction, a sequence mask or (without recompute_old_log_probs) a clip range "
+        )
+        text += f"below {NO_BOUND:g}, or grpo.allow_uncorrected = true"
+        yield refuse(config, "grpo.off_policy_correction", text)
+    if grpo.reward_aggregation == "normalize_each" and config.rewards.functions and len(config.rewards.functions) < 2:
+        yield refuse(config, "grpo.reward_aggregation", "needs at least two of rewards.functions")
 
 
 def _check_rollout(config: JobConfig) -> Iterator[Problem]:
@@ -235,6 +279,11 @@ def _is_loopback(host: str) -> bool:
 
 def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
     sync, limit = config.weight_sync, config.comm.train_timeout_seconds
+    if sync.transport != "tcp":
+        for key, asked in (("delta", sync.delta), ("relay", sync.relay), ("streams", sync.streams > 1)):
+            if asked:
+                text = f"weight_sync.transport {sync.transport} does not have that, only tcp does"
+                yield refuse(config, f"weight_sync.{key}", text)
     if config.inference.update_mode == "drain" and sync.apply_timeout_s <= config.inference.drain_timeout_s:
         text = f"must be greater than inference.drain_timeout_s = {config.inference.drain_timeout_s:g}, which is in it"
         yield refuse(config, "weight_sync.apply_timeout_s", text)

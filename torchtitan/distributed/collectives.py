@@ -20,6 +20,22 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def gather_values(values: torch.Tensor) -> torch.Tensor:
+    """The values [n] of all ranks, one after another; n may differ from rank to rank."""
+    if not dist.is_initialized():
+        return values
+    ranks = dist.get_world_size()
+    counts = torch.zeros(ranks, dtype=torch.int64, device=values.device)
+    counts[dist.get_rank()] = len(values)
+    dist.all_reduce(counts)
+    longest = int(counts.max())
+    padded = values.new_zeros(longest)
+    padded[: len(values)] = values
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded)
+    return torch.cat([one[:count] for one, count in zip(gathered, counts.tolist(), strict=True)])
+
+
 def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
     """Bytes from rank `src` to every rank (others pass None). Nothing is unpickled."""
     if not dist.is_initialized():

@@ -1,34 +1,92 @@
-"""Group-relative advantages (Shao et al. 2024, DeepSeekMath, section 4.1.2; Liu et al. 2025, Dr. GRPO)."""
+"""Advantages of the samples of a batch from their rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-# Added to the standard deviation, so that a nearly constant group does not blow up.
+# Added to a standard deviation, so that nearly constant rewards do not blow up.
 STD_EPSILON = 1e-4
 
+Groups = list[torch.Tensor]
 
-def group_advantages(groups: list[list[float]], scale_rewards: str = "none") -> list[list[float]]:
-    """Advantages of every sample of every group: R - mean(R of its group), optionally scaled.
+
+def group(rewards: Groups) -> Groups:
+    """R - mean of its group (Shao et al. 2024, DeepSeekMath, section 4.1.2; Liu et al. 2025, Dr. GRPO)."""
+    return [one - one.mean() for one in rewards]
+
+
+def rloo(rewards: Groups) -> Groups:
+    """R - mean of the *other* samples of its group (Ahmadian et al. 2024, eq. 8). A group of one gives 0."""
+    return [(one - one.mean()) * (len(one) / max(len(one) - 1, 1)) for one in rewards]
+
+
+def batch(rewards: Groups) -> Groups:
+    """R - mean of the batch."""
+    mean = torch.cat(rewards).mean() if rewards else torch.zeros(())
+    return [one - mean for one in rewards]
+
+
+def reinforce_pp(rewards: Groups) -> Groups:
+    """R - mean of its group, then normalised over the whole batch (Hu et al. 2025, REINFORCE++-baseline)."""
+    centred = group(rewards)
+    everything = torch.cat(centred) if centred else torch.zeros(1)
+    mean, deviation = everything.mean(), everything.std(correction=0)
+    return [(one - mean) / (deviation + STD_EPSILON) for one in centred]
+
+
+ESTIMATORS: dict[str, Callable[[Groups], Groups]] = {
+    "group": group,
+    "rloo": rloo,
+    "batch": batch,
+    "reinforce_pp": reinforce_pp,
+}
+
+
+def group_advantages(
+    groups: Sequence[Sequence[float]], scale_rewards: str = "none", estimator: str = "group"
+) -> list[list[float]]:
+    """Advantages of every sample of every group.
 
     Args:
         groups: rewards, one list per group; groups may differ in size.
         scale_rewards: `none` (Dr. GRPO), `group` divides by the group's standard deviation + 1e-4 (GRPO),
             `batch` by that of all rewards.
+        estimator: a name of ESTIMATORS; reinforce_pp has a scale of its own.
 
     Raises:
         ValueError: unknown scale_rewards.
     """
     if scale_rewards not in ("none", "group", "batch"):
         raise ValueError(f"scale_rewards must be none, group or batch, not {scale_rewards!r}")
-    rewards = [torch.tensor(group, dtype=torch.float64) for group in groups]
-    batch_std = torch.cat(rewards).std(correction=0) if rewards else torch.zeros(())
-    result = []
-    for group in rewards:
-        centred = group - group.mean()
-        if scale_rewards == "group":
-            centred = centred / (group.std(correction=0) + STD_EPSILON)
-        elif scale_rewards == "batch":
-            centred = centred / (batch_std + STD_EPSILON)
-        result.append(centred.tolist())
+    rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
+    centred = ESTIMATORS[estimator](rewards)
+    if scale_rewards == "group":
+        centred = [c / (one.std(correction=0) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
+    elif scale_rewards == "batch" and rewards:
+        deviation = torch.cat(rewards).std(correction=0)
+        centred = [c / (deviation + STD_EPSILON) for c in centred]
+    return [one.tolist() for one in centred]
+
+
+def normalized_each(
+    groups: Sequence[Sequence[dict[str, float | None]]],
+    weights: dict[str, float],
+    scale_rewards: str = "none",
+    estimator: str = "group",
+) -> list[list[float]]:
+    """Advantages of every reward function by itself, then their weighted sum (Liu et al. 2026, GDPO).
+
+    groups: per sample the rewards by function; None is absent: it neither counts in its group's mean nor adds anything.
+    """
+    result = [[0.0] * len(samples) for samples in groups]
+    for name, weight in weights.items():
+        present = [[i for i, rewards in enumerate(s) if rewards.get(name) is not None] for s in groups]
+        # Groups in which nobody has this reward are left out: their mean does not exist.
+        used = [number for number, members in enumerate(present) if members]
+        values = [[float(groups[number][i][name] or 0.0) for i in present[number]] for number in used]
+        for number, advantages in zip(used, group_advantages(values, scale_rewards, estimator), strict=True):
+            for i, advantage in zip(present[number], advantages, strict=True):
+                result[number][i] += weight * advantage
     return result

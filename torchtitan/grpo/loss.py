@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan.grpo.objectives import ClipRange, Objective
-from torchtitan.grpo.off_policy import geometric_mask, truncated_weights
+from torchtitan.grpo import divergence, off_policy
+from torchtitan.grpo.objectives import ClipRange, Objective, ObjectiveOptions
+from torchtitan.grpo.off_policy import CorrectionOptions
 from torchtitan.grpo.packing import MicroBatch
+
+# Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
+LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -16,54 +20,114 @@ class LossSettings:
     """What of the configuration the loss needs."""
 
     objective: Objective
-    clip: ClipRange
-    importance_cap: float
-    mask_low: float
-    mask_high: float
+    options: ObjectiveOptions = field(default_factory=lambda: ObjectiveOptions(ClipRange(0.2, 0.28)))
+    correction: str = "truncate"
+    bounds: CorrectionOptions = field(default_factory=CorrectionOptions)
+    kl_coefficient: float = 0.0
+    kl_estimator: str = "k3"
+    kl_ratio_correction: bool = False
+    """Multiply the KL term by the importance ratio, which makes its gradient unbiased off policy (DeepSeek-V3.2)"""
+    entropy_coefficient: float = 0.0
 
 
 @dataclass
-class LossResult:
-    """The differentiable loss (a sum, already divided) and sums over active tokens for the metrics."""
+class FixedLogProbs:
+    """Log-probs [A] that one forward before the first optimizer step of a batch has given; None where not asked for."""
 
-    loss: torch.Tensor
-    sums: dict[str, torch.Tensor]
-    ratio_max: torch.Tensor
+    old: torch.Tensor | None = None
+    """Of the proximal policy: decoupled mode"""
+    reference: torch.Tensor | None = None
+    trained: torch.Tensor | None = None
+    """[A] 0 or 1: tokens that the policy loss leaves out (low entropy)"""
 
 
-def grpo_loss(
-    log_probs: torch.Tensor,
-    entropy: torch.Tensor,
-    micro_batch: MicroBatch,
-    old_log_probs: torch.Tensor | None,
-    settings: LossSettings,
-) -> LossResult:
-    """Loss of one micro-batch from the policy's log-probs and entropy at its active positions, [A] each.
+class MicroBatchLoss:
+    """The loss of every active token as a function of the policy's log-prob and entropy there.
 
-    Direct mode (old_log_probs is None): the behaviour policy μ is the proximal policy, the clip acts on π/μ.
-    Decoupled mode: the clip acts on π/π_old and each token is weighted by min(π_old/μ, cap) (Hilton et al. 2021;
-    Fu et al. 2025, AReaL, eq. 5). The sequence mask acts on the geometric mean of π/μ, of π_old/μ when decoupled.
+    Direct mode (no old log-probs): the behaviour policy μ is the proximal policy, the clip acts on π/μ, and masks look
+    at π/μ. Decoupled mode: the clip acts on π/π_old and each token is weighted by the correction of π_old/μ (Hilton et
+    al. 2021; Fu et al. 2025, AReaL, eq. 5), at which masks look too. The KL and entropy terms are not masked.
+
+    Call it with all tokens at once, or, where `separable`, with any slices that make up all of them: a head that forms
+    gradients tile by tile does that. `sums` collects over the calls what the metrics need.
     """
-    behaviour = micro_batch.behaviour_log_probs
-    proximal = behaviour if old_log_probs is None else old_log_probs
-    # Bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 lies far outside any clip range.
-    log_ratio = (log_probs - proximal).clamp(-20.0, 20.0)
-    token = settings.objective.token_loss(log_ratio, micro_batch.advantages, settings.clip)
-    drift = (log_probs if old_log_probs is None else old_log_probs).detach() - behaviour
-    mask = geometric_mask(
-        drift, micro_batch.sequence, len(micro_batch.layout.lengths), settings.mask_low, settings.mask_high
-    )
-    factor = micro_batch.weights * mask
-    if old_log_probs is not None:
-        factor = factor * truncated_weights(old_log_probs, behaviour, settings.importance_cap)
-    loss = (token.loss * factor).sum()
-    ratio = log_ratio.detach().exp()
-    sums = {
-        "tokens": torch.full_like(loss, float(len(log_probs))).detach(),
-        "entropy": entropy.sum().detach(),
-        "clip/low": token.clipped_low.sum().float(),
-        "clip/high": token.clipped_high.sum().float(),
-        "masked": (1 - mask).sum(),
-        "ratio": ratio.sum(),
-    }
-    return LossResult(loss, sums, ratio.max() if len(ratio) else ratio.new_zeros(()))
+
+    def __init__(self, micro_batch: MicroBatch, fixed: FixedLogProbs, settings: LossSettings):
+        self.micro_batch, self.fixed, self.settings = micro_batch, fixed, settings
+        behaviour = micro_batch.behaviour_log_probs
+        self._proximal = behaviour if fixed.old is None else fixed.old
+        self._masks_sequences = off_policy.uses_sequences(settings.bounds)
+        self._correct = off_policy.CORRECTIONS[settings.correction]
+        # What is known before the forward.
+        self._factor = torch.ones_like(behaviour)
+        self._kept = torch.ones_like(behaviour)
+        if fixed.old is not None:
+            drift = (fixed.old - behaviour).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+            self._factor = self._correct(drift.exp(), settings.bounds)
+            self._kept = self._sequence_mask(drift) * (self._factor > 0)
+            self._factor = self._factor * self._kept
+        if fixed.trained is not None:
+            self._factor = self._factor * fixed.trained
+        zero = behaviour.new_zeros(())
+        names = ("tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
+        self.sums = {name: zero.clone() for name in names}
+        self.ratio_max = zero.clone()
+
+    @property
+    def separable(self) -> bool:
+        """Whether a token's loss depends on its own log-prob and entropy alone."""
+        looks_at_sequences = self.fixed.old is None and self._masks_sequences
+        return not (looks_at_sequences or self.settings.objective.sequence_ratio)
+
+    def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The loss of the tokens `rows`, [n], already divided: their sum is minimised."""
+        micro_batch, settings, fixed = self.micro_batch, self.settings, self.fixed
+        weights, advantages = micro_batch.weights[rows], micro_batch.advantages[rows]
+        log_ratio = (log_probs - self._proximal[rows]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        level = self._of_sequences(log_ratio) if settings.objective.sequence_ratio else log_ratio
+        token = settings.objective.token_loss(log_probs, level, advantages, settings.options)
+        factor, kept = self._factor[rows], self._kept[rows]
+        if fixed.old is None:
+            kept = self._masks_in_direct_mode(log_ratio.detach(), rows)
+            factor = factor * kept
+        loss = token.loss * factor * weights
+        if fixed.reference is not None:
+            kl = divergence.ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
+            self.sums["reference_kl"] += kl.detach().sum()
+            ratio = log_ratio.exp() if settings.kl_ratio_correction else 1.0
+            loss = loss + settings.kl_coefficient * ratio * kl * weights
+        if settings.entropy_coefficient:
+            loss = loss - settings.entropy_coefficient * entropy * weights
+        with torch.no_grad():
+            ratio = level.exp()
+            self.sums["tokens"] += len(ratio)
+            self.sums["entropy"] += entropy.sum()
+            self.sums["clip/low"] += token.clipped_low.sum()
+            self.sums["clip/high"] += token.clipped_high.sum()
+            self.sums["masked"] += (1 - kept).sum()
+            self.sums["ratio"] += ratio.sum()
+            if len(ratio):
+                self.ratio_max = torch.maximum(self.ratio_max, ratio.max())
+        return loss
+
+    def _masks_in_direct_mode(self, log_ratio: torch.Tensor, rows: slice) -> torch.Tensor:
+        kept = torch.ones_like(log_ratio)
+        if self.settings.correction in off_policy.MASKING:
+            kept = (self._correct(log_ratio.exp(), self.settings.bounds) > 0).to(log_ratio.dtype)
+        return kept * self._sequence_mask(log_ratio) if self._masks_sequences else kept
+
+    def _sequence_mask(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        micro_batch = self.micro_batch
+        return off_policy.sequence_mask(
+            log_ratio,
+            micro_batch.advantages,
+            micro_batch.sequence,
+            len(micro_batch.layout.lengths),
+            self.settings.bounds,
+        )
+
+    def _of_sequences(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        """The mean over the sequence, for each of its tokens (GSPO, Zheng et al. 2025, eq. 7)."""
+        sequence = self.micro_batch.sequence
+        total, tokens = off_policy.sequence_sums(log_ratio, sequence, len(self.micro_batch.layout.lengths))
+        return (total / tokens)[sequence]

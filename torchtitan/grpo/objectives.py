@@ -1,18 +1,20 @@
 """Policy-gradient objectives: a per-token loss, and the weight with which each token counts.
 
 Every objective is a sum over tokens of weight × loss. The weights depend only on lengths, which are known before the
-first forward, so packing, micro-batching and the number of ranks cannot change the result.
-
-To add an objective: write its per-token loss and its token weights, and name the pair in OBJECTIVES
-and in names.py.
+first forward, so packing, micro-batching and the number of ranks cannot change the result (bnpo's purpose is that they
+do). To add one: see docs/adding_an_objective.md.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from torchtitan.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,17 @@ class ClipRange:
     delta: float = 0.0
 
 
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """Constants of all objectives; each uses its own."""
+
+    clip: ClipRange
+    cispo_cap: float = 5.0
+    reinforce_cap: float = 2.0
+    sapo_temperature_positive: float = 1.0
+    sapo_temperature_negative: float = 1.05
+
+
 @dataclass
 class TokenLoss:
     """Per-token loss [N] with its diagnostics (booleans [N]: where the clip decided)."""
@@ -33,25 +46,59 @@ class TokenLoss:
     clipped_high: torch.Tensor
 
 
-def clipped_surrogate(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: ClipRange) -> TokenLoss:
+# (log π, log π - log π_old, advantages, options), tensors [N] each -> the loss of every token.
+TokenLossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ObjectiveOptions], TokenLoss]
+# (active tokens per sequence, longest completion) -> the weight of each token, per sequence.
+Normalizer = Callable[[list[int], int], list[float]]
+
+
+def clipped_surrogate(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> TokenLoss:
     """-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A) per token (Schulman et al. 2017, eq. 7; DAPO's asymmetric range).
 
     With `delta`, ρ is bounded by it where the advantage is negative too (two-sided clip, Team et al. 2025,
     INTELLECT-2, section 3.4).
-
-    Args:
-        log_ratio: log π - log π_old, [N].
-        advantages: [N].
     """
-    ratio = log_ratio.exp()
+    clip, ratio = options.clip, log_ratio.exp()
     bounded = ratio.clamp(max=clip.delta) if clip.delta > 0 else ratio
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
-    loss = -torch.minimum(bounded * advantages, clipped * advantages)
     return TokenLoss(
-        loss,
+        -torch.minimum(bounded * advantages, clipped * advantages),
         clipped_low=(ratio < 1 - clip.low) & (advantages < 0),
         clipped_high=(ratio > 1 + clip.high) & (advantages > 0),
     )
+
+
+def _capped_score(log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, cap: float) -> TokenLoss:
+    ratio = log_ratio.detach().exp()
+    above = ratio > cap
+    return TokenLoss(-ratio.clamp(max=cap) * advantages * log_probs, torch.zeros_like(above), above)
+
+
+def cispo(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> TokenLoss:
+    """-sg(min(ρ, cap)) A log π per token: the weight is clipped, the gradient never is (MiniMax-M1 2025, eq. 4)."""
+    return _capped_score(log_probs, log_ratio, advantages, options.cispo_cap)
+
+
+def reinforce(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> TokenLoss:
+    """-sg(min(ρ, cap)) A log π per token: REINFORCE (Williams 1992) with a truncated importance weight."""
+    return _capped_score(log_probs, log_ratio, advantages, options.reinforce_cap)
+
+
+def sapo(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> TokenLoss:
+    """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate in the clip's place (Gao et al. 2025, SAPO)."""
+    ratio = log_ratio.exp()
+    positive = advantages > 0
+    temperature = torch.where(positive, options.sapo_temperature_positive, options.sapo_temperature_negative)
+    never = torch.zeros_like(positive)
+    return TokenLoss(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages, never, never)
 
 
 def per_token(lengths: list[int], max_length: int) -> list[float]:
@@ -71,16 +118,67 @@ def per_constant(lengths: list[int], max_length: int) -> list[float]:
     return [1.0 / (max(len(lengths), 1) * max_length)] * len(lengths)
 
 
+NORMALIZERS: dict[str, Normalizer] = {"token": per_token, "sequence": per_sequence, "constant": per_constant}
+
+
 @dataclass(frozen=True)
 class Objective:
-    """token_loss(log_ratio, advantages, clip) and token_weights(active tokens per sequence, longest completion)."""
+    """A per-token loss and how tokens are weighted."""
 
-    token_loss: Callable[[torch.Tensor, torch.Tensor, ClipRange], TokenLoss]
-    token_weights: Callable[[list[int], int], list[float]]
+    token_loss: TokenLossFunction
+    token_weights: Normalizer
+    sequence_ratio: bool = False
+    """ρ is one number per sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7)"""
+    local: bool = False
+    """token_weights sees one micro-batch at a time, and micro-batches count the same"""
 
 
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective(clipped_surrogate, per_sequence),
     "dapo": Objective(clipped_surrogate, per_token),
+    # Kept for parity with TRL: the result depends on how the batch is cut.
+    "bnpo": Objective(clipped_surrogate, per_token, local=True),
     "dr_grpo": Objective(clipped_surrogate, per_constant),
+    "gspo": Objective(clipped_surrogate, per_sequence, sequence_ratio=True),
+    "cispo": Objective(cispo, per_token),
+    "sapo": Objective(sapo, per_sequence),
+    "reinforce": Objective(reinforce, per_token),
 }
+
+
+def load_objective(name: str, normalization: str = "auto", ratio_level: str = "auto") -> Objective:
+    """An objective by name, or a token loss of one's own as `package.module:function` (weighted per token).
+
+    normalization: token, sequence or constant instead of the objective's own. ratio_level: token or sequence likewise.
+    Raises UserError where the function cannot be found.
+    """
+    found = OBJECTIVES.get(name) or Objective(_load_function(name), per_token)
+    return Objective(
+        found.token_loss,
+        found.token_weights if normalization == "auto" else NORMALIZERS[normalization],
+        found.sequence_ratio if ratio_level == "auto" else ratio_level == "sequence",
+        found.local and normalization == "auto",
+    )
+
+
+def _load_function(name: str) -> TokenLossFunction:
+    module_name, _, function_name = name.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # a user's module may fail in any way
+        raise UserError(f"grpo.loss_type = {name!r}: cannot be loaded ({type(error).__name__}: {error})") from error
+    if not callable(function):
+        raise UserError(f"grpo.loss_type = {name!r}: {function_name} is not a function")
+
+    def checked(
+        log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+    ) -> TokenLoss:
+        result = function(log_probs, log_ratio, advantages, options)
+        if isinstance(result, torch.Tensor):
+            never = torch.zeros_like(log_ratio, dtype=torch.bool)
+            result = TokenLoss(result, never, never)
+        if not isinstance(result, TokenLoss) or result.loss.shape != log_ratio.shape:
+            raise UserError(f"{name} must return a loss per token, of shape {list(log_ratio.shape)}, or a TokenLoss")
+        return result
+
+    return checked

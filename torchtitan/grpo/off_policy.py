@@ -1,39 +1,99 @@
-"""Corrections for samples that an older policy, or another numeric path, produced."""
+"""Corrections for samples that an older policy, or another numeric path, produced.
+
+w is π_old/μ in decoupled mode; in direct mode, where the clip already acts on π/μ, only masks apply, and to π/μ.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 
-def truncated_weights(old_log_probs: torch.Tensor, behaviour_log_probs: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(π_old / μ, cap) per token [N], without gradient: truncated importance sampling (Yao et al. 2025, TIS)."""
-    return (old_log_probs - behaviour_log_probs).detach().exp().clamp(max=cap)
+@dataclass(frozen=True)
+class CorrectionOptions:
+    """Bounds of all corrections; 0 leaves one off."""
+
+    cap: float = 2.0
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    geometric_low: float = 0.0
+    geometric_high: float = 0.0
+    product_low: float = 0.0
+    product_high: float = 0.0
+    negative_threshold: float = 0.0
 
 
-def geometric_mean_log_ratio(log_ratio: torch.Tensor, sequence: torch.Tensor, count: int) -> torch.Tensor:
-    """Mean of log_ratio [N] over the tokens of each sequence -> [count]. Sequences without tokens give 0.
-
-    The geometric mean does not grow with the length, unlike the product, so long answers are not masked more often.
-    """
-    total = torch.zeros(count, dtype=log_ratio.dtype, device=log_ratio.device).index_add_(0, sequence, log_ratio)
-    tokens = torch.zeros_like(total).index_add_(0, sequence, torch.ones_like(log_ratio))
-    return total / tokens.clamp(min=1)
+def truncate(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
+    """min(w, cap) per token: truncated importance sampling (Yao et al. 2025, TIS)."""
+    return ratio.clamp(max=options.cap)
 
 
-def geometric_mask(
-    log_ratio: torch.Tensor, sequence: torch.Tensor, count: int, low: float, high: float
+def mask(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
+    """w where w <= cap, else 0: tokens that have become much likelier teach nothing (masked importance sampling)."""
+    return torch.where(ratio <= options.cap, ratio, 0.0)
+
+
+def icepop(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
+    """w inside the band [low, high], else 0 (Ring team 2025, IcePop)."""
+    return torch.where((ratio >= options.icepop_low) & (ratio <= options.icepop_high), ratio, 0.0)
+
+
+def none(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
+    """1."""
+    return torch.ones_like(ratio)
+
+
+CORRECTIONS: dict[str, Callable[[torch.Tensor, CorrectionOptions], torch.Tensor]] = {
+    "truncate": truncate,
+    "mask": mask,
+    "icepop": icepop,
+    "none": none,
+}
+MASKING = ("mask", "icepop")
+
+
+def sequence_sums(values: torch.Tensor, sequence: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of values [N] over the tokens of each sequence [count], and how many tokens it has (at least 1)."""
+    total = torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, sequence, values)
+    tokens = torch.zeros_like(total).index_add_(0, sequence, torch.ones_like(values))
+    return total, tokens.clamp(min=1)
+
+
+def sequence_mask(
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    sequence: torch.Tensor,
+    count: int,
+    options: CorrectionOptions,
 ) -> torch.Tensor:
-    """1 for tokens [N] whose sequence's geometric mean ratio π/μ lies in [low, high], else 0. A bound of 0 is off."""
-    mean = geometric_mean_log_ratio(log_ratio.detach(), sequence, count).exp()
+    """1 for tokens [N] of sequences that stay within all bounds, else 0. log_ratio: log w per token [N].
+
+    - geometric: exp(mean log w) in [low, high]; the geometric mean does not grow with the length, unlike the product,
+      so long answers are not masked more often.
+    - product: exp(Σ log w) in [low, high].
+    - negative: of sequences with a negative advantage, those whose mean -log w exceeds the threshold are masked
+      (DeepSeek-V3.2 2025, section 3.1): what the policy has left behind need not be unlearned.
+    """
+    total, tokens = sequence_sums(log_ratio.detach(), sequence, count)
+    mean = total / tokens
     keep = torch.ones_like(mean, dtype=torch.bool)
-    if low > 0:
-        keep &= mean >= low
-    if high > 0:
-        keep &= mean <= high
-    return keep[sequence].to(log_ratio.dtype)
+    for value, low, high in (
+        (mean.exp(), options.geometric_low, options.geometric_high),
+        (total.exp(), options.product_low, options.product_high),
+    ):
+        if low > 0:
+            keep &= value >= low
+        if high > 0:
+            keep &= value <= high
+    kept = keep[sequence]
+    if options.negative_threshold > 0:
+        kept = kept & ~((advantages < 0) & (-mean > options.negative_threshold)[sequence])
+    return kept.to(log_ratio.dtype)
 
 
-def k3_divergence(log_probs: torch.Tensor, behaviour_log_probs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(μ ‖ π) from samples of μ, never negative: r - 1 - log r, r = π/μ (Schulman 2020)."""
-    log_ratio = log_probs - behaviour_log_probs
-    return log_ratio.expm1() - log_ratio
+def uses_sequences(options: CorrectionOptions) -> bool:
+    """Whether sequence_mask can mask anything."""
+    bounds = (options.geometric_low, options.geometric_high, options.product_low, options.product_high)
+    return any(bounds) or options.negative_threshold > 0

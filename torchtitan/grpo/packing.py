@@ -147,6 +147,12 @@ def micro_batches(
     weights = objective.token_weights(active, max_completion_tokens)
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
     bins = split_for_ranks(first_fit_decreasing(lengths, budget), ranks) if samples else [[] for _ in range(ranks)]
+    if objective.local:
+        # Micro-batches count the same, whatever is in them.
+        for members in bins:
+            own = objective.token_weights([active[i] for i in members], max_completion_tokens)
+            for i, weight in zip(members, own, strict=True):
+                weights[i] = weight / len(bins)
     return [
         pack([samples[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
         for members in bins[rank::ranks]

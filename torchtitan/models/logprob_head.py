@@ -232,7 +232,7 @@ class LogProbHead(nn.Module):
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
 
         rows [n]: which positions of hidden the targets [n] belong to. With a token-separable objective the result is
-        (loss [], log-probs [n], entropy [n]), and only the loss has a gradient.
+        (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
@@ -244,7 +244,7 @@ class LogProbHead(nn.Module):
             return logits if self.shard is None else self.shard.whole(logits, self.weight)
         hidden = hidden[: len(targets)] if rows is None else hidden[rows]
         if objective is not None:
-            return fused_objective(hidden, weight, targets, objective, **options)
+            return fused_objective(hidden, weight, targets, objective, accumulate=True, **options)
         if self.fused or self.shard is not None:
             return fused_log_probs(hidden, weight, targets, **options)
         return full_log_probs(project(hidden, weight), targets, temperature, kept)

@@ -1,0 +1,355 @@
+"""Every objective, correction and shaping term against loops over single tokens in float64, values and gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.errors import UserError
+from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
+from torchtitan.grpo.names import CORRECTIONS, DIVERGENCES, LOSS_TYPES
+from torchtitan.grpo.objectives import (
+    NORMALIZERS,
+    OBJECTIVES,
+    ClipRange,
+    ObjectiveOptions,
+    TokenLoss,
+    load_objective,
+)
+from torchtitan.grpo.off_policy import CorrectionOptions
+from torchtitan.grpo.packing import MicroBatch, micro_batches
+from torchtitan.inference.types import VersionSpan
+from torchtitan.rollout.types import Sample
+
+LONGEST = 12
+OPTIONS = ObjectiveOptions(ClipRange(0.2, 0.28), cispo_cap=1.15, reinforce_cap=1.1)
+
+
+@dataclass
+class Policies:
+    """Log-probs of every token under each policy, per sequence, and the policy's entropies."""
+
+    now: list[list[float]]
+    old: list[list[float]]
+    reference: list[list[float]]
+    entropy: list[list[float]]
+
+
+def make_samples(seed: int, count: int = 7) -> list[Sample]:
+    rng = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        length = rng.randint(1, LONGEST)
+        samples.append(
+            Sample(
+                prompt_ids=[1] * rng.randint(1, 4),
+                completion_ids=[rng.randrange(30) for _ in range(length)],
+                log_probs=[-3 * rng.random() for _ in range(length)],
+                spans=[VersionSpan("e", 3, 0, length)],
+                finish_reason="stop",
+                reward=rng.random(),
+                advantage=rng.uniform(-2, 2),
+            )
+        )
+    return samples
+
+
+def make_policies(samples: list[Sample], seed: int) -> Policies:
+    rng = random.Random(seed)
+
+    def near(spread: float) -> list[list[float]]:
+        return [[value + rng.gauss(0, spread) for value in sample.log_probs] for sample in samples]
+
+    return Policies(near(0.3), near(0.15), near(0.5), [[rng.random() for _ in s.log_probs] for s in samples])
+
+
+def reference(
+    samples: list[Sample], policies: Policies, setting: LossSettings, name: str, decoupled: bool, normalizer: str
+) -> tuple[float, list[float], list[float]]:
+    """Loss, and its gradients by the current log-probs and entropies, token by token as the papers write it."""
+    now = [[torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in row] for row in policies.now]
+    entropy = [[torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in row] for row in policies.entropy]
+    bounds, options, total = setting.bounds, setting.options, torch.zeros((), dtype=torch.float64)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    for number, sample in enumerate(samples):
+        length, advantage = len(sample.completion_ids), sample.advantage
+        proximal = policies.old[number] if decoupled else sample.log_probs
+        weight = {
+            "token": 1 / tokens,
+            "sequence": 1 / (len(samples) * length),
+            "constant": 1 / (len(samples) * LONGEST),
+        }[normalizer]
+        seen = policies.old[number] if decoupled else [one.item() for one in now[number]]
+        drift = [a - b for a, b in zip(seen, sample.log_probs, strict=True)]
+        mean = sum(drift) / length
+        masked = (
+            (bounds.geometric_low and math.exp(mean) < bounds.geometric_low)
+            or (bounds.geometric_high and math.exp(mean) > bounds.geometric_high)
+            or (bounds.product_low and math.exp(sum(drift)) < bounds.product_low)
+            or (bounds.product_high and math.exp(sum(drift)) > bounds.product_high)
+            or (bounds.negative_threshold and advantage < 0 and -mean > bounds.negative_threshold)
+        )
+        ratios = [(log_prob - before).exp() for log_prob, before in zip(now[number], proximal, strict=True)]
+        if setting.objective.sequence_ratio:
+            geometric = sum(ratio.log() for ratio in ratios) / length
+            ratios = [geometric.exp()] * length
+        for t in range(length):
+            ratio, log_prob = ratios[t], now[number][t]
+            if name == "cispo":
+                loss = -min(ratio.item(), options.cispo_cap) * advantage * log_prob
+            elif name == "reinforce":
+                loss = -min(ratio.item(), options.reinforce_cap) * advantage * log_prob
+            elif name == "sapo":
+                tau = options.sapo_temperature_positive if advantage > 0 else options.sapo_temperature_negative
+                loss = -4 / tau * advantage / (1 + (-tau * (ratio - 1)).exp())
+            else:
+                clipped = min(max(ratio, 1 - options.clip.low), 1 + options.clip.high)
+                bounded = min(ratio, options.clip.delta) if options.clip.delta else ratio
+                loss = -min(bounded * advantage, clipped * advantage)
+            w = math.exp(drift[t])
+            inside = {
+                "truncate": True,
+                "none": True,
+                "mask": w <= bounds.cap,
+                "icepop": bounds.icepop_low <= w <= bounds.icepop_high,
+            }[setting.correction]
+            factor = float(inside and not masked)
+            if decoupled and setting.correction != "none":
+                factor *= min(w, bounds.cap) if setting.correction == "truncate" else w
+            loss = factor * loss
+            if setting.kl_coefficient:
+                difference = log_prob - policies.reference[number][t]
+                kl = {
+                    "k1": difference,
+                    "k2": difference * difference / 2,
+                    "k3": (-difference).exp() - 1 + difference,
+                }[setting.kl_estimator]
+                if setting.kl_ratio_correction:
+                    kl = kl * (log_prob - proximal[t]).exp()
+                loss = loss + setting.kl_coefficient * kl
+            loss = loss - setting.entropy_coefficient * entropy[number][t]
+            total = total + weight * loss
+    leaves = [one for row in (*now, *entropy) for one in row]
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    values = [0.0 if gradient is None else gradient.item() for gradient in gradients]
+    return total.item(), values[:tokens], values[tokens:]
+
+
+def pack(samples: list[Sample], setting: LossSettings, budget: int = 10_000, ranks: int = 1) -> list[MicroBatch]:
+    return [
+        micro_batch
+        for rank in range(ranks)
+        for micro_batch in micro_batches(
+            samples,
+            setting.objective,
+            version=3,
+            budget=budget,
+            max_completion_tokens=LONGEST,
+            mask_truncated=False,
+            rank=rank,
+            ranks=ranks,
+            device=torch.device("cpu"),
+        )
+    ]
+
+
+def rows_of(micro_batch: MicroBatch, samples: list[Sample], values: list[list[float]]) -> torch.Tensor:
+    """The tokens' values in the order of a micro-batch; samples are told apart by their behaviour log-probs."""
+    table = {
+        log_prob: value
+        for sample, row in zip(samples, values, strict=True)
+        for log_prob, value in zip(torch.tensor(sample.log_probs).tolist(), row, strict=True)
+    }
+    return torch.tensor([table[one] for one in micro_batch.behaviour_log_probs.tolist()])
+
+
+def ours(
+    samples: list[Sample],
+    policies: Policies,
+    setting: LossSettings,
+    decoupled: bool,
+    budget: int = 10_000,
+    ranks: int = 1,
+    chunk: int = 10_000,
+) -> tuple[float, dict[float, tuple[float, float]]]:
+    """Loss, and by behaviour log-prob the gradients of every token's log-prob and entropy."""
+    total, gradients = 0.0, {}
+    for micro_batch in pack(samples, setting, budget, ranks):
+        log_probs = rows_of(micro_batch, samples, policies.now).requires_grad_()
+        entropy = rows_of(micro_batch, samples, policies.entropy).requires_grad_()
+        fixed = FixedLogProbs()
+        if decoupled:
+            fixed.old = rows_of(micro_batch, samples, policies.old)
+        if setting.kl_coefficient:
+            fixed.reference = rows_of(micro_batch, samples, policies.reference)
+        loss_of, count = MicroBatchLoss(micro_batch, fixed, setting), len(log_probs)
+        step = chunk if loss_of.separable else max(count, 1)
+        for low in range(0, count, step):
+            rows = slice(low, min(low + step, count))
+            loss = loss_of(log_probs[rows], entropy[rows], rows).sum()
+            loss.backward()
+            total += loss.item()
+        assert loss_of.sums["tokens"].item() == count
+        by_entropy = torch.zeros(count) if entropy.grad is None else entropy.grad
+        if count:
+            pairs = zip(log_probs.grad.tolist(), by_entropy.tolist(), strict=True)
+            gradients |= dict(zip(micro_batch.behaviour_log_probs.tolist(), pairs, strict=True))
+    return total, gradients
+
+
+def check(name: str, setting: LossSettings, decoupled: bool, normalizer: str, seed: int = 1) -> None:
+    samples = make_samples(seed)
+    policies = make_policies(samples, seed)
+    expected, by_log_prob, by_entropy = reference(samples, policies, setting, name, decoupled, normalizer)
+    total, gradients = ours(samples, policies, setting, decoupled)
+    assert total == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    order = torch.tensor([value for sample in samples for value in sample.log_probs]).tolist()
+    # A few single-precision inputs lie within rounding of a bound; everything else has to agree.
+    for key, log_prob_slope, entropy_slope in zip(order, by_log_prob, by_entropy, strict=True):
+        assert gradients[key] == pytest.approx((log_prob_slope, entropy_slope), rel=2e-4, abs=1e-7)
+
+
+NORMALIZER_OF = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("name", LOSS_TYPES)
+def test_objectives(name: str, decoupled: bool) -> None:
+    setting = LossSettings(OBJECTIVES[name], OPTIONS, bounds=CorrectionOptions(cap=1.05))
+    check(name, setting, decoupled, NORMALIZER_OF.get(name, "token"))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_corrections(correction: str, decoupled: bool) -> None:
+    bounds = CorrectionOptions(cap=1.1, icepop_low=0.9, icepop_high=1.2)
+    check("dapo", LossSettings(OBJECTIVES["dapo"], OPTIONS, correction, bounds), decoupled, "token")
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        CorrectionOptions(geometric_low=0.95, geometric_high=1.05),
+        CorrectionOptions(product_low=0.7, product_high=1.4),
+        CorrectionOptions(negative_threshold=0.02),
+        CorrectionOptions(cap=1.05, geometric_low=0.9, product_high=1.3, negative_threshold=0.05),
+    ],
+)
+def test_sequence_masks(bounds: CorrectionOptions, decoupled: bool) -> None:
+    for seed in range(3):
+        check("cispo", LossSettings(OBJECTIVES["cispo"], OPTIONS, bounds=bounds), decoupled, "token", seed)
+
+
+@pytest.mark.parametrize("ratio_correction", [False, True])
+@pytest.mark.parametrize("estimator", DIVERGENCES)
+def test_reference_divergence_and_entropy_bonus(estimator: str, ratio_correction: bool) -> None:
+    setting = LossSettings(
+        OBJECTIVES["dapo"],
+        OPTIONS,
+        kl_coefficient=0.3,
+        kl_estimator=estimator,
+        kl_ratio_correction=ratio_correction,
+        entropy_coefficient=0.2,
+    )
+    check("dapo", setting, True, "token")
+    check("dapo", setting, False, "token")
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_two_sided_clip_and_normalization_by_choice(normalizer: str) -> None:
+    objective = load_objective("dapo", normalizer, "sequence")
+    assert objective.sequence_ratio
+    options = replace(OPTIONS, clip=ClipRange(0.05, 0.1, delta=1.3))
+    check("dapo", LossSettings(objective, options), False, normalizer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    budget=st.integers(18, 120),
+    ranks=st.integers(1, 4),
+    chunk=st.integers(1, 9),
+    name=st.sampled_from([name for name in LOSS_TYPES if name != "bnpo"]),
+    decoupled=st.booleans(),
+    masks=st.booleans(),
+)
+def test_independent_of_packing_ranks_and_chunks(
+    seed: int, budget: int, ranks: int, chunk: int, name: str, decoupled: bool, masks: bool
+) -> None:
+    samples = make_samples(seed, 9)
+    policies = make_policies(samples, seed)
+    bounds = CorrectionOptions(cap=1.1, geometric_low=0.9 if masks else 0.0)
+    setting = LossSettings(OBJECTIVES[name], OPTIONS, bounds=bounds, kl_coefficient=0.1, entropy_coefficient=0.1)
+    whole, gradients = ours(samples, policies, setting, decoupled)
+    cut, cut_gradients = ours(samples, policies, setting, decoupled, budget, ranks, chunk)
+    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert cut_gradients.keys() == gradients.keys()
+    for key, slopes in gradients.items():
+        assert cut_gradients[key] == pytest.approx(slopes, rel=1e-4, abs=1e-7)
+
+
+def test_bnpo_divides_by_each_micro_batch() -> None:
+    samples = make_samples(4, 9)
+    setting = LossSettings(OBJECTIVES["bnpo"], OPTIONS)
+    parts = pack(samples, setting, budget=30, ranks=2)
+    assert len(parts) > 2
+    for part in parts:
+        assert part.weights.sum().item() == pytest.approx(1 / len(parts) if len(part.targets) else 0.0)
+
+
+def test_only_separable_losses_may_be_cut() -> None:
+    samples = make_samples(0, 2)
+    (micro_batch,) = pack(samples, LossSettings(OBJECTIVES["dapo"]))
+    masks = CorrectionOptions(geometric_low=0.5)
+    old = FixedLogProbs(old=micro_batch.behaviour_log_probs)
+    for fixed, setting, expected in (
+        (FixedLogProbs(), LossSettings(OBJECTIVES["dapo"]), True),
+        (FixedLogProbs(), LossSettings(OBJECTIVES["dapo"], bounds=masks), False),
+        (old, LossSettings(OBJECTIVES["dapo"], bounds=masks), True),
+        (old, LossSettings(OBJECTIVES["gspo"]), False),
+    ):
+        assert MicroBatchLoss(micro_batch, fixed, setting).separable is expected
+
+
+def test_low_entropy_tokens_are_left_out_of_the_policy_loss() -> None:
+    samples = make_samples(2, 3)
+    setting = LossSettings(OBJECTIVES["dapo"], OPTIONS, kl_coefficient=0.5)
+    (micro_batch,) = pack(samples, setting)
+    count = len(micro_batch.targets)
+    trained = (torch.arange(count) % 2).float()
+    log_probs = micro_batch.behaviour_log_probs.clone().requires_grad_()
+    fixed = FixedLogProbs(reference=micro_batch.behaviour_log_probs, trained=trained)
+    MicroBatchLoss(micro_batch, fixed, setting)(log_probs, torch.zeros(count), slice(0, count)).sum().backward()
+    assert (log_probs.grad[trained == 0] == 0).all() and (log_probs.grad[trained == 1] != 0).all()
+
+
+def own_loss(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> torch.Tensor:
+    """What a user may write."""
+    return -advantages * log_probs
+
+
+def wrong_shape(*_: object) -> TokenLoss:
+    never = torch.zeros(1, dtype=torch.bool)
+    return TokenLoss(torch.zeros(1), never, never)
+
+
+def test_own_objective_by_name() -> None:
+    samples = make_samples(5)
+    setting = LossSettings(load_objective(f"{__name__}:own_loss"), OPTIONS)
+    policies = make_policies(samples, 5)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    expected = -sum(s.advantage * value for s, row in zip(samples, policies.now, strict=True) for value in row) / tokens
+    assert ours(samples, policies, setting, False)[0] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(UserError, match="no_such_module"):
+        load_objective("no_such_module:loss")
+    with pytest.raises(UserError, match="must return a loss per token"):
+        ours(samples, policies, LossSettings(load_objective(f"{__name__}:wrong_shape")), False)
