@@ -95,6 +95,7 @@ class CollectiveSendCarrier:
         self._over: Delivery | None = None
         self._ready = self._closed = False
         self._thread: threading.Thread | None = None
+        self._communicator: Communicator | None = None
 
     def hello(self) -> Message:
         return {
@@ -144,6 +145,8 @@ class CollectiveSendCarrier:
             self._closed = True
             self._changed.notify_all()
         self._meeting.store.close()
+        if self._communicator is not None:
+            self._communicator.give_up()
         self._work.put(None)
 
     # The carrier's thread
@@ -151,7 +154,7 @@ class CollectiveSendCarrier:
     def _run(self) -> None:
         communicator: Communicator | None = None
         try:
-            communicator = self._meeting.communicator()
+            communicator = self._communicator = self._meeting.communicator()
             self._first_chunk(communicator)
             self._ready = True
             self._context.wake()
@@ -239,6 +242,8 @@ class CollectiveReceiveCarrier:
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
+        self._communicator: Communicator | None = None
+        self._closed = False
 
     def welcome(self) -> Message:
         return {}
@@ -257,7 +262,10 @@ class CollectiveReceiveCarrier:
         self._work.put((reference, memory_tensor(target), done))
 
     def close(self) -> None:
+        self._closed = True
         self._meeting.store.close()
+        if self._communicator is not None:
+            self._communicator.give_up()
         self._work.put(None)
         if self._thread is None:
             self._refuse_rest("the connection is over")
@@ -267,14 +275,17 @@ class CollectiveReceiveCarrier:
     def _run(self) -> None:
         communicator: Communicator | None = None
         try:
-            communicator = self._meeting.communicator()
+            communicator = self._communicator = self._meeting.communicator()
             self._receive(communicator, torch.zeros(1, dtype=torch.uint8, device=self._where))
             for reference, target, done in iter(self._work.get, None):
                 try:
+                    if self._closed:
+                        raise Broken("the connection is over")
                     if len(reference) != _LENGTH.size or _LENGTH.unpack(reference) != (len(target),):
                         raise Broken("a bucket of another size was announced")
                     self._receive(communicator, target)
                 except Broken as error:
+                    communicator.abort()  # before it nobody may say that the target is not written any more
                     done(str(error))
                     raise
                 done(None)

@@ -39,7 +39,7 @@ class Pending(Protocol):
 
 
 class Communicator(Protocol):
-    """One of two ends. Used by one thread; abort() may be called by any."""
+    """One of two ends. Used by one thread, apart from give_up()."""
 
     def send(self, tensor: torch.Tensor) -> Pending:
         """Launch the sending of a one-dimensional uint8 tensor."""
@@ -47,8 +47,11 @@ class Communicator(Protocol):
     def receive(self, tensor: torch.Tensor) -> Pending:
         """Post the receiving of one of the same size."""
 
+    def give_up(self) -> None:
+        """Whoever waits for something under way need not wait any longer. Never blocks, may be called by any thread."""
+
     def abort(self) -> None:
-        """End everything that is under way."""
+        """End everything that is under way. May block for a moment."""
 
 
 class PairStore(dist.Store):  # type: ignore[name-defined]
@@ -124,8 +127,10 @@ class GlooCommunicator:
     def receive(self, tensor: torch.Tensor) -> Pending:
         return _GlooPending(self, lambda: self._group.recv([tensor], self._peer, 0))
 
+    def give_up(self) -> None:
+        """A wait of gloo's cannot be ended: it has its own deadline."""
+
     def abort(self) -> None:
-        # A wait that is going on ends at its own deadline: gloo's abort does not wake it.
         self._group.abort()
 
 
@@ -156,9 +161,9 @@ class NcclCommunicator:
         with _errors_are_ours():
             self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(where)
-        self._stream = torch.cuda.Stream(where, priority=0)
+        self._where, self._stream = where, torch.cuda.Stream(where, priority=0)
         self._peer = 1 - rank
-        self._aborted = threading.Event()
+        self.given_up = threading.Event()
 
     def send(self, tensor: torch.Tensor) -> Pending:
         with torch.cuda.stream(self._stream):
@@ -168,14 +173,15 @@ class NcclCommunicator:
         with torch.cuda.stream(self._stream):
             return _NcclPending(self._group.recv([tensor], self._peer, 0), self)
 
-    def abort(self) -> None:
-        if not self._aborted.is_set():
-            self._aborted.set()
-            self._group.abort()
+    def give_up(self) -> None:
+        self.given_up.set()
 
-    @property
-    def aborted(self) -> bool:
-        return self._aborted.is_set()
+    def abort(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()
+            # Only when its kernels have left the device nothing touches a tensor any more. This thread may wait for it.
+            torch.cuda.synchronize(self._where)
 
 
 class _NcclPending:
@@ -187,12 +193,11 @@ class _NcclPending:
         # bytes that are not what they should be in the checksum.
         deadline = time.monotonic() + seconds
         while not self._work.is_completed():
-            if time.monotonic() > deadline or self._communicator.aborted:
+            late = time.monotonic() > deadline
+            if late or self._communicator.given_up.is_set():
                 self._communicator.abort()
-                raise Broken(f"a chunk was under way for {seconds:g} s")
+                raise Broken(f"a chunk was under way for {seconds:g} s" if late else "given up")
             time.sleep(POLL_SECONDS)
-        if self._communicator.aborted:
-            raise Broken("aborted")
 
 
 @contextlib.contextmanager

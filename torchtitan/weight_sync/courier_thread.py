@@ -1,0 +1,66 @@
+"""The courier as a thread of the trainer, for transports that read slots on a device (nccl, ipc).
+
+Another process could not read them, or would take turns with this one on the GPU. It is the same Courier; what differs
+is who starts it again when it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.weight_sync.courier import Courier
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS = 0.2
+# A courier that worked for this long has earned its restarts back.
+HEALTHY_SECONDS = 60.0
+
+
+class CourierThread:
+    """Runs a courier, and a new one up to `max_restarts` times in a row when it fails.
+
+    arguments(): asked anew for each start; what the Courier takes, with the slots themselves instead of descriptors.
+    """
+
+    def __init__(self, name: str, arguments: Callable[[], dict[str, Any]], token: str, max_restarts: int):
+        self.name, self._arguments, self._token, self._max_restarts = name, arguments, token, max_restarts
+        self.failure = ""
+        self.restarts = 0
+        self._closing = threading.Event()
+        self._courier = Courier(arguments(), token)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        in_a_row = 0
+        while True:
+            begun = time.monotonic()
+            try:
+                self._courier.run()
+                reason = "it ended by itself"
+            except Exception as error:
+                logger.exception("the %s failed", self.name)
+                reason = repr(error)
+            if self._closing.is_set():
+                return
+            in_a_row = 0 if time.monotonic() - begun > HEALTHY_SECONDS else in_a_row + 1
+            if in_a_row > self._max_restarts:
+                self.failure = f"the {self.name} failed {in_a_row} times in a row, the last time: {reason}"
+                return
+            if self._closing.wait(RESTART_SECONDS * in_a_row):
+                return
+            self.restarts += 1
+            self._courier = Courier(self._arguments(), self._token)
+            if self._closing.is_set():
+                self._courier.stop()
+
+    def close(self, deadline: float) -> None:
+        """End it; waits until `deadline` (time.monotonic())."""
+        self._closing.set()
+        self._courier.stop()
+        self._thread.join(max(0.1, deadline - time.monotonic()))
