@@ -108,7 +108,6 @@ class SimulatedActor:
         self.engine.up = True
         self._later(sum(self._latency.draw() for _ in range(HANDSHAKE_WAYS)), self._dial)
         self._later(self._scenario.weight_sync.offer_timeout_s * HEARTBEAT_SHARE, self._heartbeat)
-        self._later(PROGRESS_S, self._report_progress)
         for rate, fault in (
             (self._scenario.crashes_per_hour, self._crash),
             (self._scenario.freezes_per_hour, self._freeze),
@@ -256,6 +255,7 @@ class SimulatedActor:
             self._flows.clear()
             self._arrived = self._reported = 0.0
             self._begun_at = self._clock.now
+            self._later(PROGRESS_S, self._report_progress, attempt)
             # Which connection breaks or corrupts does not matter for what follows: the first sender's.
             self._flawed = None
             for kind, share in (
@@ -266,13 +266,13 @@ class SimulatedActor:
                     self._flawed = (kind, self._random.random())
         self._execute(commands)
 
-    def _report_progress(self) -> None:
-        self._later(PROGRESS_S, self._report_progress)
-        if self.machine.state is ReceiverState.RECEIVING:
+    def _report_progress(self, attempt: int) -> None:
+        if self.machine.wants(attempt):
+            self._later(PROGRESS_S, self._report_progress, attempt)
             received = self._arrived + sum(map(self._network.moved, self._flows.values()))
             if received > self._reported:
                 self._reported = received
-                self._execute([Send({"type": "progress", "attempt": self.machine.attempt, "bytes": int(received)})])
+                self._execute([Send({"type": "progress", "attempt": attempt, "bytes": int(received)})])
 
     def _execute(self, commands: list[Command]) -> None:
         for command in commands:

@@ -1,4 +1,4 @@
-"""A virtual clock: a heap of calls that are due. Calls of the same moment happen in the order in which they were made."""
+"""A virtual clock: a heap of calls that are due. Those of one moment happen in the order in which they were made."""
 
 from __future__ import annotations
 

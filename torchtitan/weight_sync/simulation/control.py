@@ -1,4 +1,4 @@
-"""Control connections: messages in order on each, at random against those of others; and random numbers by their use."""
+"""Control connections: messages in order on each, at random against those of others; and random numbers by use."""
 
 from __future__ import annotations
 

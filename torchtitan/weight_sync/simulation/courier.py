@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torchtitan.weight_sync.simulation.clock import Clock
 from torchtitan.weight_sync.simulation.control import Channel, Latency
 from torchtitan.weight_sync.simulation.network import Network
 from torchtitan.weight_sync.simulation.scenario import Scenario
+from torchtitan.weight_sync.states.boundary import Boundary
 from torchtitan.weight_sync.states.commands import Message
 from torchtitan.weight_sync.states.receiver import BucketKey
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotWriter
@@ -51,7 +52,7 @@ class Courier:
         latency: Latency,
         rank: int,
         weight: int,
-        targets: dict[str, Target],
+        targets: Mapping[str, Target],
         to_coordinator: Callable[[int, Message], None],
     ):
         self.rank, self.weight, self.name = rank, weight, f"rank {rank}"
@@ -65,7 +66,9 @@ class Courier:
         self.memory = [-1] * slots
         """Version whose bytes lie in the slot, whatever its word says"""
         self.writer = SlotWriter(self.words)
-        self.reserved: int | None = None
+        self.boundary = Boundary(self)
+        self.fenced_at = 0.0
+        self._reserved: int | None = None
         self.egress = network.add_link(scenario.rank_gigabytes_per_s * 1e9)
         self.keeper = SlotKeeper(self.words)
         self._generation = 0
@@ -80,35 +83,35 @@ class Courier:
         self._connections: set[str] = set()
         self._out = Channel(self._clock, self._latency, lambda message: self._receive(self.rank, message), self.weight)
 
-    # The trainer's side
+    # The trainer's side (see states.boundary.SlotPort)
 
     def reserve(self) -> bool:
-        """Take a slot; without one the coordinator is told."""
-        if self.reserved is None:
-            self.reserved = self.writer.reserve()
-        if self.reserved is None:
+        if self._reserved is None:
+            self._reserved = self.writer.reserve()
+        if self._reserved is None:
             self._tell({"type": "need_slot"})
-        return self.reserved is not None
+        return self._reserved is not None
 
     def release(self) -> None:
-        if self.reserved is not None:
-            self.writer.release(self.reserved)
-            self.reserved = None
+        if self._reserved is not None:
+            self.writer.release(self._reserved)
+            self._reserved = None
 
-    def begin_snapshot(self, version: int, serial: int) -> None:
-        assert self.reserved is not None
-        self.writer.begin(self.reserved, version, serial)
-        self.memory[self.reserved] = version
+    def snapshot(self, version: int, serial: int) -> None:
+        """The copy is made beside what the rank does next; `fenced_at` says until when."""
+        assert self._reserved is not None
+        index, self._reserved = self._reserved, None
+        self.writer.begin(index, version, serial)
+        self.memory[index] = version
+        seconds = self._scenario.shard_bytes / (self._scenario.snapshot_gigabytes_per_s * 1e9)
+        self.fenced_at = max(self.fenced_at, self._clock.now) + seconds
+        self._clock.call_at(self.fenced_at, self._snapshotted, index)
 
-    def finish_snapshot(self) -> None:
-        """The fence has fired; the courier's bell rings."""
-        assert self.reserved is not None
-        self.writer.finish(self.reserved)
-        self.reserved = None
+    def _snapshotted(self, index: int) -> None:
+        self.writer.finish(index)
         self.look()
 
     def fail(self, version: int, serial: int) -> None:
-        """All ranks were to snapshot, this one has no slot."""
         self._tell({"type": "failed", "serial": serial, "version": version})
 
     # The courier's

@@ -67,7 +67,7 @@ class Engine:
         """Sequences of the groups that it has, as the pool counts them"""
         self.busy_s = self.tokens = 0.0
         self._clock, self._finished, self._idle = clock, finished, idle
-        self._tokens_per_s, self._sequence_tokens_per_s = tokens_per_s, sequence_tokens_per_s
+        self.tokens_per_s, self._sequence_tokens_per_s = tokens_per_s, sequence_tokens_per_s
         self._max_sequences, self._together = max_sequences, TOGETHER * mean_tokens
         self._halted: set[str] = set()
         self._closed = False
@@ -150,7 +150,7 @@ class Engine:
             work.oldest = version if work.oldest < 0 else min(work.oldest, version)
         count = len(self._active)
         moving = count and not self._halted
-        self._rate = min(self._sequence_tokens_per_s, self._tokens_per_s / count) if moving else 0.0
+        self._rate = min(self._sequence_tokens_per_s, self.tokens_per_s / count) if moving else 0.0
         if self._next is not None:
             self._next.cancel()
             self._next = None

@@ -47,9 +47,11 @@ class Scenario:
     slow_ranks: int = _key(0, "ranks that are always slower", NOT_NEGATIVE)
     slow_rank_factor: float = _key(1.2, "how much longer those take", POSITIVE)
     reserve_share: float = _key(0.7, "share of a batch's training before its slot is reserved", SHARE)
+    first_update_share: float = _key(0.7, "share of it before parameters change for the first time", SHARE)
 
     gigabytes: float = _key(15.2, "weights in the actors' type", POSITIVE)
-    snapshot_gigabytes_per_s: float = _key(20.0, "copy of a rank's shards into its slot", POSITIVE)
+    snapshot_s: float = _key(1e-3, "what a snapshot takes of the trainer's time", NOT_NEGATIVE)
+    snapshot_gigabytes_per_s: float = _key(20.0, "its copy of a rank's shards, beside the next step", POSITIVE)
     checksum_gigabytes_per_s: float = _key(5.0, "checksums of a slot, in its courier", POSITIVE)
     delta_share: float = _key(0.1, "bytes of a delta as a share of the full version", SHARE)
 
@@ -60,8 +62,8 @@ class Scenario:
 
     actors: int = _key(32, "inference actors", COUNT)
     gpus_per_actor: int = _key(1, "for --gpus", COUNT)
-    tokens_per_s: float = _key(4000.0, "what one actor generates when it is full", POSITIVE)
-    sequence_tokens_per_s: float = _key(60.0, "what one sequence gets at most", POSITIVE)
+    tokens_per_s: float = _key(5000.0, "what one actor generates when it is full", POSITIVE)
+    sequence_tokens_per_s: float = _key(100.0, "what one sequence gets at most", POSITIVE)
     max_sequences: int = _key(Inference.max_sequences, "sequences that an actor generates at once", COUNT)
     prepare_s: float = _key(0.1, "from the order to apply to the pause, while the actor generates", NOT_NEGATIVE)
     pause_s: float = _key(0.1, "pause of generation in which an actor copies its new weights", NOT_NEGATIVE)
@@ -86,9 +88,9 @@ class Scenario:
     groups_per_batch: int = _key(128, "prompts that one batch trains on", COUNT)
     group_size: int = _key(GRPO.group_size, "completions per prompt", Range(2))
     prompt_tokens: float = _key(200.0, "mean length of a prompt (counts as trained only)", NOT_NEGATIVE)
-    completion_tokens: float = _key(1000.0, "mean length of a completion before the limit", Range(1))
-    completion_spread: float = _key(0.6, "spread of its length (sigma of its logarithm)", NOT_NEGATIVE)
-    max_completion_tokens: int = _key(4096, "longest completion", COUNT)
+    completion_tokens: float = _key(600.0, "mean length of a completion before the limit", Range(1))
+    completion_spread: float = _key(0.5, "spread of its length (sigma of its logarithm)", NOT_NEGATIVE)
+    max_completion_tokens: int = _key(2048, "longest completion", COUNT)
     max_staleness: int = _key(Rollout.max_staleness, "as [rollout] max_staleness", RANGES["rollout.max_staleness"])
     gate_on: Literal["oldest", "mean"] = _key(Rollout.gate_on, "as [rollout] gate_on")
     max_groups_in_flight: int = _key(Rollout.max_groups_in_flight, "as [rollout] max_groups_in_flight", NOT_NEGATIVE)
@@ -206,5 +208,8 @@ def read_scenario(path: Path) -> dict[str, Any]:
         raise ConfigError([f"scenario {path}: an object of keys is needed"])
     flat: dict[str, Any] = {}
     for name, value in table.items():
-        flat.update({f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value})
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
     return flat

@@ -36,8 +36,8 @@ class Versions(Protocol):
     def everyone_has(self, version: int) -> bool:
         """Whether `version` is published and all live actors serve it or a newer one."""
 
-    def was_dropped(self, serial: int, version: int) -> bool:
-        """Whether this snapshot was given up and nothing newer is published."""
+    def newest_and_dropped(self) -> tuple[int | None, list[tuple[int, int]]]:
+        """The newest published version, and (serial, version) of snapshots that were dropped lately."""
 
     def committed(self, version: int) -> None:
         """All ranks have snapshotted `version`."""
@@ -57,35 +57,36 @@ class Trainer:
         versions: Versions,
     ):
         self.version = -1
-        self.skipped = self.snapshots = 0
         self.steps: list[StepTimes] = []
         self.began_at: float | None = None
         """When the first batch was handed out"""
         self._clock, self._scenario, self._asynchronous, self._random = clock, scenario, asynchronous, random
         self._classes, self._rollouts, self._versions = classes, rollouts, versions
         self._couriers = [courier for _, _, couriers in classes for courier in couriers]
-        self._serial = 0
-        self._owed: int | None = None
-        self._last_snapshot = (0, -1)
+        self._noes = 0
         self._times = StepTimes()
         self._since = self._boundary = 0.0
-        self._waiting_for_data = self._snapshotting = False
+        self._waiting_for_data = False
         self._waited_for: int | None = None
         self._deadline: Event | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Versions that were not snapshotted at their boundary."""
+        return self._couriers[0].boundary.skipped
 
     # Steps
 
     def start(self) -> None:
         """Publish version 0."""
         for courier in self._couriers:
-            courier.reserve()
-        self._boundary = self._clock.now
+            courier.boundary.reserve()
         self._train_done()
         self._rollouts.start()
 
     def data_came(self) -> None:
         """A group has become ready."""
-        if self._waiting_for_data and not self._snapshotting and self._rollouts.take_batch():
+        if self._waiting_for_data and self._rollouts.take_batch():
             self._waiting_for_data = False
             self._times.data_wait_s += self._clock.now - self._since
             self._train()
@@ -101,7 +102,6 @@ class Trainer:
         if self.began_at is None:
             self.began_at = self._boundary = self._clock.now
             self._times = StepTimes()
-        self._since = self._clock.now
         longest = 0.0
         for count, factor, couriers in self._classes:
             # The slowest of the class speaks for it: ranks meet in collectives all the time.
@@ -109,54 +109,35 @@ class Trainer:
             seconds = self._scenario.train_s * factor * math.exp(self._scenario.step_jitter * sigmas)
             longest = max(longest, seconds)
             for courier in couriers:
-                self._clock.call_later(seconds * self._scenario.reserve_share, courier.reserve)
-        self._clock.call_later(longest, self._train_done)
+                self._clock.call_later(seconds * self._scenario.reserve_share, self._reserve, courier)
+        # Parameters must not change before the last snapshot's copies are complete.
+        change_at = self._clock.now + longest * self._scenario.first_update_share
+        fence_s = max(0.0, max(courier.fenced_at for courier in self._couriers) - change_at)
+        self._times.train_s += longest
+        self._times.snapshot_s += fence_s
+        self._clock.call_later(longest + fence_s, self._train_done)
+
+    def _reserve(self, courier: Courier) -> None:
+        self._noes += not courier.boundary.reserve()
 
     def _train_done(self) -> None:
-        if self.began_at is not None:
-            self._times.train_s += self._clock.now - self._since
         self.version += 1
-        self._serial += 1
-        if all(courier.reserved is not None for courier in self._couriers):
-            self._owed = None
-            self._snapshot(self._couriers)
-            self._clock.call_later(self._snapshot_seconds, self._snapshotted, self._couriers, True)
-        else:
-            for courier in self._couriers:
-                courier.release()
-            self._owed = self.version
-            self.skipped += 1
-            self._step_done()
-
-    @property
-    def _snapshot_seconds(self) -> float:
-        return self._scenario.shard_bytes / (self._scenario.snapshot_gigabytes_per_s * 1e9)
-
-    def _snapshot(self, couriers: list[Courier]) -> None:
-        for courier in couriers:
-            courier.begin_snapshot(self.version, self._serial)
-        self._last_snapshot = (self._serial, self.version)
-        self._snapshotting = True
-
-    def _snapshotted(self, couriers: list[Courier], at_boundary: bool) -> None:
-        self._snapshotting = False
-        for courier in couriers:
-            courier.finish_snapshot()
-        self._times.snapshot_s += self._snapshot_seconds
-        if len(couriers) == len(self._couriers):
-            self.snapshots += 1
+        noes, self._noes = self._noes, 0
+        done = [courier.boundary.commit(self.version, noes) for courier in self._couriers]
+        snapshotted = all(done)
+        if snapshotted:
             self._versions.committed(self.version)
-        if not at_boundary:
-            # It happened within a wait for data, which goes on.
-            self._since += self._snapshot_seconds
-            self.data_came()
-        elif self._asynchronous:
+            self._times.snapshot_s += self._scenario.snapshot_s
+        self._clock.call_later(self._scenario.snapshot_s if snapshotted else 0.0, self._committed, snapshotted)
+
+    def _committed(self, snapshotted: bool) -> None:
+        if self._asynchronous or not snapshotted:
             self._step_done()
-        else:
-            self._since, self._waited_for = self._clock.now, self.version
-            timeout = self._scenario.weight_sync.blocking_timeout_s
-            self._deadline = self._clock.call_later(timeout, self._waited, self.version)
-            self.look()
+            return
+        self._since, self._waited_for = self._clock.now, self.version
+        timeout = self._scenario.weight_sync.blocking_timeout_s
+        self._deadline = self._clock.call_later(timeout, self._waited, self.version)
+        self.look()
 
     # Blocking
 
@@ -189,17 +170,12 @@ class Trainer:
         if not self._waiting_for_data or step != len(self.steps):
             return
         self._clock.call_later(OWED_RETRY_S, self._snapshot_owed, step)
-        dropped = self._versions.was_dropped(*self._last_snapshot)
-        if self._snapshotting or (self._owed is None and not dropped):
-            return
-        self._serial += 1
-        able = [courier for courier in self._couriers if courier.reserve()]
-        for courier in self._couriers:
-            if courier not in able:
-                courier.fail(self.version, self._serial)
-        self._owed = None if len(able) == len(self._couriers) else self.version
-        self._snapshot(able)
-        self._clock.call_later(self._snapshot_seconds, self._snapshotted, able, False)
+        newest, dropped = self._versions.newest_and_dropped()
+        owed = self._couriers[0].boundary.owed(newest, dropped)
+        if owed is not None:
+            done = [courier.boundary.snapshot_owed(owed) for courier in self._couriers]
+            if all(done):
+                self._versions.committed(owed)
 
 
 def total(steps: list[StepTimes]) -> StepTimes:

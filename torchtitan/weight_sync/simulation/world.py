@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 
-
 from torchtitan.weight_sync.simulation.actors import SimulatedActor
 from torchtitan.weight_sync.simulation.clock import Clock
 from torchtitan.weight_sync.simulation.control import Channel, Latency, random_for
@@ -313,9 +312,9 @@ class World:
             if actor.state is not ActorState.EVICTED and not actor.on_probation
         )
 
-    def was_dropped(self, serial: int, version: int) -> bool:
+    def newest_and_dropped(self) -> tuple[int | None, list[tuple[int, int]]]:
         newest = self.machine.versions.newest
-        return (serial, version) in self.machine.dropped and (newest is None or newest.version < version)
+        return None if newest is None else newest.version, self.machine.dropped
 
     # Invariants
 
@@ -335,5 +334,3 @@ def _digest(checksums: list[list[str]]) -> str:
     if len(versions) != 1:
         raise ProtocolBroken(f"a version was put together out of {sorted(versions)}")
     return f"v{versions.pop()}"
-
-
