@@ -195,6 +195,15 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("engine", "", ["--inference.backend", "embeded"], ['"embeded"', "nearest: embedded"]),
     ("transport", "", ["--weight_sync.transport", "udp"], ['weight_sync.transport = "udp"', "tcp"]),
+    *(
+        (
+            f"{key}, no tcp",
+            f'[weight_sync]\ntransport = "disk"\n{key} = {value}\n',
+            [],
+            [f"{key} = {value}", "only tcp"],
+        )
+        for key, value in (("delta", "true"), ("relay", "true"), ("streams", "2"))
+    ),
     ("mode", "", ["--inference.mode", "servers"], ["inference.mode = servers", "colocate", "nearest: server"]),
     ("mode of this engine", "", ["--inference.mode", "colocate"], ['inference.mode = "colocate"', "server only"]),
     ("reward", "", ["--rewards.functions", "acuracy"], ['"acuracy"', "package.module:function", "nearest: accuracy"]),

@@ -503,8 +503,7 @@ class WeightSync:
     """nccl: deadline of one chunk; a frozen actor can hold a device-wide call of the trainer for at most this long"""
 
     delta: bool = False
-    """tcp: send only the elements that changed since the version that the actor has acknowledged, where that is less;
-    takes one slot more"""
+    """tcp: send only the elements that changed since the version that the actor has acknowledged; takes a slot more"""
 
     full_every: int = 20
     """delta: every so many versions are sent in full"""
