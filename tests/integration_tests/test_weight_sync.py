@@ -138,7 +138,7 @@ def freeze(job: Job, name: str) -> threading.Thread:
     fields = {
         "actor": name,
         "epoch": job.epoch,
-        "data": f"127.0.0.1:{listener.getsockname()[1]}",
+        "data": [f"127.0.0.1:{listener.getsockname()[1]}"],
         "served": None,
         "poisoned": False,
     }

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.bucket_stream import Frame
 from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.connection import Connection, Server, dial
 from torchtitan.weight_sync.courier import Courier
 from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.intake import Intake
 from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.manifest import (
     LayoutError,
@@ -30,9 +33,9 @@ from torchtitan.weight_sync.manifest import (
 from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.staging import Staging
+from torchtitan.weight_sync.states.receiver import ReceiverMachine
 from torchtitan.weight_sync.states.slot import SlotState
 
 
@@ -126,7 +129,7 @@ def test_slots_are_shared_through_their_descriptors(tmp_path: Path) -> None:
     assert other.failed == [(serial, serial + 1) for serial in range(136, 200)] and other.misses == 0
 
 
-def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_checksums_end_the_courier(tmp_path: Path) -> None:
     publisher = Publisher({"w": torch.zeros(4)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
     (tmp_path / "layout.json").write_text(json.dumps(publisher.layout.to_json()))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -135,6 +138,9 @@ def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.M
             "epoch": "e",
             "coordinator": f"127.0.0.1:{silent.getsockname()[1]}",
             "progress_timeout_s": 5.0,
+            "transport": "tcp",
+            "streams": 1,
+            "options": {},
             "layout_file": str(tmp_path / "layout.json"),
             "num_slots": 2,
             "words_fd": publisher.slots.words_fd,
@@ -142,7 +148,7 @@ def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.M
             "bell_fd": publisher.courier_bell.fileno(),
         }
         courier = Courier(arguments, "token")
-        monkeypatch.setattr("torchtitan.weight_sync.courier.bucket_checksum", lambda _bytes: 1 / 0)
+        courier._checksum = lambda _bytes: 1 / 0  # type: ignore[assignment,return-value]
         assert publisher.reserve()
         publisher.snapshot(0, 1)
         stop = threading.Timer(10, courier._loop.stop)
@@ -154,23 +160,48 @@ def test_failing_checksums_end_the_courier(tmp_path: Path, monkeypatch: pytest.M
     publisher.close()
 
 
-def test_verified_bytes_are_not_written_again(tmp_path: Path) -> None:
-    publisher = Publisher({"w": torch.zeros(4)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
-    layout = publisher.layout
-    receiver = Receiver("127.0.0.1:1", "a", "e", "token", lambda _staged: None)
-    machine = receiver._machine
-    receiver._staging = Staging(layout)
+class Stream:
+    """A connection that never was; a sender of everything."""
+
+    def __init__(self) -> None:
+        self.carrier = SimpleNamespace(inline=True, acknowledges=False)
+        self.rank = 0
+        self.frame = None
+
+
+def intake_of(layout: Layout, version: int = 5) -> tuple[Intake, ReceiverMachine, EventLoop]:
+    """An intake that waits for attempt 10."""
+    loop = EventLoop()
+    machine = ReceiverMachine("e")
+    intake = Intake(loop, socket.create_server(("127.0.0.1", 0)), "token", machine, lambda _commands: None, actor="a")
+    intake.layout(layout, "layout")
     machine.connected(1)
     machine.layout("layout")
-    machine.offer(10, 5, "digest", [(0, bucket) for bucket in range(layout.bucket_count(0))])
-    assert receiver.place(10, 0, 0, 8) is not None
-    machine.bucket(10, (0, 0), True)
-    with pytest.raises(wire.ProtocolError, match="twice"):
-        receiver.place(10, 0, 0, 8)
-    assert receiver.place(10, 0, 1, 8) is not None
+    machine.offer(10, version, "digest", intake.keys())
+    sums = tuple(tuple("0" * 32 for _ in range(layout.bucket_count(rank))) for rank in range(len(layout.ranks)))
+    intake.begin(10, Manifest("e", version, "layout", sums, "digest"), lambda: None)
+    return intake, machine, loop
+
+
+def test_bytes_that_have_arrived_are_not_written_again(tmp_path: Path) -> None:
+    publisher = Publisher({"w": torch.zeros(4)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
+    intake, machine, _loop = intake_of(publisher.layout)
+    stream: Any = Stream()
+    assert intake.place(stream, Frame(10, 0, 0, wire.FULL, 8)) is not None
+    for verified in (False, True):
+        if verified:
+            machine.bucket(10, (0, 0), True)
+        with pytest.raises(wire.ProtocolError, match="twice"):
+            intake.place(stream, Frame(10, 0, 0, wire.FULL, 8))
+    for frame in (Frame(10, 0, 1, wire.FULL, 7), Frame(10, 0, 2, wire.FULL, 8), Frame(10, 1, 0, wire.FULL, 8)):
+        with pytest.raises(wire.ProtocolError):
+            intake.place(stream, frame)
+    with pytest.raises(wire.ProtocolError, match="nobody can apply"):
+        intake.place(stream, Frame(10, 0, 1, 1, 4))
+    assert intake.place(stream, Frame(10, 0, 1, wire.FULL, 8)) is not None
     machine.abort(10)
-    assert receiver.place(10, 0, 1, 8) is None
-    receiver._listener.close()
+    assert intake.place(stream, Frame(10, 0, 1, wire.FULL, 8)) is None
+    intake.close()
     publisher.close()
 
 

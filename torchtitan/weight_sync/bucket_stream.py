@@ -1,46 +1,83 @@
-"""The receiving end of one sender rank's connection: bucket frames straight into staging memory."""
+"""The receiving end of one data connection: reads frames without blocking, and answers where the transport does."""
 
 from __future__ import annotations
 
 import selectors
 import socket
-from typing import Protocol
+from collections import deque
+from typing import NamedTuple, Protocol
 
 from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.wire import BUCKET_HEADER, BUCKET_MAGIC, ProtocolError
+from torchtitan.weight_sync.transports.base import ReceiveCarrier
+from torchtitan.weight_sync.wire import (
+    ACKNOWLEDGEMENT,
+    ACKNOWLEDGEMENT_MAGIC,
+    BUCKET_HEADER,
+    BUCKET_MAGIC,
+    MAXIMUM_REFERENCE_BYTES,
+    NOTE,
+    NOTE_MAGIC,
+    ProtocolError,
+)
 
 # One connection gives the loop back after this much, so that other ranks and the control connection are served too.
-READ_BYTES = 4 << 20
+READ_BYTES = 8 << 20
+SOCKET_BUFFER_BYTES = 4 << 20
+# A peer sends buckets of all ranks.
+ANY_RANK = -1
+
+
+class Frame(NamedTuple):
+    """A bucket's header. `length`: bytes of the payload."""
+
+    attempt: int
+    rank: int
+    bucket: int
+    encoding: int
+    length: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.rank, self.bucket
 
 
 class BucketSink(Protocol):
     """Who decides where a frame goes."""
 
-    def place(self, attempt: int, rank: int, bucket: int, length: int) -> memoryview | None:
-        """Memory of exactly `length` bytes, None to drop the frame, or ProtocolError to close the connection."""
+    def place(self, stream: BucketStream, frame: Frame) -> memoryview | None:
+        """Memory of exactly `frame.length` bytes, None to drop the frame, or ProtocolError to close the connection."""
 
-    def arrived(self, attempt: int, rank: int, bucket: int) -> None:
-        """The whole frame is in the memory that place() gave."""
+    def moved(self, frame: Frame, count: int) -> None:
+        """So many more bytes are in the memory that place() gave."""
+
+    def arrived(self, stream: BucketStream, frame: Frame, payload: memoryview) -> None:
+        """The whole frame is in the memory that place() gave. May raise what place() may."""
 
     def lost(self, stream: BucketStream, reason: str) -> None:
         """The connection is over."""
 
 
 class BucketStream:
-    """Reads frames without blocking."""
+    """Reads frames of `rank` (or ANY_RANK) and gives them to `sink`."""
 
-    def __init__(self, loop: EventLoop, sock: socket.socket, rank: int, sink: BucketSink):
-        self.loop, self.socket, self.rank, self.sink = loop, sock, rank, sink
+    def __init__(
+        self,
+        loop: EventLoop,
+        sock: socket.socket,
+        rank: int,
+        carrier: ReceiveCarrier,
+        sink: BucketSink,
+    ):
+        self.loop, self.socket, self.rank, self.carrier, self.sink = loop, sock, rank, carrier, sink
         self.closed = False
-        self.received_bytes = 0
-        self.frame_attempt: int | None = None
-        self._bucket = 0
+        self.frame: Frame | None = None
         self._header = memoryview(bytearray(BUCKET_HEADER.size))
         self._header_fill = 0
         self._target: memoryview | None = None
         self._fill = 0
-        self._length = 0
         self._scratch: memoryview | None = None
+        self._answers: deque[memoryview] = deque()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         loop.watch(sock, selectors.EVENT_READ, self._ready)
 
     def close(self, reason: str) -> None:
@@ -51,15 +88,44 @@ class BucketStream:
         self.loop.forget(self.socket)
         self.socket.close()
         self._target = None
+        self._answers.clear()
+        self.carrier.close()
         self.sink.lost(self, reason)
 
-    def drop_frame(self) -> None:
-        """What is left of the current frame must not be stored."""
-        self._target = None
+    def acknowledge(self, frame: Frame) -> None:
+        """Tell the sender that this bucket is verified."""
+        self._answer(ACKNOWLEDGEMENT.pack(ACKNOWLEDGEMENT_MAGIC, frame.attempt, frame.rank, frame.bucket))
 
-    def _ready(self, _events: int) -> None:
+    def tell(self, note: bytes) -> None:
+        """Send a note to the carrier's other half."""
+        self._answer(ACKNOWLEDGEMENT.pack(NOTE_MAGIC, 0, 0, len(note)) + note)
+
+    def _answer(self, data: bytes) -> None:
+        if not self.closed:
+            self._answers.append(memoryview(data))
+            try:
+                self._flush()
+            except OSError as error:
+                self.close(str(error))
+
+    def _flush(self) -> None:
+        try:
+            while self._answers:
+                sent = self.socket.send(self._answers[0])
+                if sent == len(self._answers[0]):
+                    self._answers.popleft()
+                else:
+                    self._answers[0] = self._answers[0][sent:]
+        except BlockingIOError:
+            pass
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._answers else 0)
+        self.loop.watch(self.socket, events, self._ready)
+
+    def _ready(self, events: int) -> None:
         budget = READ_BYTES
         try:
+            if events & selectors.EVENT_WRITE:
+                self._flush()
             while budget > 0 and not self.closed:
                 budget -= self._read_some(budget)
         except BlockingIOError:
@@ -68,21 +134,23 @@ class BucketStream:
             self.close(str(error))
 
     def _read_some(self, budget: int) -> int:
-        if self.frame_attempt is None:
+        if self.frame is None:
             count = self._receive(self._header[self._header_fill :])
             self._header_fill += count
             if self._header_fill == BUCKET_HEADER.size:
                 self._begin_frame()
             return max(count, 1)
-        left = min(budget, self._length - self._fill)
+        frame = self.frame
+        left = min(budget, frame.length - self._fill)
         if self._target is not None:
             count = self._receive(self._target[self._fill : self._fill + left])
-            self.received_bytes += count
+            if frame.encoding != NOTE:
+                self.sink.moved(frame, count)
         else:
             count = self._receive(self._dump()[:left])
         self._fill += count
-        if self._fill == self._length:
-            self._end_frame()
+        if self._fill == frame.length:
+            self._end_frame(frame)
         return count
 
     def _dump(self) -> memoryview:
@@ -97,15 +165,25 @@ class BucketStream:
         return count
 
     def _begin_frame(self) -> None:
-        magic, attempt, rank, bucket, length = BUCKET_HEADER.unpack(self._header)
-        if magic != BUCKET_MAGIC or rank != self.rank or length == 0:
+        magic, *fields = BUCKET_HEADER.unpack(self._header)
+        frame = Frame(*fields)
+        if magic != BUCKET_MAGIC or frame.length == 0:
             raise ProtocolError("malformed bucket header")
-        self._header_fill = 0
-        self.frame_attempt, self._bucket, self._length, self._fill = attempt, bucket, length, 0
-        self._target = self.sink.place(attempt, rank, bucket, length)
+        self._header_fill = self._fill = 0
+        self.frame = frame
+        if frame.encoding == NOTE:
+            if frame.length > MAXIMUM_REFERENCE_BYTES:
+                raise ProtocolError("a note is too long")
+            self._target = memoryview(bytearray(frame.length))
+        elif self.rank not in (ANY_RANK, frame.rank):
+            raise ProtocolError(f"a bucket of rank {frame.rank} came from rank {self.rank}")
+        else:
+            self._target = self.sink.place(self, frame)
 
-    def _end_frame(self) -> None:
-        attempt, stored = self.frame_attempt, self._target is not None
-        self.frame_attempt, self._target = None, None
-        if stored and attempt is not None:
-            self.sink.arrived(attempt, self.rank, self._bucket)
+    def _end_frame(self, frame: Frame) -> None:
+        target, self._target = self._target, None
+        if target is not None and frame.encoding == NOTE:
+            self.carrier.heard(bytes(target))
+        elif target is not None:
+            self.sink.arrived(self, frame, target)
+        self.frame = None

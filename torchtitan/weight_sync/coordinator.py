@@ -37,6 +37,9 @@ logger = logging.getLogger("torchtitan.weight_sync.coordinator")
 
 TICK_SECONDS = 0.1
 STATUS_SECONDS = 0.01
+ACTOR_MESSAGES = frozenset(
+    ("ping", "ready", "accept", "decline", "progress", "staged", "refused", "applied", "poisoned", "broken")
+)
 
 
 class Coordinator:
@@ -93,9 +96,11 @@ class Coordinator:
                 raise ProtocolError(f"no rank {fields.get('rank')!r} among {self._world_size}")
         elif role == "actor":
             served = fields.get("served")
-            if not isinstance(fields.get("actor"), str) or not isinstance(fields.get("data"), str):
-                raise ProtocolError("an actor says its name and its data address")
-            wire.parse_address(fields["data"])
+            data = fields.get("data")
+            if not isinstance(fields.get("actor"), str) or not isinstance(data, list) or set(map(type, data)) != {str}:
+                raise ProtocolError("an actor says its name and its workers' data addresses")
+            for address in data:
+                wire.parse_address(address)
             if served is not None and [type(part) for part in served] != [str, int, str]:
                 raise ProtocolError("served is [epoch, version, digest]")
         elif role != "trainer":
@@ -164,8 +169,7 @@ class Coordinator:
         self._execute(self.machine.actor_joined(name, session, fields, time.monotonic()))
 
     def _on_actor_message(self, name: str, session: int, _connection: Connection, message: Message) -> None:
-        kinds = ("ping", "ready", "accept", "decline", "progress", "staged", "refused", "applied", "poisoned")
-        if message["type"] not in kinds:
+        if message["type"] not in ACTOR_MESSAGES:
             raise ProtocolError(f"an actor does not send {message['type']!r}")
         self._execute(self.machine.actor_message(name, session, message, time.monotonic()))
 

@@ -18,16 +18,23 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.weight_sync import wire
+from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.connection import Connection, dial
-from torchtitan.weight_sync.courier_link import CourierLink, Delivery
 from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.faults import Faults
-from torchtitan.weight_sync.manifest import Layout, bucket_checksum
+from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.transports.base import Delivery
+from torchtitan.weight_sync.transports.disk_store import DiskStore
+from torchtitan.weight_sync.transports.link import Link, LinkSettings
 from torchtitan.weight_sync.wire import Message, ProtocolError
+
+if TYPE_CHECKING:
+    from torchtitan.weight_sync.device_slots import Slots
+else:
+    Slots = Any
 
 logger = logging.getLogger("torchtitan.weight_sync.courier")
 
@@ -42,27 +49,50 @@ class Courier:
         self.rank: int = arguments["rank"]
         self.epoch: str = arguments["epoch"]
         self.coordinator: str = arguments["coordinator"]
-        self._connect_timeout_s: float = arguments["progress_timeout_s"]
         self._token = token
         self._layout_json = json.loads(Path(arguments["layout_file"]).read_text())
         self.layout = Layout.from_json(self._layout_json)
-        self._slots = SharedSlots(
+        # In the trainer's process (see courier_thread.py) these are the slots themselves.
+        self._slots: Slots = arguments.get("slots") or SharedSlots(
             arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], self.layout.ranks[0].slot_bytes
         )
         self._keeper = self._slots.keeper()
         self._bell = socket.socket(fileno=arguments["bell_fd"])
         self._bell.setblocking(False)
         self._loop = EventLoop()
-        self._faults = Faults.from_environment()
+        self._settings = self._link_settings(arguments)
+        self._checksum = checksum_function(self.layout.checksum)
         self._control: Connection | None = None
         self._term = 0
-        self._links: dict[str, CourierLink] = {}
+        self._links: dict[tuple[str, int, int], Link] = {}
         self._checksums: dict[int, list[str]] = {}
         self._hashing: set[int] = set()
-        self._to_hash: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._to_hash: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
         self._failed_serial = 0
         self._misses = self._slots.misses
         self._parent = os.getppid()
+
+    def _link_settings(self, arguments: dict[str, Any]) -> LinkSettings:
+        options = {
+            **arguments["options"],
+            "connect_timeout_s": arguments["progress_timeout_s"],
+            "slots": self._slots,
+        }
+        self._store: DiskStore | None = None
+        if arguments["transport"] == "disk":
+            folder, ranks = Path(options["disk_path"]), arguments["world_size"]
+            self._store = DiskStore(self._loop, self._keeper, folder, self.epoch, self.rank, ranks, self.layout)
+            options["store"] = self._store
+        return LinkSettings(
+            role="courier",
+            epoch=self.epoch,
+            rank=self.rank,
+            layout=self.layout,
+            transport=arguments["transport"],
+            options=options,
+            streams=arguments["streams"],
+            connect_timeout_s=arguments["progress_timeout_s"],
+        )
 
     def run(self) -> None:
         """Work until the trainer is gone."""
@@ -72,6 +102,10 @@ class Courier:
         self._dial()
         self._look()
         self._loop.run()
+
+    def stop(self) -> None:
+        """Make run() return. Safe from every thread."""
+        self._loop.stop()
 
     # Trainer
 
@@ -96,11 +130,11 @@ class Courier:
         for serial in list(self._checksums):
             if serial not in filled:
                 del self._checksums[serial]
-        for serial, (index, _version) in sorted(filled.items()):
+        for serial, (index, version) in sorted(filled.items()):
             if serial not in self._checksums and serial not in self._hashing:
                 self._hashing.add(serial)
                 self._keeper.hold(serial, "checksum")
-                self._to_hash.put((serial, index))
+                self._to_hash.put((serial, index, version))
         for serial, version in self._slots.failed:
             if serial > self._failed_serial and self._control is not None:
                 self._failed_serial = serial
@@ -112,9 +146,10 @@ class Courier:
     def _hash(self) -> None:
         try:
             while True:
-                serial, index = self._to_hash.get()
+                serial, index, version = self._to_hash.get()
+                faults.at("checksum", version=version, rank=self.rank)
                 memory, step = self._slots.slot(index), self.layout.bucket_bytes
-                sums = [bucket_checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
+                sums = [self._checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
                 self._loop.call_from_thread(partial(self._hashed, serial, sums))
         except Exception as error:
             self._loop.call_from_thread(partial(self._hash_failed, error))
@@ -155,7 +190,8 @@ class Courier:
         self._control = connection
         connection.on_message, connection.on_close = self._on_message, self._on_control_lost
         self._tell({"type": "layout", "layout": self._layout_json})
-        for serial in sorted(self._checksums):
+        # The newest first: what is published of the others is known to be older then, and dropped.
+        for serial in sorted(self._checksums, reverse=True):
             self._tell_snapped(serial)
         self._failed_serial = 0
         self._look()
@@ -175,6 +211,9 @@ class Courier:
         kind = message["type"]
         if kind == "publish":
             self._keeper.publish(message["serial"])
+            self._write_file(message)
+        elif kind == "retain":
+            self._keeper.retain(message["serial"])
         elif kind == "drop":
             self._keeper.drop(message["serial"])
         elif kind == "lease":
@@ -190,37 +229,60 @@ class Courier:
         else:
             raise ProtocolError(f"a coordinator does not send {kind!r} to a courier")
 
+    def _write_file(self, message: Message) -> None:
+        found = self._keeper.filled().get(message["serial"])
+        if self._store is not None and found is not None:
+            index, version = found
+            memory = self._slots.slot(index)
+            assert isinstance(memory, memoryview)
+            self._store.published(message["serial"], version, message["digest"], message["layout_id"], memory)
+
     # Actors
 
     def _send(self, message: Message) -> None:
         attempt, serial, actor = message["attempt"], message["serial"], message["actor"]
-        found = self._keeper.filled().get(serial)
+        filled = self._keeper.filled()
+        base_serial = message.get("base_serial")
+        found, base = filled.get(serial), None if base_serial is None else filled.get(base_serial)
         if found is None or attempt not in self._keeper.leases(serial):
             self._tell({"type": "broken", "attempt": attempt, "reason": "the slot is not leased"})
             return
-        memory = self._slots.slot(found[0])
+        index, version = found
+        memory = self._slots.slot(index)
         if len(memory) == 0:
             return  # this rank's parameters are all sent by others
-        self._keeper.hold(serial, f"attempt {attempt}")
-        link = self._links.get(actor)
-        if link is None or link.address != message["data"]:
-            if link is not None:
-                link.disconnect()
-            fields = {"rank": self.rank, "epoch": self.epoch, "actor": actor}
-            link = self._links[actor] = CourierLink(
-                self._loop,
-                message["data"],
-                self._token,
-                fields,
-                self.rank,
-                self._faults,
-                self._connect_timeout_s,
-                self._delivered,
-            )
-        link.send(Delivery(attempt, serial, found[1], memory, self.layout.bucket_bytes))
+        delivery = Delivery(
+            attempt,
+            serial,
+            version,
+            {self.rank: memory},
+            self.layout.bucket_bytes,
+            {} if base is None else {self.rank: self._slots.slot(base[0])},
+            None if base is None else base_serial,
+        )
+        for worker, address in enumerate(message["data"]):
+            for stream in range(self._settings.streams):
+                self._hold(delivery, worker, stream)
+                self._link(actor, worker, stream, address).send(delivery)
 
-    def _delivered(self, delivery: Delivery, error: str | None) -> None:
-        self._keeper.let_go(delivery.serial, f"attempt {delivery.attempt}")
+    def _link(self, actor: str, worker: int, stream: int, address: str) -> Link:
+        link = self._links.get((actor, worker, stream))
+        if link is not None and link.address != address:
+            link.disconnect()
+            link = None
+        if link is None:
+            on_end = partial(self._delivered, worker, stream)
+            link = Link(self._loop, address, self._token, self._settings, actor, worker, stream, on_end)
+            self._links[actor, worker, stream] = link
+        return link
+
+    def _hold(self, delivery: Delivery, worker: int, stream: int) -> None:
+        for serial in delivery.serials:
+            self._keeper.hold(serial, f"attempt {delivery.attempt} to {worker}.{stream}")
+
+    def _delivered(self, worker: int, stream: int, delivery: Delivery, error: str | None) -> None:
+        for serial in delivery.serials:
+            self._keeper.let_go(serial, f"attempt {delivery.attempt} to {worker}.{stream}")
         if error:
             self._tell({"type": "broken", "attempt": delivery.attempt, "reason": error})
 
@@ -234,6 +296,7 @@ class Courier:
 def main() -> int:
     """Entry point; the arguments are one JSON object, the token comes by environment."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    faults.active()
     Courier(json.loads(sys.argv[1]), os.environ[wire.TOKEN_VARIABLE]).run()
     return 0
 

@@ -11,6 +11,7 @@ Apart from `wait_until_applied` and `pin`, nothing here waits for another proces
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ import torch
 
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
+from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.launch import CoordinatorProcess, SupervisedProcess
 from torchtitan.weight_sync.observer import Observer
 from torchtitan.weight_sync.plan import PlanError
 from torchtitan.weight_sync.publisher import Publisher, Snapshot
+from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.states.boundary import Boundary
+from torchtitan.weight_sync.transports import IN_TRAINER
 from torchtitan.weight_sync.wire import Message
 
 
@@ -92,9 +96,11 @@ class WeightSync:
                 parameters,
                 rank=rank,
                 dtype=dtype,
-                num_slots=config.num_slots,
+                num_slots=config.num_slots + config.delta,
                 bucket_bytes=config.bucket_bytes,
                 folder=folder,
+                on_device=config.transport in IN_TRAINER,
+                checksum="sum" if config.transport in IN_TRAINER else "xxh3",
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error
@@ -109,33 +115,58 @@ class WeightSync:
                 "apply_timeout_s": config.apply_timeout_s,
                 "snapshot_timeout_s": config.snapshot_timeout_s,
                 "evict_after_versions": config.evict_after_versions,
+                "delta": config.delta,
+                "full_every": config.full_every,
+                "relay": config.relay,
+                "relay_fanout": config.relay_fanout,
             }
             self._coordinator = CoordinatorProcess(epoch, token, settings, folder, host, config.max_restarts)
             coordinator_address = self._coordinator.address
             self._observer = Observer(coordinator_address, token, epoch)
         self.coordinator_address: str = coordinator_address
-        self._courier = self._start_courier(config, folder)
+        self._courier = self._start_courier(config, folder, world_size)
         self._boundary = Boundary(self._publisher)
         self._snapshot_s = self._stall_s = 0.0
         self._closed = False
 
-    def _start_courier(self, config: WeightSyncConfig, folder: Path) -> SupervisedProcess:
+    def _start_courier(
+        self, config: WeightSyncConfig, folder: Path, world_size: int
+    ) -> SupervisedProcess | CourierThread:
         slots = self._publisher.slots
         layout_file = folder / f"layout-rank{self.rank}.json"
         layout_file.write_text(json.dumps(self._publisher.layout.to_json()))
         arguments: dict[str, Any] = {
             "rank": self.rank,
+            "world_size": world_size,
             "epoch": self.epoch,
             "coordinator": self.coordinator_address,
             "progress_timeout_s": config.progress_timeout_s,
+            "transport": config.transport,
+            "streams": config.streams,
+            "options": {
+                "disk_path": config.disk_path or str(folder.parent / "weights"),
+                "chunk_bytes": config.chunk_bytes,
+                "chunk_timeout_s": config.chunk_timeout_s,
+            },
             "layout_file": str(layout_file),
+        }
+        name = f"weight courier of rank {self.rank}"
+        if config.transport in IN_TRAINER:
+
+            def with_slots() -> dict[str, Any]:
+                bell = os.dup(self._publisher.courier_bell.fileno())
+                return {**arguments, "slots": slots, "bell_fd": bell}
+
+            return CourierThread(name, with_slots, self.token, config.max_restarts)
+        assert isinstance(slots, SharedSlots)
+        arguments |= {
             "num_slots": slots.count,
             "words_fd": slots.words_fd,
             "data_fd": slots.data_fd,
             "bell_fd": self._publisher.courier_bell.fileno(),
         }
         return SupervisedProcess(
-            f"weight courier of rank {self.rank}",
+            name,
             "torchtitan.weight_sync.courier",
             lambda _number: arguments,
             [slots.words_fd, slots.data_fd, arguments["bell_fd"]],

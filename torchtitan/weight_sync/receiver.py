@@ -12,18 +12,19 @@ poisoned until a version has been applied.
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from torchtitan.weight_sync import coverage, manifest, wire
-from torchtitan.weight_sync.bucket_stream import BucketStream
-from torchtitan.weight_sync.connection import Connection, Server, dial
+from torchtitan.weight_sync import coverage, faults, wire
+from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop, Timer
+from torchtitan.weight_sync.intake import Intake
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
-from torchtitan.weight_sync.staging import StagedVersion, Staging, WeightsRefused
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import (
     BeginApply,
     Command,
@@ -70,7 +71,8 @@ class Receiver:
 
     coordinator: `host:port`; actor: unique name; epoch: the trainer's; token: the job's secret; host: address that the
     data port binds to (and that couriers connect to, unless advertised_host says otherwise); served: what the engine
-    holds already from an earlier receiver (its `served`). The coordinator may be out of reach for `retry_for_s`.
+    holds already from an earlier receiver (its `served`); where: device of the staging memory. The coordinator may be
+    out of reach for `retry_for_s`.
     """
 
     def __init__(
@@ -85,22 +87,21 @@ class Receiver:
         advertised_host: str | None = None,
         served: Served | None = None,
         retry_for_s: float = 60.0,
+        where: str = "cpu",
     ):
         wire.parse_address(coordinator)
         self.coordinator, self.actor, self.epoch = coordinator, actor, epoch
         self._token, self._apply, self._retry_for_s = token, apply, retry_for_s
-        self._machine = ReceiverMachine(epoch, served)
+        # A new process of the same name starts afresh with the coordinator.
+        self._machine = ReceiverMachine(epoch, served, secrets.token_hex(8))
         self._loop = EventLoop()
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = self._listener.getsockname()[1]
-        self._data_address = f"{advertised_host or host}:{port}"
+        self._data_address = wire.format_address(advertised_host or host, port)
         self._control: Connection | None = None
-        self._streams: dict[int, BucketStream] = {}
-        self._staging: Staging | None = None
-        self._layout_id = ""
-        self._manifest: Manifest | None = None
-        self._begun_at = self._staged_at = self._heard_at = 0.0
-        self._reported_bytes = self._received_before = 0
+        self._intake = Intake(self._loop, self._listener, token, self._machine, self._execute, actor=actor, where=where)
+        self._heard_at = 0.0
+        self._reported_bytes = 0
         self._last_seen = time.monotonic()
         self._applied = 0
         self._failure: str | None = None
@@ -155,7 +156,7 @@ class Receiver:
     # Background thread
 
     def _run(self) -> None:
-        server = Server(self._loop, self._listener, self._token, self._admit, self._on_courier)
+        self._intake.start()
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
         self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
         self._dial()
@@ -165,30 +166,38 @@ class Receiver:
             self._failure = f"the receiver's thread ended: {error!r}"
             logger.exception("%s: weight receiver failed", self.actor)
         finally:
-            for stream in list(self._streams.values()):
-                stream.socket.close()
+            self._intake.close()
             if self._control is not None:
                 self._control.socket.close()
                 self._control = None
-            server.listener.close()
 
     def _execute(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, Send):
+                phase = command.message["type"]
+                if phase in ("staged", "applied") and not self._survives(phase, self._machine.version):
+                    continue
                 if self._control is not None:
                     self._control.send({**command.message, "epoch": self.epoch, "term": self._machine.term})
             elif isinstance(command, Discard):
-                for stream in list(self._streams.values()):
-                    if stream.frame_attempt == command.attempt:
-                        stream.close("the attempt is over")
+                self._intake.discard(command.attempt)
             elif isinstance(command, BeginApply):
                 self._begin_apply(command)
+
+    def _survives(self, phase: str, version: int) -> bool:
+        """Whether fault injection lets this message pass."""
+        try:
+            return "drop" not in faults.at(phase, version=version, actor=self.actor)
+        except ConnectionResetError as error:
+            if self._control is not None:
+                self._control.close(str(error))
+            return False
 
     # Coordinator
 
     def _dial(self) -> None:
         self._redial = None
-        fields = {**self._machine.hello_fields(), "actor": self.actor, "data": self._data_address}
+        fields = {**self._machine.hello_fields(), "actor": self.actor, "data": [self._data_address]}
         dial(self._loop, self.coordinator, self._token, "actor", fields, self._welcomed, self._out_of_reach)
 
     def _out_of_reach(self, reason: str) -> None:
@@ -259,122 +268,61 @@ class Receiver:
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         layout_id = layout.layout_id()
-        if self._staging is None or layout_id != self._layout_id:
-            for stream in list(self._streams.values()):
-                stream.close("the layout changed")
-            self._staging, self._layout_id = Staging(layout), layout_id
+        self._intake.layout(layout, layout_id)
         self._execute(self._machine.layout(layout_id))
 
     def _on_offer(self, message: Message) -> None:
-        staging = self._staging
+        staging = self._intake.staging
         if staging is None:
             raise ProtocolError("an offer came before the layout")
-        layout = staging.layout
         try:
             offered = Manifest.from_json(message)
-            offered.check_fits(layout, self._layout_id)
+            offered.check_fits(staging.layout, self._intake.layout_id)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
-        buckets = [(rank, bucket) for rank in range(len(layout.ranks)) for bucket in range(layout.bucket_count(rank))]
-        commands = self._machine.offer(message["attempt"], offered.version, offered.digest, buckets)
-        if self._machine.wants(message["attempt"]):
-            self._manifest = offered
-            self._begun_at = time.monotonic()
+        if not self._survives("offer", offered.version):
+            return
+        attempt, base = message["attempt"], message.get("base")
+        commands = self._machine.offer(
+            attempt,
+            offered.version,
+            offered.digest,
+            self._intake.keys(),
+            None if base is None else (int(base[0]), str(base[1])),
+            message.get("source"),
+        )
+        # What an older attempt still writes has to end before the first byte of this one may come.
+        self._execute([command for command in commands if not isinstance(command, Send)])
+        answer: list[Command] = [command for command in commands if isinstance(command, Send)]
+        if self._machine.wants(attempt):
             self._reported_bytes = 0
-            self._received_before = sum(stream.received_bytes for stream in self._streams.values())
-        self._execute(commands)
+            self._intake.begin(attempt, offered, lambda: self._execute(answer))
+        else:
+            self._execute(answer)
 
     def _report_progress(self) -> None:
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
         if self._machine.state is not ReceiverState.RECEIVING:
             return
-        received = sum(stream.received_bytes for stream in self._streams.values()) - self._received_before
+        received = self._intake.figures.received_bytes
         if received > self._reported_bytes:
             self._reported_bytes = received
             self._execute([Send({"type": "progress", "attempt": self._machine.attempt, "bytes": received})])
 
-    # Couriers
-
-    def _admit(self, role: str, fields: Message) -> Message:
-        if role != "courier" or fields.get("epoch") != self.epoch or fields.get("actor") != self.actor:
-            raise ProtocolError("this port takes buckets from couriers of this actor's epoch")
-        rank = fields.get("rank")
-        if self._staging is None or not isinstance(rank, int) or not 0 <= rank < len(self._staging.layout.ranks):
-            raise ProtocolError(f"no layout yet, or no such rank: {rank!r}")
-        return {}
-
-    def _on_courier(self, connection: Connection, _role: str, fields: Message) -> None:
-        rank = int(fields["rank"])
-        old = self._streams.pop(rank, None)
-        if old is not None:
-            self._received_before -= old.received_bytes
-            old.close("replaced")
-
-        def begin() -> None:
-            # The welcome has to be out before the socket changes its use.
-            if not connection.closed:
-                self._streams[rank] = BucketStream(self._loop, connection.detach(), rank, self)
-
-        connection.on_message = _no_messages
-        self._loop.call_from_thread(begin)
-
-    def place(self, attempt: int, rank: int, bucket: int, length: int) -> memoryview | None:
-        """Where a bucket goes (see BucketSink)."""
-        if not self._machine.wants(attempt) or self._staging is None:
-            if length > self._maximum_bucket():
-                raise ProtocolError("a bucket is longer than any of the layout")
-            return None
-        if bucket >= self._staging.layout.bucket_count(rank):
-            raise ProtocolError(f"rank {rank} has no bucket {bucket}")
-        if (rank, bucket) not in self._machine.missing:
-            # Verified bytes are never written again: what is applied is what was checked.
-            raise ProtocolError(f"bucket {bucket} of rank {rank} was sent twice")
-        start, end = self._staging.layout.bucket_range(rank, bucket)
-        if length != end - start:
-            raise ProtocolError(f"bucket {bucket} of rank {rank} has {length} bytes instead of {end - start}")
-        return self._staging.memory[rank][start:end]
-
-    def _maximum_bucket(self) -> int:
-        return 0 if self._staging is None else self._staging.layout.bucket_bytes
-
-    def arrived(self, attempt: int, rank: int, bucket: int) -> None:
-        """A bucket is whole: check it (see BucketSink)."""
-        staging, offered = self._staging, self._manifest
-        if staging is None or offered is None or not self._machine.wants(attempt):
-            return
-        start, end = staging.layout.bucket_range(rank, bucket)
-        intact = manifest.bucket_checksum(staging.memory[rank][start:end]) == offered.checksums[rank][bucket]
-        if not intact:
-            logger.error("%s: version %d: bucket %d of rank %d is corrupt", self.actor, offered.version, bucket, rank)
-        self._execute(self._machine.bucket(attempt, (rank, bucket), intact))
-        if self._machine.wants(attempt) and not self._machine.missing:
-            self._staged_at = time.monotonic()
-            for stream in self._streams.values():
-                stream.drop_frame()
-            self._execute(self._machine.staged(attempt))
-
-    def lost(self, stream: BucketStream, reason: str) -> None:
-        """A courier's connection is over (see BucketSink)."""
-        if self._streams.get(stream.rank) is stream:
-            del self._streams[stream.rank]
-            self._received_before -= stream.received_bytes
-        attempt = self._machine.attempt
-        # Between two frames a connection may come and go; within one, its bytes are lost.
-        if stream.frame_attempt is not None and stream.frame_attempt == attempt:
-            stream.frame_attempt = None
-            self._execute(self._machine.refuse(attempt, f"connection of rank {stream.rank} lost: {reason}"))
-
     # Engine
 
     def _begin_apply(self, command: BeginApply) -> None:
+        transfer, source = self._intake.figures.to_json(), self._machine.source or "trainer"
+
         def work() -> None:
-            begun = time.monotonic()
+            faults.at("apply", version=command.version, actor=self.actor)
+            begun, begun_at = time.monotonic(), time.time()
             error: str | None = None
             refused = False
             pause: float | None = None
             try:
-                assert self._staging is not None
-                tensors = self._staging.assemble()
+                assert self._intake.staging is not None
+                tensors = self._intake.staging.assemble()
                 pause = self._apply(StagedVersion(self.epoch, command.version, command.digest, tensors))
             except WeightsRefused as failure:
                 logger.error("%s: version %d refused: %s", self.actor, command.version, failure)
@@ -385,8 +333,11 @@ class Receiver:
                 error = repr(failure)
             elapsed = time.monotonic() - begun
             figures = {
-                "transfer_s": self._staged_at - self._begun_at,
+                **transfer,
+                "source": source,
                 "apply_s": elapsed,
+                "apply_begin": begun_at,
+                "apply_end": begun_at + elapsed,
                 "pause_s": elapsed if pause is None else float(pause),
             }
             self._loop.call_from_thread(lambda: self._apply_finished(command.attempt, error, figures, refused))
@@ -400,7 +351,3 @@ class Receiver:
         self._execute(commands)
         if self._control is None:
             self._redial_unless_applying()
-
-
-def _no_messages(_connection: Connection, _message: Message) -> None:
-    raise ProtocolError("a courier sends buckets, not messages")

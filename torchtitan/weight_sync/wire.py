@@ -20,12 +20,25 @@ MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 
-# magic, attempt, sender rank, bucket index, payload bytes
-BUCKET_HEADER = struct.Struct("!4sQIIQ")
-BUCKET_MAGIC = b"TWB1"
+# magic, attempt, rank whose bucket it is, bucket index, encoding, payload bytes
+BUCKET_HEADER = struct.Struct("!4sQIIBQ")
+BUCKET_MAGIC = b"TWB2"
+# The other way, where a transport asks for it: this bucket is in the actor's memory, and verified.
+ACKNOWLEDGEMENT = struct.Struct("!4sQII")
+ACKNOWLEDGEMENT_MAGIC = b"TWA1"
+# The payload is the bucket's bytes (or a reference to them); any other encoding is weight_sync/delta.py's.
+FULL = 0
+# Not a bucket but a note to the other half of the transport; the other way an acknowledgement's header with this magic,
+# and the note's length in place of the bucket.
+NOTE = 255
+NOTE_MAGIC = b"TWN1"
+# A payload (or note) that only says where the bytes are is no longer than this.
+MAXIMUM_REFERENCE_BYTES = 4096
 
-# What each message must hold. Every message may also carry epoch, term and type.
+# What each message must hold; a field that may be None may be left out. Every message may also carry epoch and term.
 _NUMBER, _TEXT, _LIST, _OBJECT, _FLAG = int, str, list, dict, bool
+_MAYBE_NUMBER, _MAYBE_TEXT, _MAYBE_LIST = (int, type(None)), (str, type(None)), (list, type(None))
+_MAYBE_FLAG = (bool, type(None))
 SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # handshake
     "challenge": {"nonce": _TEXT},
@@ -37,28 +50,37 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
     "failed": {"serial": _NUMBER, "version": _NUMBER},
     "need_slot": {},
+    # courier, or the actor that relays -> coordinator
     "broken": {"attempt": _NUMBER, "reason": _TEXT},
     # coordinator -> courier
-    "publish": {"serial": _NUMBER, "version": _NUMBER},
+    "publish": {"serial": _NUMBER, "version": _NUMBER, "digest": _TEXT, "layout_id": _TEXT},
     "drop": {"serial": _NUMBER},
     "lease": {"serial": _NUMBER, "attempts": _LIST},
-    "send": {"attempt": _NUMBER, "actor": _TEXT, "data": _TEXT, "serial": _NUMBER},
+    # data: one host:port per worker of the actor; base_serial: the slot that a delta is taken against
+    "send": {"attempt": _NUMBER, "actor": _TEXT, "data": _LIST, "serial": _NUMBER, "base_serial": _MAYBE_NUMBER},
+    # keep this published snapshot's slot as a base of deltas, and no other
+    "retain": {"serial": _MAYBE_NUMBER},
+    # coordinator -> courier or the actor that serves the attempt (abort: to the receiving actor too)
     "release": {"attempt": _NUMBER},
-    # coordinator -> actor (abort: to couriers too)
+    # coordinator -> actor that is to pass on the version it holds
+    "relay": {"attempt": _NUMBER, "actor": _TEXT, "version": _NUMBER, "digest": _TEXT, "data": _LIST},
+    # coordinator -> actor; base: [version, digest] that a delta may be taken against; source: the actor that sends
     "offer": {
         "attempt": _NUMBER,
         "version": _NUMBER,
         "layout_id": _TEXT,
         "checksums": _LIST,
         "digest": _TEXT,
+        "base": _MAYBE_LIST,
+        "source": _MAYBE_TEXT,
     },
     "abort": {"attempt": _NUMBER, "reason": _TEXT},
     "apply": {"attempt": _NUMBER},
     "evict": {"reason": _TEXT},
     "pong": {},
-    # actor -> coordinator
-    "ready": {"layout_id": _TEXT},
-    "accept": {"attempt": _NUMBER},
+    # actor -> coordinator, and worker of an actor -> its leader; base: whether the offered base is held
+    "ready": {"layout_id": _TEXT, "parts": _MAYBE_LIST},
+    "accept": {"attempt": _NUMBER, "base": _MAYBE_FLAG},
     "decline": {"attempt": _NUMBER, "reason": _TEXT},
     "progress": {"attempt": _NUMBER, "bytes": _NUMBER},
     "staged": {"attempt": _NUMBER, "digest": _TEXT},
@@ -167,3 +189,8 @@ def parse_address(address: str) -> tuple[str, int]:
     if not separator or not host or not digits or not 0 < int(port) < 65536:
         raise ProtocolError(f"not an address of the form host:port: {address!r}")
     return host.strip("[]"), int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """What parse_address reads; an IPv6 host is put into brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

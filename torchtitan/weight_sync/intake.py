@@ -1,0 +1,422 @@
+"""The data port of one worker of an actor: buckets into staging memory, verified on a thread while others arrive."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torchtitan.weight_sync import delta, faults
+from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketStream, Frame
+from torchtitan.weight_sync.checksums import checksum_function
+from torchtitan.weight_sync.connection import Connection, Server
+from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
+from torchtitan.weight_sync.needs import Needs, all_keys, needed_buckets, needs_to_json
+from torchtitan.weight_sync.staging import Staging, copy_to_device
+from torchtitan.weight_sync.states.receiver import Command, ReceiverMachine
+from torchtitan.weight_sync.transports import receive_carrier
+from torchtitan.weight_sync.transports.base import Area, ReceiveCarrier, ReceiveContext
+from torchtitan.weight_sync.wire import FULL, MAXIMUM_REFERENCE_BYTES, Message, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+MAXIMUM_STREAMS = 64
+
+
+@dataclass
+class TransferFigures:
+    """What one attempt's transfer took. Times of time.time(), seconds, payload bytes."""
+
+    begin: float = 0.0
+    end: float = 0.0
+    received_bytes: int = 0
+    """As they came over the wire, or were fetched"""
+    verify_s: float = 0.0
+    """Summed over buckets; most of it while others arrived"""
+    bytes_full: int = 0
+    bytes_delta: int = 0
+    bytes_relayed: int = 0
+    bytes_resulting: int = 0
+    """Of the buckets that arrived, however they were encoded"""
+
+    def to_json(self) -> Message:
+        """Part of what `applied` says."""
+        seconds = max(self.end - self.begin, 1e-9)
+        return {
+            "transfer_s": self.end - self.begin,
+            "gigabytes_per_s": self.bytes_resulting / seconds / 1e9,
+            "verify_s": self.verify_s,
+            "bytes_full": self.bytes_full,
+            "bytes_delta": self.bytes_delta,
+            "bytes_relayed": self.bytes_relayed,
+            "transfer_begin": self.begin,
+            "transfer_end": self.end,
+        }
+
+
+@dataclass
+class _Peer:
+    """One sender's connection. `stream` is None until the welcome is out."""
+
+    key: tuple[int, str, int]
+    carrier: ReceiveCarrier
+    stream: BucketStream | None = None
+
+
+@dataclass
+class _Incoming:
+    """The attempt whose bytes are stored."""
+
+    attempt: int
+    manifest: Manifest
+    placed: set[tuple[int, int]] = field(default_factory=set)
+    figures: TransferFigures = field(default_factory=TransferFigures)
+
+
+class Intake:
+    """Receives what `machine` wants, and tells it about every bucket.
+
+    execute: what to do with the machine's commands. boxes: the parts of the parameters that this worker holds (None:
+    everything). where: device of the staging memory. All methods are for the loop's thread.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        listener: socket.socket,
+        token: str,
+        machine: ReceiverMachine,
+        execute: Callable[[list[Command]], None],
+        *,
+        actor: str,
+        worker: int = 0,
+        boxes: Mapping[str, Box] | None = None,
+        where: str = "cpu",
+    ):
+        self._loop, self._listener, self._token = loop, listener, token
+        self._machine, self._execute = machine, execute
+        self._actor, self._worker, self._boxes, self._where = actor, worker, boxes, where
+        self.staging: Staging | None = None
+        self.layout_id = ""
+        self.needs: Needs = None
+        self.element_bytes = 1
+        self._checksum: Callable[[Any], str] = checksum_function("xxh3")
+        self._peers: dict[tuple[int, str, int], _Peer] = {}
+        self._admitted: _Peer | None = None
+        self._incoming: _Incoming | None = None
+        self._unfinished: Counter[int] = Counter()
+        self._when_quiet: Callable[[], None] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._verifier = threading.Thread(target=self._verify, name=f"weight-verifier-{actor}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept connections."""
+        self._server = Server(self._loop, self._listener, self._token, self._admit, self._on_sender)
+        self._verifier.start()
+
+    def close(self) -> None:
+        """Close all sockets. The loop has ended."""
+        for peer in self._peers.values():
+            if peer.stream is not None:
+                peer.stream.socket.close()
+            peer.carrier.close()
+        self._listener.close()
+        self._jobs.put(None)
+
+    # What the receiver orders
+
+    def layout(self, layout: Layout, layout_id: str) -> None:
+        """Staging memory for this layout. Raises LayoutError for boxes that do not fit it."""
+        if self.staging is not None and layout_id == self.layout_id:
+            return
+        for peer in list(self._peers.values()):
+            self._close(peer, "the layout changed")
+        try:
+            self._checksum = checksum_function(layout.checksum)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
+        self.needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
+        self.staging, self.layout_id = Staging(layout, self._boxes, self._where), layout_id
+        self.element_bytes = delta.element_bytes(layout)
+
+    def keys(self) -> list[tuple[int, int]]:
+        """The buckets that make up a version here."""
+        assert self.staging is not None
+        return all_keys(self.staging.layout, self.needs)
+
+    def begin(self, attempt: int, manifest: Manifest, then: Callable[[], None]) -> None:
+        """Make ready for an attempt's bytes, and call `then`: at once, or when nothing writes for an older one."""
+        self._incoming = None
+
+        def ready() -> None:
+            if self._machine.wants(attempt):
+                self._incoming = _Incoming(attempt, manifest)
+                self._incoming.figures.begin = time.time()
+                then()
+                self._staged_if_whole()
+
+        self._when_quiet = ready
+        self._look_whether_quiet()
+
+    def discard(self, attempt: int) -> None:
+        """Nothing of this attempt is wanted any more. What fetches and verifies goes on for a moment."""
+        if self._incoming is not None and self._incoming.attempt == attempt:
+            self._incoming = None
+        for peer in list(self._peers.values()):
+            busy = peer.stream is not None and peer.stream.frame is not None and peer.stream.frame.attempt == attempt
+            if busy or (self._unfinished[attempt] and not peer.carrier.inline):
+                self._close(peer, "the attempt is over")
+
+    @property
+    def figures(self) -> TransferFigures:
+        """Of the attempt that is or was received last."""
+        return TransferFigures() if self._incoming is None else self._incoming.figures
+
+    # Connections
+
+    def _admit(self, role: str, fields: Message) -> Message:
+        expected = {"epoch": self._machine.epoch, "actor": self._actor, "worker": self._worker}
+        for name, value in expected.items():
+            if fields.get(name) != value:
+                raise ProtocolError(f"this port takes buckets for {name} {value!r}, not {fields.get(name)!r}")
+        rank, stream, source = fields.get("rank"), fields.get("stream"), fields.get("source", "")
+        staging = self.staging
+        if staging is None:
+            raise ProtocolError("there is no layout yet")
+        if role == "peer" and isinstance(source, str) and source:
+            rank = ANY_RANK
+        elif role != "courier" or type(rank) is not int or not 0 <= rank < len(staging.layout.ranks):
+            raise ProtocolError(f"no rank {rank!r} of role {role!r}")
+        if type(stream) is not int or not 0 <= stream < MAXIMUM_STREAMS:
+            raise ProtocolError(f"no stream {stream!r}")
+        hello = fields.get("carrier", {})
+        if not isinstance(hello, dict):
+            raise ProtocolError("a carrier's fields are no object")
+
+        def tell(note: bytes) -> None:
+            self._loop.call_from_thread(lambda: peer.stream.tell(note) if peer.stream is not None else None)
+
+        context = ReceiveContext(
+            loop=self._loop,
+            epoch=self._machine.epoch,
+            rank=rank,
+            actor=self._actor,
+            worker=self._worker,
+            stream=stream,
+            layout=staging.layout,
+            hello=hello,
+            where=self._where,
+            tell=tell,
+        )
+        try:
+            carrier = receive_carrier(str(fields.get("transport")), context)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        peer = self._admitted = _Peer((rank, source if rank == ANY_RANK else "", stream), carrier)
+        return {"buckets": needs_to_json(self.needs), "carrier": carrier.welcome()}
+
+    def _on_sender(self, connection: Connection, _role: str, _fields: Message) -> None:
+        peer, self._admitted = self._admitted, None
+        assert peer is not None
+        old = self._peers.get(peer.key)
+        if old is not None:
+            self._close(old, "replaced")
+        self._peers[peer.key] = peer
+
+        def begin() -> None:
+            # The welcome has to be out before the socket changes its use.
+            if self._peers.get(peer.key) is not peer or connection.closed:
+                connection.close("replaced")
+                return
+            try:
+                sock = connection.detach()
+                peer.stream = BucketStream(self._loop, sock, peer.key[0], peer.carrier, self)
+            except (ProtocolError, OSError) as error:
+                logger.warning("%s: a sender's connection ended at once: %s", self._actor, error)
+                connection.close(str(error))
+                self._forget(peer)
+
+        def gone(_connection: Connection, _reason: str) -> None:
+            if peer.stream is None:
+                self._forget(peer)
+
+        connection.on_message, connection.on_close = _no_messages, gone
+        self._loop.call_from_thread(begin)
+
+    def _forget(self, peer: _Peer) -> None:
+        if self._peers.get(peer.key) is peer:
+            del self._peers[peer.key]
+        peer.carrier.close()
+
+    def _close(self, peer: _Peer, reason: str) -> None:
+        if peer.stream is not None:
+            peer.stream.close(reason)
+        else:
+            self._forget(peer)
+
+    # Frames (see BucketSink)
+
+    def place(self, stream: BucketStream, frame: Frame) -> memoryview | None:
+        """Where a frame's payload goes: inline and whole into staging memory, anything else into memory of its own."""
+        staging, incoming = self.staging, self._incoming
+        if staging is None:
+            raise ProtocolError("a bucket came before the layout")
+        direct = stream.carrier.inline and frame.encoding == FULL
+        limit = staging.layout.bucket_bytes if stream.carrier.inline else MAXIMUM_REFERENCE_BYTES
+        if frame.length > limit:
+            raise ProtocolError(f"a payload of {frame.length} bytes is longer than any may be")
+        if incoming is None or frame.attempt != incoming.attempt or not self._machine.wants(frame.attempt):
+            return None
+        if frame.rank >= len(staging.layout.ranks) or frame.bucket >= staging.layout.bucket_count(frame.rank):
+            raise ProtocolError(f"rank {frame.rank} has no bucket {frame.bucket}")
+        if frame.key in incoming.placed or frame.key not in self._machine.missing:
+            # Verified bytes are never written again: what is applied is what was checked.
+            raise ProtocolError(f"bucket {frame.bucket} of rank {frame.rank} was sent twice, or not wanted")
+        if frame.encoding != FULL and not (self._machine.delta and stream.carrier.inline):
+            raise ProtocolError("a delta came that nobody can apply")
+        area = staging.bucket(frame.key)
+        if direct and frame.length != len(area):
+            raise ProtocolError(
+                f"bucket {frame.bucket} of rank {frame.rank} has {frame.length} bytes instead of {len(area)}"
+            )
+        incoming.placed.add(frame.key)
+        if direct and isinstance(area, memoryview):
+            return area
+        return memoryview(bytearray(frame.length))
+
+    def moved(self, frame: Frame, count: int) -> None:
+        """Progress."""
+        if self._incoming is not None and frame.attempt == self._incoming.attempt:
+            self._incoming.figures.received_bytes += count
+
+    def arrived(self, stream: BucketStream, frame: Frame, payload: memoryview) -> None:
+        """A payload is whole: fetch what it refers to, then have it verified."""
+        staging, incoming = self.staging, self._incoming
+        if staging is None or incoming is None or frame.attempt != incoming.attempt:
+            return
+        version = incoming.manifest.version
+        asked = faults.at("receive", version=version, actor=self._actor, rank=frame.rank, bucket=frame.bucket)
+        if "drop" in asked:
+            return
+        self._unfinished[frame.attempt] += 1
+        area = staging.bucket(frame.key)
+        expected = incoming.manifest.checksums[frame.rank][frame.bucket]
+        check = partial(self._check, stream, frame, payload, area, expected, "corrupt" in asked)
+        if stream.carrier.inline:
+            self._jobs.put(check)
+            return
+
+        def fetched(error: str | None) -> None:
+            if error is None:
+                self._loop.call_from_thread(lambda: self.moved(frame, len(area) - frame.length))
+                self._jobs.put(check)
+            else:
+                self._loop.call_from_thread(partial(self._checked, stream, frame, error, 0.0))
+
+        stream.carrier.fetch(bytes(payload), area, fetched)
+
+    def lost(self, stream: BucketStream, reason: str) -> None:
+        """A sender's connection is over."""
+        for peer in list(self._peers.values()):
+            if peer.stream is stream:
+                del self._peers[peer.key]
+        frame, incoming = stream.frame, self._incoming
+        stream.frame = None
+        # Between two frames a connection may come and go; within one, its bytes are lost.
+        if frame is not None and incoming is not None and frame.attempt == incoming.attempt:
+            self._execute(self._machine.refuse(frame.attempt, f"connection of {_sender(stream, frame)} lost: {reason}"))
+
+    # Verifying
+
+    def _verify(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _check(
+        self,
+        stream: BucketStream,
+        frame: Frame,
+        payload: memoryview,
+        area: Area,
+        expected: str,
+        corrupt: bool,
+    ) -> None:
+        """On the verifying thread."""
+        begun = time.monotonic()
+        error = ""
+        try:
+            if stream.carrier.inline and frame.encoding != FULL:
+                assert isinstance(area, memoryview)
+                delta.decode_into(area, frame.encoding, payload, self.element_bytes)
+            elif stream.carrier.inline and not isinstance(area, memoryview):
+                copy_to_device(area, payload)
+            if corrupt:
+                area[len(area) // 2] = int(area[len(area) // 2]) ^ 0x10
+            if self._checksum(area) != expected:
+                error = "checksum differs"
+        except ProtocolError as failure:
+            error = str(failure)
+        except Exception as failure:
+            # The attempt ends with it, and its sender is told; the thread serves the next one.
+            logger.exception("%s: verifying a bucket failed", self._actor)
+            error = repr(failure)
+        self._loop.call_from_thread(partial(self._checked, stream, frame, error, time.monotonic() - begun))
+
+    def _checked(self, stream: BucketStream, frame: Frame, error: str, seconds: float) -> None:
+        self._unfinished[frame.attempt] -= 1
+        if not self._unfinished[frame.attempt]:
+            del self._unfinished[frame.attempt]
+        incoming = self._incoming
+        if incoming is None or incoming.attempt != frame.attempt or not self._machine.wants(frame.attempt):
+            self._look_whether_quiet()
+            return
+        if error and error != "checksum differs":
+            reason = f"bucket {frame.bucket} of {_sender(stream, frame)}: {error}"
+            self._execute(self._machine.refuse(frame.attempt, reason))
+            return
+        commands = self._machine.bucket(frame.attempt, frame.key, not error)
+        if not error:
+            assert self.staging is not None
+            self._count(incoming.figures, stream, frame, len(self.staging.bucket(frame.key)), seconds)
+            if stream.carrier.acknowledges:
+                stream.acknowledge(frame)
+        self._execute(commands)
+        self._staged_if_whole()
+
+    def _count(self, figures: TransferFigures, stream: BucketStream, frame: Frame, size: int, seconds: float) -> None:
+        figures.verify_s += seconds
+        figures.bytes_resulting += size
+        if frame.encoding != FULL:
+            figures.bytes_delta += frame.length
+        elif stream.rank == ANY_RANK:
+            figures.bytes_relayed += size
+        else:
+            figures.bytes_full += size
+
+    def _staged_if_whole(self) -> None:
+        incoming = self._incoming
+        if incoming is not None and self._machine.wants(incoming.attempt) and not self._machine.missing:
+            incoming.figures.end = time.time()
+            self._execute(self._machine.staged(incoming.attempt))
+
+    def _look_whether_quiet(self) -> None:
+        if not self._unfinished and self._when_quiet is not None:
+            ready, self._when_quiet = self._when_quiet, None
+            ready()
+
+
+def _sender(stream: BucketStream, frame: Frame) -> str:
+    return "a peer" if stream.rank == ANY_RANK else f"rank {frame.rank}"
+
+
+def _no_messages(_connection: Connection, _message: Message) -> None:
+    raise ProtocolError("a sender sends buckets, not messages")
