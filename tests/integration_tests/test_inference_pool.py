@@ -182,6 +182,39 @@ def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
     run(work())
 
 
+def test_an_actor_that_weight_sync_gave_up_loses_its_prompts_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+
+    async def work() -> None:
+        # Its engine answers health probes, or does not for much longer than this test lasts: that is not what counts.
+        async with running(make_config(health_timeout_s=30.0), tmp_path) as pool:
+            await until(ready(pool, 2))
+            frozen = process_ids(pool)["actor-0"]
+            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+            await until(lambda: sum(actor.load for actor in pool._actors) == 12)
+            os.kill(frozen, signal.SIGSTOP)
+            try:
+                await pool.redo_elsewhere("actor-0", "no answer to an offer within 5 s (in SUSPECT)")
+                await pool.redo_elsewhere("actor-0", "again")  # out already
+                await pool.redo_elsewhere("nobody", "unknown")
+                results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+                assert frozen not in set().union(*map(pids, results))
+                assert pool.statistics["requests_redone"] == 3
+                assert pool.actors["actor-0"] == "suspect"
+                results = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+                assert frozen not in set().union(*map(pids, results))
+            finally:
+                os.kill(frozen, signal.SIGCONT)
+            await until(ready(pool, 2))
+            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+            assert frozen in set().union(*map(pids, results))
+            assert pool.statistics["evictions"] == 0
+
+    run(work())
+
+
 def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,9 @@ class FakeActors:
     async def start(self) -> None:
         pass
 
+    async def redo_elsewhere(self, actor: str, reason: str) -> None:
+        raise AssertionError("nobody was evicted")
+
     async def connect_weights(self, coordinator: str) -> None:
         self.coordinator = coordinator
 

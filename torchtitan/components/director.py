@@ -125,6 +125,7 @@ class Director:
         """
         give_up = time.monotonic() + self._keep_alive_s
         while True:
+            self._note_evictions(self.weights.actors())
             owed = self.weights.owed is not None
             if self.signals.stop_requested:
                 return Order(Kind.STOP)
@@ -180,20 +181,23 @@ class Director:
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
         actors = self.weights.actors()
-        self._note_evictions(actors)
         states = {name: f"{status.state} v{status.version}" for name, status in actors.items()}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
         self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
 
     def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
-        """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too."""
+        """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too, and
+        what an actor that is gone was working on is redone elsewhere."""
         for name, status in actors.items():
             if status.evictions > self._evictions.get(name, 0):
                 self.events.write(
                     "actor_evicted_from_sync", level=logging.WARNING, actor=name, version=status.version,
                     reason=status.reason,
                 )  # fmt: skip
+                # One that is back by now had only lost its connection.
+                if status.state == "EVICTED":
+                    self.rollout.redo_elsewhere(name, status.reason)
             self._evictions[name] = status.evictions
 
     def _draw_report(self) -> None:

@@ -115,6 +115,21 @@ class Actor:
     def gave_up(self) -> bool:
         return self.state is ActorState.GAVE_UP
 
+    def lost_from_sync(self, reason: str) -> None:
+        """The weight coordinator has evicted it: what it works on is redone elsewhere, and it gets no prompts before a
+        probe has shown that it lives. Does nothing where it is out already."""
+        if self.state is not ActorState.READY:
+            return
+        self.last_reason = reason
+        self._set_state(ActorState.SUSPECT)
+        self._interrupt(reason)
+        self._wake.set()
+
+    def _interrupt(self, reason: str) -> None:
+        """End all requests to it with an ActorError."""
+        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+        lost.set_result(reason)
+
     def serves(self, min_version: int) -> bool:
         return self.state is ActorState.READY and self.version is not None and self.version >= min_version
 
@@ -304,8 +319,7 @@ class Actor:
             unfinished_requests=unfinished,
         )
         self._failed_requests = 0
-        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
-        lost.set_result(reason)
+        self._interrupt(reason)
         self._set_state(ActorState.EVICTED)
 
     def _give_up(self, reason: str) -> None:

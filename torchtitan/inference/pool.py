@@ -108,6 +108,12 @@ class InferencePool:
         for actor in self._actors:
             actor.connect(coordinator)
 
+    async def redo_elsewhere(self, actor: str, reason: str) -> None:
+        """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""
+        for one in self._actors:
+            if one.name == actor:
+                one.lost_from_sync(reason)
+
     async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
         """Sample a request on an actor that serves at least `min_version`; redone elsewhere where an actor fails.
 

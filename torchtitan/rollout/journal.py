@@ -164,6 +164,9 @@ class ReplaySource:
     def connect_weights(self, coordinator: str) -> None:
         """There is nobody to connect."""
 
+    def redo_elsewhere(self, actor: str, reason: str) -> None:
+        """There is nothing to redo."""
+
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int = 0
     ) -> list[list[Completion]]:

@@ -68,6 +68,10 @@ class RolloutProducer:
         """Tell all actors, present and future ones, where their weights come from (host:port)."""
         self._call(self._pool.connect_weights(coordinator))
 
+    def redo_elsewhere(self, actor: str, reason: str) -> None:
+        """Weight synchronisation has evicted an actor: its unfinished groups are redone on others."""
+        self._call(self._pool.redo_elsewhere(actor, reason))
+
     def start(self, version: int) -> None:
         """Begin to generate, for the batch of `version`."""
         self._call(_later(self._flow.start, version))
