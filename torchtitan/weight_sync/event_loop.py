@@ -48,8 +48,9 @@ class EventLoop:
             self._selector.register(file, events, callback)
 
     def forget(self, file: socket.socket) -> None:
-        """Stop watching `file`."""
-        if file.fileno() in self._selector.get_map():
+        """Stop watching `file`. When run() has ended nothing is watched any more."""
+        watched = self._selector.get_map()
+        if watched is not None and file.fileno() in watched:
             self._selector.unregister(file)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
