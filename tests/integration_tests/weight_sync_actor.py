@@ -43,12 +43,17 @@ def main() -> None:
     log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
 
     def apply(staged: StagedVersion) -> None:
-        served = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        served = {name: tensor.to("cpu", copy=True) for name, tensor in staged.tensors.items()}
         line = {"announced": staged.version, "held": version_held(served), "digest": staged.digest}
         log.write(json.dumps(line) + "\n")
 
     receiver = Receiver(
-        arguments["coordinator"], arguments["actor"], arguments["epoch"], os.environ[TOKEN_VARIABLE], apply
+        arguments["coordinator"],
+        arguments["actor"],
+        arguments["epoch"],
+        os.environ[TOKEN_VARIABLE],
+        apply,
+        where=arguments.get("where", "cpu"),
     )
     receiver.start()
     sys.stdin.read()  # until the test closes it or dies
