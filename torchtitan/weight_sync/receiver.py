@@ -4,9 +4,9 @@
     receiver.start()
 
 `apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
-weights (between two decode steps) and serves them, and may return the seconds that generation paused. Raising
-WeightsRefused means that the engine is as it was; anything else that it may hold half a version: the receiver is
-poisoned until a version has been applied.
+weights (between two decode steps) and serves them, and may return the seconds that generation paused, or figures by
+name (`pause_s`, `drain_s`). Raising WeightsRefused means that the engine is as it was; anything else that it may hold
+half a version: the receiver is poisoned until a version has been applied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from torchtitan.weight_sync import coverage, faults, wire
@@ -44,7 +44,7 @@ SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 PROGRESS_SECONDS = 0.2
 
-ApplyFunction = Callable[[StagedVersion], "float | None"]
+ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
 @dataclass
@@ -319,11 +319,11 @@ class Receiver:
             begun, begun_at = time.monotonic(), time.time()
             error: str | None = None
             refused = False
-            pause: float | None = None
+            cost: float | Mapping[str, float] | None = None
             try:
                 assert self._intake.staging is not None
                 tensors = self._intake.staging.assemble()
-                pause = self._apply(StagedVersion(self.epoch, command.version, command.digest, tensors))
+                cost = self._apply(StagedVersion(self.epoch, command.version, command.digest, tensors))
             except WeightsRefused as failure:
                 logger.error("%s: version %d refused: %s", self.actor, command.version, failure)
                 error, refused = str(failure), True
@@ -338,7 +338,8 @@ class Receiver:
                 "apply_s": elapsed,
                 "apply_begin": begun_at,
                 "apply_end": begun_at + elapsed,
-                "pause_s": elapsed if pause is None else float(pause),
+                "pause_s": elapsed,
+                **({} if cost is None else cost if isinstance(cost, Mapping) else {"pause_s": float(cost)}),
             }
             self._loop.call_from_thread(lambda: self._apply_finished(command.attempt, error, figures, refused))
 

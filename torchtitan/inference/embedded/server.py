@@ -208,14 +208,14 @@ class EngineServer:
         self._receivers += 1
         return self._receivers
 
-    def _apply(self, receiver: int, staged: StagedVersion) -> float:
+    def _apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
         """Called by receiver number `receiver` in a thread of its own."""
 
         def check() -> None:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
 
-        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check).pause_s
+        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check)._asdict()
 
     # What it is doing
 
