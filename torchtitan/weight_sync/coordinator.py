@@ -138,6 +138,8 @@ class Coordinator:
     def _on_courier_message(self, rank: int, _connection: Connection, message: Message) -> None:
         if message["type"] == "layout":
             self._on_layout(rank, message["layout"])
+        elif message["type"] == "sent":
+            self._write_sent(message, {"rank": rank})
         elif message["type"] in ("snapped", "failed", "need_slot", "broken"):
             self._execute(self.machine.courier_message(rank, message, time.monotonic()))
         else:
@@ -169,9 +171,16 @@ class Coordinator:
         self._execute(self.machine.actor_joined(name, session, fields, time.monotonic()))
 
     def _on_actor_message(self, name: str, session: int, _connection: Connection, message: Message) -> None:
+        if message["type"] == "sent":
+            self._write_sent(message, {"source": name})
+            return
         if message["type"] not in ACTOR_MESSAGES:
             raise ProtocolError(f"an actor does not send {message['type']!r}")
         self._execute(self.machine.actor_message(name, session, message, time.monotonic()))
+
+    def _write_sent(self, message: Message, sender: Message) -> None:
+        """Egress of a courier or a relaying actor: nothing is decided by it."""
+        self._write("sent", {**sender, **{key: message[key] for key in ("actor", "attempt", "version", "bytes")}})
 
     def _on_actor_lost(self, name: str, session: int, _connection: Connection, reason: str) -> None:
         if self._actors.pop((name, session), None) is not None:

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.connection import Connection, dial
+from torchtitan.weight_sync.delta import element_bytes
+from torchtitan.weight_sync.delta_encoder import DeltaEncoder
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.slots import SharedSlots
@@ -62,12 +64,13 @@ class Courier:
         self._loop = EventLoop()
         self._settings = self._link_settings(arguments)
         self._checksum = checksum_function(self.layout.checksum)
+        self._deltas = DeltaEncoder(self._loop, self._keeper, self.layout.bucket_bytes, element_bytes(self.layout))
         self._control: Connection | None = None
         self._term = 0
         self._links: dict[tuple[str, int, int], Link] = {}
         self._checksums: dict[int, list[str]] = {}
         self._hashing: set[int] = set()
-        self._to_hash: queue.SimpleQueue[tuple[int, int, int]] = queue.SimpleQueue()
+        self._to_hash: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         self._failed_serial = 0
         self._misses = self._slots.misses
         self._parent = os.getppid()
@@ -101,7 +104,19 @@ class Courier:
         self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
         self._dial()
         self._look()
-        self._loop.run()
+        try:
+            self._loop.run()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # For a courier that is a thread: another one may follow, in the same process and with the same slots.
+        self._to_hash.put(None)
+        for link in self._links.values():
+            link.disconnect()
+        if self._control is not None:
+            self._control.socket.close()
+        self._bell.close()
 
     def stop(self) -> None:
         """Make run() return. Safe from every thread."""
@@ -145,8 +160,8 @@ class Courier:
 
     def _hash(self) -> None:
         try:
-            while True:
-                serial, index, version = self._to_hash.get()
+            while (item := self._to_hash.get()) is not None:
+                serial, index, version = item
                 faults.at("checksum", version=version, rank=self.rank)
                 memory, step = self._slots.slot(index), self.layout.bucket_bytes
                 sums = [self._checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
@@ -211,9 +226,11 @@ class Courier:
         kind = message["type"]
         if kind == "publish":
             self._keeper.publish(message["serial"])
+            self._deltas.trim()
             self._write_file(message)
         elif kind == "retain":
             self._keeper.retain(message["serial"])
+            self._deltas.trim()
         elif kind == "drop":
             self._keeper.drop(message["serial"])
         elif kind == "lease":
@@ -242,8 +259,7 @@ class Courier:
     def _send(self, message: Message) -> None:
         attempt, serial, actor = message["attempt"], message["serial"], message["actor"]
         filled = self._keeper.filled()
-        base_serial = message.get("base_serial")
-        found, base = filled.get(serial), None if base_serial is None else filled.get(base_serial)
+        found = filled.get(serial)
         if found is None or attempt not in self._keeper.leases(serial):
             self._tell({"type": "broken", "attempt": attempt, "reason": "the slot is not leased"})
             return
@@ -251,15 +267,13 @@ class Courier:
         memory = self._slots.slot(index)
         if len(memory) == 0:
             return  # this rank's parameters are all sent by others
-        delivery = Delivery(
-            attempt,
-            serial,
-            version,
-            {self.rank: memory},
-            self.layout.bucket_bytes,
-            {} if base is None else {self.rank: self._slots.slot(base[0])},
-            None if base is None else base_serial,
-        )
+        delivery = Delivery(attempt, serial, version, {self.rank: memory}, self.layout.bucket_bytes)
+        base = message.get("base_serial")
+        if isinstance(base, int) and base in filled and attempt in self._keeper.leases(base):
+            # Without its base a version goes in full, whatever was ordered.
+            base_memory = self._slots.slot(filled[base][0])
+            assert isinstance(memory, memoryview) and isinstance(base_memory, memoryview)
+            delivery.deltas, delivery.base_serial = self._deltas.version((serial, base), memory, base_memory), base
         for worker, address in enumerate(message["data"]):
             for stream in range(self._settings.streams):
                 self._hold(delivery, worker, stream)
@@ -271,18 +285,29 @@ class Courier:
             link.disconnect()
             link = None
         if link is None:
-            on_end = partial(self._delivered, worker, stream)
-            link = Link(self._loop, address, self._token, self._settings, actor, worker, stream, on_end)
+
+            def on_end(delivery: Delivery, error: str | None) -> None:
+                self._delivered(made, delivery, error)
+
+            link = made = Link(self._loop, address, self._token, self._settings, actor, worker, stream, on_end)
             self._links[actor, worker, stream] = link
         return link
 
     def _hold(self, delivery: Delivery, worker: int, stream: int) -> None:
         for serial in delivery.serials:
             self._keeper.hold(serial, f"attempt {delivery.attempt} to {worker}.{stream}")
+        if delivery.base_serial is not None:
+            self._deltas.use((delivery.serial, delivery.base_serial))
 
-    def _delivered(self, worker: int, stream: int, delivery: Delivery, error: str | None) -> None:
+    def _delivered(self, link: Link, delivery: Delivery, error: str | None) -> None:
+        attempt, sent = delivery.attempt, link.take_sent_bytes()
         for serial in delivery.serials:
-            self._keeper.let_go(serial, f"attempt {delivery.attempt} to {worker}.{stream}")
+            self._keeper.let_go(serial, f"attempt {attempt} to {link.worker}.{link.stream}")
+        if delivery.base_serial is not None:
+            self._deltas.end_use((delivery.serial, delivery.base_serial))
+        if sent:
+            fields = {"attempt": attempt, "actor": link.actor, "version": delivery.version, "bytes": sent}
+            self._tell({"type": "sent", **fields})
         if error:
             self._tell({"type": "broken", "attempt": delivery.attempt, "reason": error})
 

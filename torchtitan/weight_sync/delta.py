@@ -34,7 +34,7 @@ def element_bytes(layout: Layout) -> int:
     a changed float32 is two changed halves (at most), and that shard padding is a whole number of elements. Less only
     where a bucket would end within an element."""
     sizes = {DTYPE_BYTES[dtype] for dtype, _shape in layout.parameters.kinds}
-    return math.gcd(4, layout.bucket_bytes, *sizes, *(rank.slot_bytes for rank in layout.ranks))
+    return math.gcd(4, layout.bucket_bytes, *sizes)
 
 
 def encode(new: memoryview, base: memoryview, size: int) -> tuple[int, memoryview]:

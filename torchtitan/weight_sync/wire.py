@@ -50,7 +50,8 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
     "failed": {"serial": _NUMBER, "version": _NUMBER},
     "need_slot": {},
-    # courier, or the actor that relays -> coordinator
+    # courier, or the actor that relays -> coordinator; sent: bytes of buckets that have left, whatever became of them
+    "sent": {"attempt": _NUMBER, "actor": _TEXT, "version": _NUMBER, "bytes": _NUMBER},
     "broken": {"attempt": _NUMBER, "reason": _TEXT},
     # coordinator -> courier
     "publish": {"serial": _NUMBER, "version": _NUMBER, "digest": _TEXT, "layout_id": _TEXT},

@@ -14,7 +14,7 @@ A carrier lives as long as its connection. Its methods are called on the event l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan.weight_sync.event_loop import EventLoop
@@ -33,11 +33,27 @@ BucketKey = tuple[int, int]
 """(rank, bucket)"""
 
 
+@dataclass(frozen=True)
+class Payload:
+    """What follows a frame's header. `encoding` is wire.FULL, or one of delta.py's."""
+
+    encoding: int
+    data: memoryview
+
+
+class DeltaSource(Protocol):
+    """One rank's deltas."""
+
+    def payload(self, key: BucketKey, wake: Callable[[], None]) -> Payload | None:
+        """What is sent for this bucket, never larger than it; None while it is being made: wake() follows."""
+
+
 @dataclass
 class Delivery:
     """One attempt's buckets for one connection.
 
-    areas: the bytes of each rank's slot; bases: where a delta may be taken, those of the version that the actor holds.
+    areas: the bytes of each rank's slot; deltas: what to send instead, to an actor that holds the base; base_serial: of
+    that base.
     """
 
     attempt: int
@@ -45,7 +61,7 @@ class Delivery:
     version: int
     areas: Mapping[int, Area]
     bucket_bytes: int
-    bases: Mapping[int, Area] = field(default_factory=dict)
+    deltas: DeltaSource | None = None
     base_serial: int | None = None
 
     @property
@@ -66,14 +82,6 @@ class Delivery:
         rank, bucket = key
         start = bucket * self.bucket_bytes
         return self.areas[rank][start : start + self.bucket_bytes]
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What follows a frame's header. `encoding` is wire.FULL, or one of delta.py's."""
-
-    encoding: int
-    data: memoryview
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""tcp: a frame's payload is the bucket itself, from the sender's shared memory to the socket and never copied."""
+"""tcp: a frame's payload is the bucket itself, from the sender's shared memory to the socket and never copied,
+or its delta."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ class InlineSendCarrier:
         pass
 
     def payload(self, delivery: Delivery, key: BucketKey) -> Payload | None:
+        if delivery.deltas is not None:
+            return delivery.deltas.payload(key, self.context.wake)
         data = delivery.bucket(key)
         assert isinstance(data, memoryview)
         return Payload(FULL, data)

@@ -104,12 +104,17 @@ class Link:
         self._notes: deque[memoryview] = deque()
         """Whole frames, apart from the first, which may have begun to leave"""
         self.sent_bytes = 0
-        """Payload bytes that have left over this connection, in all deliveries"""
+        """Bytes of buckets that have left over this connection, headers included"""
 
     @property
     def delivery(self) -> Delivery | None:
         """What is being delivered."""
         return None if self._progress is None else self._progress.delivery
+
+    def take_sent_bytes(self) -> int:
+        """`sent_bytes` since the last call."""
+        count, self.sent_bytes = self.sent_bytes, 0
+        return count
 
     def send(self, delivery: Delivery) -> None:
         """Begin a delivery; one that is still going on is given up."""
@@ -337,9 +342,9 @@ class Link:
                 parts = [payload[start : start + allowance]]
             count = sock.sendmsg(parts)
             progress.sent += count
+            self.sent_bytes += count
             allowance -= count
             if progress.sent == len(header) + len(payload):
-                self.sent_bytes += len(payload)
                 progress.frame, progress.sent = None, 0
                 if self._end_if_done(progress):
                     break
