@@ -339,21 +339,3 @@ def _freeze(seconds: float) -> None:
         command = f"(sleep {seconds}; kill -CONT {os.getpid()}) &"
         subprocess.run(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class Faults:
-    """The faults of a courier's connections."""
-
-    @classmethod
-    def from_environment(cls) -> Faults:
-        """Says loudly when faults are on. Raises FaultError for faults that there are not."""
-        active()
-        return cls()
-
-    @property
-    def bytes_per_second(self) -> int:
-        return bytes_per_second(version=None, actor=None, rank=None)
-
-    def corrupts(self, version: int, bucket: int) -> bool:
-        """Whether to flip a byte of this bucket; counts down."""
-        return "corrupt" in at("send", version=version, bucket=bucket)
