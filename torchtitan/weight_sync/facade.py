@@ -33,6 +33,10 @@ from torchtitan.weight_sync.transports import IN_TRAINER
 from torchtitan.weight_sync.wire import Message
 
 
+# What metrics.jsonl says of each actor's last version; components/sync_metrics.py has everything of every version.
+ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s")
+
+
 class ActorStatus(NamedTuple):
     """One actor, as the coordinator last knew it. version is -1 where it serves none of this epoch."""
 
@@ -334,9 +338,8 @@ class WeightSync:
             figures["weight_sync/evictions"] = sum(actor["evictions"] for actor in actors.values())
             for name, actor in actors.items():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
-                for key, value in actor["figures"].items():
-                    if isinstance(value, int | float) and not key.endswith(("_begin", "_end")):
-                        figures[f"weight_sync/{name}/{key}"] = value
+                given = actor["figures"]
+                figures |= {f"weight_sync/{name}/{key}": given[key] for key in ACTOR_FIGURES if key in given}
         return figures
 
     def take_snapshots(self) -> list[Snapshot]:
