@@ -75,8 +75,8 @@ class Sending:
     actor: int
     worker: int
     keys: list[Key]
-    serial: int = 0
-    base_serial: int | None = None
+    slots: tuple[tuple[int, int], ...] = ()
+    """A courier's: (index, serial) of what it sends and, for a delta, of the base"""
     position: int = 0
 
 
@@ -94,6 +94,8 @@ class Rank:
         self.taken: dict[int, int] = {}
         """serial -> content of every snapshot that was taken"""
         self.failed: list[tuple[int, int]] = []
+        self.newest_told = 0
+        """Serial of the newest version that a coordinator has called published"""
         self.start_courier()
 
     # The trainer's side
@@ -175,8 +177,9 @@ class Rank:
     def obey_send(self, message: Message) -> None:
         attempt, serial, base = message["attempt"], message["serial"], message["base_serial"]
         actor = self.world.index[message["actor"]]
-        needed = {serial} if base is None else {serial, base}
-        if not all(attempt in self.keeper.leases(one) and one in self.keeper.filled() for one in needed):
+        needed = (serial,) if base is None else (serial, base)
+        filled = self.keeper.filled()
+        if not all(attempt in self.keeper.leases(one) and one in filled for one in needed):
             self.broken(attempt, "the slot is not leased")
             return
         if message["data"] != self.world.actors[actor].address:
@@ -186,7 +189,7 @@ class Rank:
         for worker in range(self.world.shape.workers):
             keys = [key for key in self.world.keys[worker] if key[0] == self.number]
             if keys:
-                sending = Sending(attempt, actor, worker, keys, serial, base)
+                sending = Sending(attempt, actor, worker, keys, tuple((filled[one][0], one) for one in needed))
                 for one in needed:
                     self.keeper.hold(one, self.reason(sending))
                 self.sending.append(sending)
@@ -194,13 +197,8 @@ class Rank:
     def send(self, sending: Sending) -> None:
         """One bucket leaves the slot's memory, as it is now."""
         key = sending.keys[sending.position]
-        filled = self.keeper.filled()
-        require(sending.serial in filled, "a slot was freed while it was sent")
-        new = content(self.read_slot(filled[sending.serial][0], sending.serial), *key)
-        payload: int | tuple[int, int] = new
-        if sending.base_serial is not None:
-            require(sending.base_serial in filled, "a base was freed while it was sent")
-            payload = content(self.read_slot(filled[sending.base_serial][0], sending.base_serial), *key), new
+        found = [content(self.read_slot(*slot), *key) for slot in sending.slots]
+        payload = found[0] if len(found) == 1 else (found[1], found[0])
         self.world.deliver(self.number, sending, key, payload)
         sending.position += 1
         if sending.position == len(sending.keys):
@@ -208,9 +206,10 @@ class Rank:
             self.let_go(sending)
 
     def let_go(self, sending: Sending) -> None:
-        self.keeper.let_go(sending.serial, self.reason(sending))
-        if sending.base_serial is not None:
-            self.keeper.let_go(sending.base_serial, self.reason(sending))
+        """The last frame has left the slots."""
+        for slot in sending.slots:
+            self.read_slot(*slot)
+            self.keeper.let_go(slot[1], self.reason(sending))
 
     def stop(self, wanted: Callable[[Sending], bool]) -> list[Sending]:
         stopped = [sending for sending in self.sending if wanted(sending)]
@@ -225,6 +224,7 @@ class Rank:
         message = self.inbox.popleft()
         kind = message["type"]
         if kind == "publish":
+            self.newest_told = max(self.newest_told, message["serial"])
             self.keeper.publish(message["serial"])
         elif kind == "drop":
             self.keeper.drop(message["serial"])
@@ -246,9 +246,8 @@ class Rank:
         self.check()
 
     def check(self) -> None:
-        pinned = self.keeper.pinned
-        if pinned is not None:
-            require(pinned in self.keeper.filled(), "the newest version's slot was freed")
+        if self.newest_told:
+            require(self.newest_told in self.keeper.filled(), "the newest version's slot was freed")
 
 
 class ActorProcess:
@@ -262,7 +261,9 @@ class ActorProcess:
         self.session: int | None = None
         self.frozen = False
         self.inbox: deque[tuple[str, int, Message]] = deque()
-        """(epoch, term, message) of every coordinator that ever spoke to it"""
+        """(epoch, term, message) of the connection of now"""
+        self.late: deque[tuple[str, int, Message]] = deque()
+        """What coordinators of other terms and epochs had sent: it may arrive at any time"""
         self.outbox: deque[Message] = deque()
         self.links: dict[tuple[int | str, int], deque[tuple[int, Key, int | tuple[int, int]]]] = {}
         """(sender, worker) -> (attempt, which bucket, what of it)"""
@@ -289,8 +290,15 @@ class ActorProcess:
             else:
                 assert isinstance(command, Discard)
 
-    def read(self) -> None:
-        epoch, term, message = self.inbox.popleft()
+    def end_connection(self) -> None:
+        """Its coordinator is gone; what that has sent is still on its way."""
+        self.session = None
+        self.outbox.clear()
+        self.late += [entry for entry in self.inbox if entry[2]["type"] != "end"]
+        self.inbox.clear()
+
+    def read(self, entry: tuple[str, int, Message]) -> None:
+        epoch, term, message = entry
         machine, kind = self.machine, message["type"]
         if kind == "end":
             if self.session is None and machine.state is not ReceiverState.DISCONNECTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from tests.unit_tests.weight_sync_parts import Shape, require
@@ -12,12 +13,18 @@ NAMES = {TRAIN: "train", TICK: "tick", FAULT: "fault", OWED: "tick and snapshot_
 
 
 def random_run(
-    seed: int, shape: Shape, versions: int = 3, faults: int = 3, steps: int = 90, trace: bool = False
+    seed: int,
+    shape: Shape,
+    versions: int = 3,
+    faults: int = 3,
+    steps: int = 90,
+    kinds: Sequence[int] = range(FAULTS),
+    trace: bool = False,
 ) -> tuple[int, World]:
     """Some `steps` events in random order, then everything heals and comes to rest; every invariant is checked.
 
     Returns a hash of the order of events, and the world. At least two versions are published and applied: the last is
-    trained only after an actor has applied one. trace: print each event. Raises Violation.
+    trained only after an actor has applied one. kinds: which faults; trace: print each event. Raises Violation.
     """
     random = Random(seed)
     draw = random.random
@@ -30,7 +37,7 @@ def random_run(
         step += 1
         event: Event
         if step in fault_steps:
-            event = (FAULT, int(draw() * FAULTS), int(draw() * 4))
+            event = (FAULT, kinds[int(draw() * len(kinds))], int(draw() * 4))
             world.fault(event[1], event[2])
         else:
             events = world.enabled()

@@ -60,6 +60,7 @@ class World:
             self.actor_receives,
             self.engine_applies,
             self.actor_relays,
+            self.actor_reads_late,
         )
         self.now = 0.0
         self.epoch = 0
@@ -122,10 +123,9 @@ class World:
         What the old coordinator has sent is still on its way.
         """
         for actor in self.actors:
-            actor.session = None
+            actor.end_connection()
             actor.links.clear()
             actor.relaying.clear()
-            actor.outbox.clear()
             # An apply of the old receiver is refused by the engine.
             actor.applying = None
         self.start_trainer(max(-1, self.version - back))
@@ -147,8 +147,7 @@ class World:
             self.cut_courier(rank.number)
         for actor in self.actors:
             if actor.session is not None:
-                actor.session = None
-                actor.outbox.clear()
+                actor.end_connection()
                 self.post(actor, {"type": "end"})
 
     def post(self, actor: ActorProcess, message: Message) -> None:
@@ -183,9 +182,14 @@ class World:
         elif event == "applied":
             self.applied_versions.add((self.epoch, fields["version"]))
             self.acknowledged.add(self.coordinator.actors[fields["actor"]].session)
+        elif event == "poisoned":
+            require(not self.coordinator.actors[fields["actor"]].serves, "prompts are sent to a poisoned actor")
         elif event == "offer" and fields["source"] is None:
             key = (self.epoch, fields["version"])
             self.from_trainer[key] = self.from_trainer.get(key, 0) + 1
+            # While nothing has gone wrong or stood still for long enough to look so.
+            if self.shape.relay and not self.faults and not self.counts.get("abort") and self.now < 0.5:
+                require(self.from_trainer[key] <= self.shape.fanout, "the trainer sent a version too often")
         elif event == "abort" and "checksum" in fields["reason"]:
             self.corruptions -= 1
             require(self.corruptions >= 0, "bytes changed although nothing was corrupted")
@@ -298,7 +302,16 @@ class World:
                 rank.broken(sending.attempt, "connection reset")
 
     def actor_reads(self, number: int, _: int) -> None:
-        self.actors[number].read()
+        actor = self.actors[number]
+        actor.read(actor.inbox.popleft())
+
+    def actor_reads_late(self, number: int, _: int) -> None:
+        actor = self.actors[number]
+        machine = actor.machine
+        before = (machine.state, machine.attempt, machine.highest_attempt, machine.served, set(machine.relays))
+        actor.read(actor.late.popleft())
+        after = (machine.state, machine.attempt, machine.highest_attempt, machine.served, machine.relays)
+        require(before == after, "a message of an old epoch or term was obeyed")
 
     def actor_receives(self, number: int, which: int) -> None:
         actor = self.actors[number]
@@ -343,6 +356,9 @@ class World:
                 continue
             if actor.inbox:
                 events.append((7, number, 0))
+            # Not before it knows of the next term.
+            if actor.late and actor.late[0][:2] != (actor.machine.epoch, actor.machine.term):
+                events.append((12, number, 0))
             if actor.session is None and actor.machine.state is ReceiverState.DISCONNECTED:
                 events.append((6, number, 0))
             if actor.applying is not None:

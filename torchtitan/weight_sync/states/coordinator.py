@@ -27,6 +27,8 @@ class CoordinatorMachine(Deliveries):
         self.content_digest: Digest | None = None
         self.dropped: list[tuple[int, int]] = []
         self.published_count = 0
+        self._short_of_slots: set[int] = set()
+        """Ranks that have told of the present shortage; one that tells again has come to the next boundary"""
         self._last_now: float | None = None
 
     # Events
@@ -55,6 +57,7 @@ class CoordinatorMachine(Deliveries):
         """Its attempts cannot be finished: everything it was sending starts anew when it is back."""
         self._advance(now)
         self.versions.rank_lost(rank)
+        self._short_of_slots.discard(rank)
         for actor, attempt in list(self._leasing()):
             if attempt.source is None:
                 self._end_attempt(actor, f"the courier of rank {rank} is gone")
@@ -70,7 +73,11 @@ class CoordinatorMachine(Deliveries):
         elif kind == "failed":
             self._drop(message["serial"], message["version"], f"rank {rank} had no free slot")
         elif kind == "need_slot":
-            self._need_slot()
+            # All ranks miss a slot at the same boundary: one delivery gives way, not one per rank.
+            if rank in self._short_of_slots or not self._short_of_slots:
+                self._short_of_slots.clear()
+                self._need_slot()
+            self._short_of_slots.add(rank)
         elif kind == "broken":
             actor = self._actor_of(message["attempt"])
             if actor is not None and actor.attempt is not None and actor.attempt.source is None:
@@ -190,11 +197,12 @@ class CoordinatorMachine(Deliveries):
         assert self.content_digest is not None
         record.digest = self.content_digest(record.published_checksums)
         self.published_count += 1
-        for serial in self.versions.superseded():
-            self._drop(serial, self.versions.records[serial].version, f"version {record.version} came first")
         self._record("publish", version=record.version, serial=record.serial, digest=record.digest)
         self._choose_retained(previous)
         self._to_couriers(self._publication(record))
+        # Afterwards: a courier that was restarted has nothing pinned before it reads what is published.
+        for serial in self.versions.superseded():
+            self._drop(serial, self.versions.records[serial].version, f"version {record.version} came first")
         for actor in self.actors.values():
             if actor.state is not ActorState.EVICTED:
                 actor.mailbox = True
@@ -329,10 +337,11 @@ class CoordinatorMachine(Deliveries):
 
     def _commands(self) -> list[Command]:
         self._offer_all()
-        attempts = [actor.attempt for actor in self.actors.values() if actor.attempt is not None]
-        in_use = {attempt.serial for attempt in attempts} | {s for a in attempts for s in a.leased_serials}
-        if self.retained is not None:
-            in_use.add(self.retained)
-        self.versions.forget(in_use)
+        if self.versions.outdated:
+            attempts = [actor.attempt for actor in self.actors.values() if actor.attempt is not None]
+            in_use = {attempt.serial for attempt in attempts} | {s for a in attempts for s in a.leased_serials}
+            if self.retained is not None:
+                in_use.add(self.retained)
+            self.versions.forget(in_use)
         commands, self._out = self._out, []
         return commands

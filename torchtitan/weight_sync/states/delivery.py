@@ -75,6 +75,7 @@ class Deliveries(Bases, Relays):
         if not waiting:
             return
         children = self._children() if self.settings.relay else {}
+        self._begin_offers()
         if self.settings.relay:
             # The trainer's few places go to those that are furthest behind: nobody waits for ever.
             waiting.sort(key=lambda actor: actor.version)
@@ -89,6 +90,7 @@ class Deliveries(Bases, Relays):
             attempt.base_serial = None if base is None else base.serial
             self._next_attempt += 1
             actor.attempt = attempt
+            self._fed.clear()
             actor.mailbox = record is not self.versions.newest
             if actor.unanswered_since is None:
                 actor.unanswered_since = self.time
@@ -142,6 +144,7 @@ class Deliveries(Bases, Relays):
         phase = attempt.state.value
         attempt.move(AttemptState.ABORTED)
         actor.attempt = None
+        self._fed.clear()
         abort = {"type": "abort", "attempt": attempt.number, "reason": reason}
         self._to_senders(attempt, abort)
         self._to_actor(actor, abort)

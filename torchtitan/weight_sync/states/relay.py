@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchtitan.weight_sync.states.actor import Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt
 from torchtitan.weight_sync.states.board import Board
+from torchtitan.weight_sync.states.commands import Settings
 from torchtitan.weight_sync.states.version import VersionRecord
 
 # A source whose relay to an actor failed is not asked to serve that one for so long.
@@ -15,6 +16,16 @@ class Relays(Board):
     """Who may send a version to whom. A source's staging memory is what a slot is for couriers: leased to its children
     from the offer on, and written to only when none of them reads it."""
 
+    def __init__(self, settings: Settings, term: int):
+        super().__init__(settings, term)
+        # Looked for once per round of offers, not once per waiting actor.
+        self._sources: list[Actor] | None = None
+        self._fed: dict[int, int] = {}
+
+    def _begin_offers(self) -> None:
+        self._sources = None
+        self._fed.clear()
+
     def _children(self) -> dict[str, list[Actor]]:
         """source -> actors that its staging memory is leased to"""
         children: dict[str, list[Actor]] = {}
@@ -24,10 +35,16 @@ class Relays(Board):
         return children
 
     def _peer_for(self, actor: Actor, record: VersionRecord, children: dict[str, list[Actor]]) -> Actor | None:
-        """The peer with the fewest children among those that can pass `record` on."""
+        """The peer with the fewest children among those that can pass `record`, the newest, on."""
+        if self._sources is None:
+            self._sources = [
+                peer
+                for peer in self.actors.values()
+                if self._can_relay(peer, record) and len(children.get(peer.name, ())) < self.settings.relay_fanout
+            ]
         able = [
             peer
-            for peer in self.actors.values()
+            for peer in self._sources
             if peer is not actor
             and self._can_relay(peer, record)
             and len(children.get(peer.name, ())) < self.settings.relay_fanout
@@ -50,6 +67,12 @@ class Relays(Board):
         """Not to more than `relay_fanout` actors per version, unless a relay to this one has failed."""
         if any(until > self.time for until in actor.distrusts.values()):
             return True
+        if record.serial not in self._fed:
+            self._fed[record.serial] = self._count_fed(record)
+        return self._fed[record.serial] < self.settings.relay_fanout
+
+    def _count_fed(self, record: VersionRecord) -> int:
+        """Actors that have the version from the trainer, or are about to."""
         fed = 0
         for other in self.actors.values():
             if other.state is ActorState.EVICTED:
@@ -59,7 +82,7 @@ class Relays(Board):
                 fed += other.attempt.source is None and (not other.attempt.leases or self._moves(other))
             elif other.holds(record):
                 fed += other.fed_by_trainer
-        return fed < self.settings.relay_fanout
+        return fed
 
     def _heard_lately(self, actor: Actor) -> bool:
         return self.time - actor.heard_at < self.settings.offer_timeout_s / 2

@@ -100,6 +100,11 @@ class VersionTable:
         for record in self.records.values():
             record.checksums.pop(rank, None)
 
+    @property
+    def outdated(self) -> bool:
+        """Whether there is anything that forget() could drop."""
+        return any(r.outcome is Outcome.PUBLISHED and r is not self.newest for r in self.records.values())
+
     def forget(self, in_use: set[int]) -> None:
         """Drop records of published versions that are neither the newest nor in use (delivered, or a base)."""
         newest = self.newest
