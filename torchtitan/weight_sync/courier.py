@@ -300,14 +300,11 @@ class Courier:
             self._deltas.use((delivery.serial, delivery.base_serial))
 
     def _delivered(self, link: Link, delivery: Delivery, error: str | None) -> None:
-        attempt, sent = delivery.attempt, link.take_sent_bytes()
         for serial in delivery.serials:
-            self._keeper.let_go(serial, f"attempt {attempt} to {link.worker}.{link.stream}")
+            self._keeper.let_go(serial, f"attempt {delivery.attempt} to {link.worker}.{link.stream}")
         if delivery.base_serial is not None:
             self._deltas.end_use((delivery.serial, delivery.base_serial))
-        if sent:
-            fields = {"attempt": attempt, "actor": link.actor, "version": delivery.version, "bytes": sent}
-            self._tell({"type": "sent", **fields})
+        self._tell(link.sent(delivery))
         if error:
             self._tell({"type": "broken", "attempt": delivery.attempt, "reason": error})
 

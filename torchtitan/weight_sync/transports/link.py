@@ -103,7 +103,7 @@ class Link:
         self._incoming = bytearray()
         self._notes: deque[memoryview] = deque()
         """Whole frames, apart from the first, which may have begun to leave"""
-        self.sent_bytes = 0
+        self._sent_bytes = 0
         """Bytes of buckets that have left over this connection, headers included"""
 
     @property
@@ -111,10 +111,11 @@ class Link:
         """What is being delivered."""
         return None if self._progress is None else self._progress.delivery
 
-    def take_sent_bytes(self) -> int:
-        """`sent_bytes` since the last call."""
-        count, self.sent_bytes = self.sent_bytes, 0
-        return count
+    def sent(self, delivery: Delivery) -> Message:
+        """What the coordinator is told after a delivery: the bytes that have left since the last one."""
+        count, self._sent_bytes = self._sent_bytes, 0
+        fields = {"attempt": delivery.attempt, "version": delivery.version, "actor": self.actor}
+        return {"type": "sent", **fields, "bytes": count}
 
     def send(self, delivery: Delivery) -> None:
         """Begin a delivery; one that is still going on is given up."""
@@ -342,7 +343,7 @@ class Link:
                 parts = [payload[start : start + allowance]]
             count = sock.sendmsg(parts)
             progress.sent += count
-            self.sent_bytes += count
+            self._sent_bytes += count
             allowance -= count
             if progress.sent == len(header) + len(payload):
                 progress.frame, progress.sent = None, 0
