@@ -272,3 +272,26 @@ def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> N
         assert row["weight_sync/versions_skipped"] == 0
         assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
     assert (tmp_path / "latest" / "hf" / "step-4" / "model.safetensors").exists()
+
+
+def test_a_run_survives_the_faults_of_its_configuration(debug_checkpoint: Path, tmp_path: Path) -> None:
+    """One actor freezes for a while when it is about to apply, the other dies in the middle of a transfer."""
+    faults = [
+        "freeze:phase=apply,actor=actor-0,version=2-,seconds=4",
+        "kill:phase=receive,actor=actor-1,version=4-",
+    ]
+    process = launch(
+        debug_checkpoint, tmp_path, 12, "--inference.health_timeout_s", "1.5", "--inference.health_interval_s", "0.5",
+        "--fault_injection.enable", "true", "--fault_injection.faults", *faults,
+    )  # fmt: skip
+    finish(process, tmp_path / "console.log")
+    run_dir = (tmp_path / "latest").resolve()
+    assert [row["step"] for row in steps_of(run_dir)] == list(range(1, 13))
+    assert "FAULT INJECTION IS ON" in (tmp_path / "console.log").read_text()
+    assert "kill:phase=receive" in (run_dir / "report.html").read_text()
+    events = read_json_lines(run_dir / "events.jsonl")
+    assert [event["faults"] for event in events if event["kind"] == "fault_injection_is_on"] == [faults]
+    assert {event["actor"] for event in events if event["kind"] == "actor_evicted"} == {"actor-0", "actor-1"}
+    (epoch,) = read_json_lines(run_dir / "epochs.jsonl")
+    struck = (run_dir / "weight_sync" / f"faults-{epoch['epoch']}.txt.struck").glob("*.json")
+    assert sorted(json.loads(path.read_text())["fault"] for path in struck) == faults

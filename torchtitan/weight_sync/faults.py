@@ -248,11 +248,15 @@ class _Plan:
         folder.mkdir(parents=True, exist_ok=True)
         key = hashlib.blake2b(fault.text.encode(), digest_size=6).hexdigest()
         record = {"fault": fault.text, "where": where, "pid": os.getpid(), "time": time.time()}
+        # Whole from the moment on that it has its name, and nobody else can take that.
+        temporary = folder / f".{os.getpid()}-{threading.get_ident()}"
+        temporary.write_text(json.dumps(record) + "\n")
         try:
-            with (folder / f"{key}-{number}.json").open("x") as file:
-                file.write(json.dumps(record) + "\n")
+            os.link(temporary, folder / f"{key}-{number}.json")
         except FileExistsError:
             return False
+        finally:
+            temporary.unlink()
         return True
 
 
