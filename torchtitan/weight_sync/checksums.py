@@ -12,6 +12,11 @@ import xxhash
 _FUNCTIONS = {"sum": ("torchtitan.weight_sync.device_checksum", "sum_checksum")}
 
 
+def reads_devices(kind: str) -> bool:
+    """Whether slots and staging memory of a layout with this kind may be on a device."""
+    return kind == "sum"
+
+
 def bucket_checksum(data: bytes | memoryview) -> str:
     """xxh3-128 of one bucket's bytes in host memory. Gives up the interpreter's lock while it works."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan.weight_sync import delta, faults
 from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketStream, Frame
-from torchtitan.weight_sync.checksums import checksum_function
+from torchtitan.weight_sync.checksums import checksum_function, reads_devices
 from torchtitan.weight_sync.connection import Connection, Server
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.layout_tables import Box
@@ -86,7 +86,8 @@ class Intake:
     """Receives what `machine` wants, and tells it about every bucket.
 
     execute: what to do with the machine's commands. boxes: the parts of the parameters that this worker holds (None:
-    everything). where: device of the staging memory. All methods are for the loop's thread.
+    everything). where: device of the staging memory, unless the senders' slots are on the host. All methods are for the
+    loop's thread.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Intake:
         self._loop, self._listener, self._token = loop, listener, token
         self._machine, self._execute = machine, execute
         self._actor, self._worker, self._boxes, self._where = actor, worker, boxes, where
+        self._staged_on = "cpu"
         self.staging: Staging | None = None
         self.layout_id = ""
         self.needs: Needs = None
@@ -145,7 +147,8 @@ class Intake:
         except ValueError as error:
             raise LayoutError(str(error)) from error
         self.needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
-        self.staging, self.layout_id = Staging(layout, self._boxes, self._where), layout_id
+        self._staged_on = self._where if reads_devices(layout.checksum) else "cpu"
+        self.staging, self.layout_id = Staging(layout, self._boxes, self._staged_on), layout_id
         self.element_bytes = delta.element_bytes(layout)
 
     def keys(self) -> list[tuple[int, int]]:
@@ -214,7 +217,7 @@ class Intake:
             stream=stream,
             layout=staging.layout,
             hello=hello,
-            where=self._where,
+            where=self._staged_on,
             tell=tell,
         )
         try:

@@ -200,7 +200,10 @@ class EngineServer:
                 # An apply outlasted the old receiver: it does not know what the engine holds now.
                 served = None
             apply = functools.partial(self._apply, number)
-            self._receiver = Receiver(coordinator, actor, epoch, token, apply, host=self._data_host, served=served)
+            where = str(self.engine.device)
+            self._receiver = Receiver(
+                coordinator, actor, epoch, token, apply, host=self._data_host, served=served, where=where
+            )
             self._receiver.start()
         return _answer(self._state())
 

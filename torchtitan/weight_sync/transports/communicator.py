@@ -51,7 +51,7 @@ class Communicator(Protocol):
         """Whoever waits for something under way need not wait any longer. Never blocks, may be called by any thread."""
 
     def abort(self) -> None:
-        """End everything that is under way. May block for a moment."""
+        """End everything that is under way, and let go of sockets and threads. May block for a moment; idempotent."""
 
 
 class PairStore(dist.Store):  # type: ignore[name-defined]
@@ -131,7 +131,9 @@ class GlooCommunicator:
         """A wait of gloo's cannot be ended: it has its own deadline."""
 
     def abort(self) -> None:
-        self._group.abort()
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()
 
 
 class _GlooPending:

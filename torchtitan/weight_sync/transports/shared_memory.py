@@ -222,6 +222,8 @@ class _FileMemory:
         self._bytes = numpy.frombuffer(self._map, numpy.uint8)
 
     def read(self, offset: int, target: Area) -> None:
+        if not isinstance(target, memoryview):
+            raise ProtocolError("the sender's slots are in host memory, this actor's staging memory is not")
         numpy.copyto(memory_tensor(target).numpy(), self._bytes[offset : offset + len(target)])
 
     def finish(self) -> None:
