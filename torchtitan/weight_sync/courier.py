@@ -145,7 +145,7 @@ class Courier:
         for serial in list(self._checksums):
             if serial not in filled:
                 del self._checksums[serial]
-        for serial, (index, version) in sorted(filled.items()):
+        for serial, (index, version) in sorted(filled.items(), reverse=True):
             if serial not in self._checksums and serial not in self._hashing:
                 self._hashing.add(serial)
                 self._keeper.hold(serial, "checksum")
