@@ -43,12 +43,20 @@ def quick_config(**changes: Any) -> WeightSyncConfig:
 class Job:
     """A trainer without a model: parameters are a function of (version, index) and change right after each snapshot."""
 
+    dtype = "float32"
+    values = staticmethod(parameter_values)
+
     def __init__(self, run_dir: Path, **changes: Any):
         self.run_dir = run_dir
-        self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
+        self.parameters = {f"p{i}": self.values(0, i) for i in range(len(SHAPES))}
         self.epoch, self.token = "e1-test", secrets.token_urlsafe(16)
         self.sync = WeightSync(
-            quick_config(**changes), self.parameters, epoch=self.epoch, token=self.token, run_dir=run_dir
+            quick_config(**changes),
+            self.parameters,
+            epoch=self.epoch,
+            token=self.token,
+            run_dir=run_dir,
+            dtype=self.dtype,
         )
         self.version = -1
         self.receivers: list[Receiver] = []
@@ -64,7 +72,7 @@ class Job:
         stall = time.perf_counter() - begun
         self.version += 1
         for index, parameter in enumerate(self.parameters.values()):
-            parameter.copy_(parameter_values(self.version, index))
+            parameter.copy_(self.values(self.version, index))
         begun, worked = time.perf_counter(), time.thread_time()
         outcome = self.sync.commit(self.version, int(no))
         self.stalls.append(stall + time.perf_counter() - begun)
@@ -376,12 +384,13 @@ class ActorProcesses:
         self.job = job
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, **more: str) -> None:
         arguments = {
             "coordinator": self.job.sync.coordinator_address,
             "actor": name,
             "epoch": self.job.epoch,
             "log": str(self.job.run_dir / f"{name}.jsonl"),
+            **more,
         }
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-m", "tests.integration_tests.weight_sync_actor", json.dumps(arguments)],

@@ -3,6 +3,7 @@
     python -m tests.integration_tests.weight_sync_actor '{"coordinator": ..., "actor": ..., "epoch": ..., "log": ...}'
 
 Every applied version is a line of the log: the version that was announced, and the one that the tensors really hold.
+"values": "sparse" where few elements change from one version to the next.
 """
 
 from __future__ import annotations
@@ -30,6 +31,20 @@ def parameter_values(version: int, index: int) -> torch.Tensor:
     return ((torch.arange(count) % 61) + 64 * version + 7 * index).float().view(SHAPES[index])
 
 
+def sparse_values(version: int, index: int) -> torch.Tensor:
+    """As parameter_values, but one element in 32 changes with each version, and bfloat16 holds them exactly."""
+    elements = torch.arange(parameter_values(0, index).numel())
+    last_change = version - (version + 13 * elements + index) % 32
+    return ((last_change % 96) + 128.0 * (elements % 2)).view(SHAPES[index])
+
+
+def holds_sparse(tensors: dict[str, torch.Tensor], version: int) -> bool:
+    """Whether all tensors hold this version of sparse_values."""
+    values = [sparse_values(version, index) for index in range(len(SHAPES))]
+    whole = all(torch.equal(tensors[f"p{i}"].float(), value) for i, value in enumerate(values))
+    return whole and len(tensors) == len(SHAPES)
+
+
 def version_held(tensors: dict[str, torch.Tensor]) -> int | None:
     """The one version that all tensors hold, None for torn ones."""
     version = int(tensors["p0"].flatten()[0].item()) // 64
@@ -44,7 +59,11 @@ def main() -> None:
 
     def apply(staged: StagedVersion) -> None:
         served = {name: tensor.to("cpu", copy=True) for name, tensor in staged.tensors.items()}
-        line = {"announced": staged.version, "held": version_held(served), "digest": staged.digest}
+        if arguments.get("values") == "sparse":
+            held = staged.version if holds_sparse(served, staged.version) else None
+        else:
+            held = version_held(served)
+        line = {"announced": staged.version, "held": held, "digest": staged.digest}
         log.write(json.dumps(line) + "\n")
 
     receiver = Receiver(
