@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import subprocess
 import threading
@@ -145,7 +146,7 @@ def test_failing_checksums_end_the_courier(tmp_path: Path) -> None:
             "num_slots": 2,
             "words_fd": publisher.slots.words_fd,
             "data_fd": publisher.slots.data_fd,
-            "bell_fd": publisher.courier_bell.fileno(),
+            "bell_fd": os.dup(publisher.courier_bell.fileno()),
         }
         courier = Courier(arguments, "token")
         courier._checksum = lambda _bytes: 1 / 0  # type: ignore[assignment,return-value]
@@ -156,7 +157,6 @@ def test_failing_checksums_end_the_courier(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="checksum thread"):
             courier.run()
         stop.cancel()
-    courier._bell.detach()
     publisher.close()
 
 
@@ -173,13 +173,13 @@ def intake_of(layout: Layout, version: int = 5) -> tuple[Intake, ReceiverMachine
     """An intake that waits for attempt 10."""
     loop = EventLoop()
     machine = ReceiverMachine("e")
-    intake = Intake(loop, socket.create_server(("127.0.0.1", 0)), "token", machine, lambda _commands: None, actor="a")
-    intake.layout(layout, "layout")
+    intake = Intake(loop, "token", machine, lambda _commands: None, ("127.0.0.1", "127.0.0.1"), actor="a")
+    intake.layout(layout, "layout", {}, lambda: None)
     machine.connected(1)
     machine.layout("layout")
     machine.offer(10, version, "digest", intake.keys())
     sums = tuple(tuple("0" * 32 for _ in range(layout.bucket_count(rank))) for rank in range(len(layout.ranks)))
-    intake.begin(10, Manifest("e", version, "layout", sums, "digest"), lambda: None)
+    intake.begin(10, Manifest("e", version, "layout", sums, "digest"), {}, lambda _delta: None)
     return intake, machine, loop
 
 

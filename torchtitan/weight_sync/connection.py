@@ -208,6 +208,12 @@ class Server:
         connection.send({"type": "challenge", "nonce": nonce})
 
 
+def listen(host: str, advertised_host: str) -> tuple[socket.socket, str]:
+    """(a listening socket on a free port of `host`, the address to say to others)."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return listener, wire.format_address(advertised_host, listener.getsockname()[1])
+
+
 def dial(
     loop: EventLoop,
     address: str,

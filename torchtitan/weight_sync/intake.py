@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
-import socket
 import threading
 import time
 from collections import Counter
@@ -13,18 +13,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import xxhash
+
 from torchtitan.weight_sync import delta, faults
 from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketStream, Frame
 from torchtitan.weight_sync.checksums import checksum_function, reads_devices
-from torchtitan.weight_sync.connection import Connection, Server
+from torchtitan.weight_sync.connection import Connection, Server, listen
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, all_keys, needed_buckets, needs_to_json
-from torchtitan.weight_sync.staging import Staging, copy_to_device
-from torchtitan.weight_sync.states.receiver import Command, ReceiverMachine
+from torchtitan.weight_sync.relay import RelaySender
+from torchtitan.weight_sync.staging import StagedVersion, Staging, copy_to_device
+from torchtitan.weight_sync.states.receiver import BeginRelay, Command, ReceiverMachine, Send, Served
 from torchtitan.weight_sync.transports import receive_carrier
-from torchtitan.weight_sync.transports.base import Area, ReceiveCarrier, ReceiveContext
+from torchtitan.weight_sync.transports.base import Area, Delivery, ReceiveCarrier, ReceiveContext
+from torchtitan.weight_sync.transports.link import Link
 from torchtitan.weight_sync.wire import FULL, MAXIMUM_REFERENCE_BYTES, Message, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -50,17 +54,32 @@ class TransferFigures:
 
     def to_json(self) -> Message:
         """Part of what `applied` says."""
-        seconds = max(self.end - self.begin, 1e-9)
-        return {
-            "transfer_s": self.end - self.begin,
-            "gigabytes_per_s": self.bytes_resulting / seconds / 1e9,
-            "verify_s": self.verify_s,
-            "bytes_full": self.bytes_full,
-            "bytes_delta": self.bytes_delta,
-            "bytes_relayed": self.bytes_relayed,
-            "transfer_begin": self.begin,
-            "transfer_end": self.end,
-        }
+        return _with_rates(
+            {
+                "verify_s": self.verify_s,
+                "bytes_full": self.bytes_full,
+                "bytes_delta": self.bytes_delta,
+                "bytes_relayed": self.bytes_relayed,
+                "bytes_resulting": self.bytes_resulting,
+                "transfer_begin": self.begin,
+                "transfer_end": self.end,
+            }
+        )
+
+
+def together(figures: list[Message]) -> Message:
+    """Figures of an actor from those of its workers, which transfer at the same time."""
+    summed = ("verify_s", "bytes_full", "bytes_delta", "bytes_relayed", "bytes_resulting")
+    total: Message = {name: sum(one[name] for one in figures) for name in summed}
+    total["transfer_begin"] = min(one["transfer_begin"] for one in figures)
+    total["transfer_end"] = max(one["transfer_end"] for one in figures)
+    return _with_rates(total)
+
+
+def _with_rates(figures: Message) -> Message:
+    seconds = figures["transfer_end"] - figures["transfer_begin"]
+    rate = figures["bytes_resulting"] / max(seconds, 1e-9) / 1e9
+    return {**figures, "transfer_s": seconds, "gigabytes_per_s": rate}
 
 
 @dataclass
@@ -85,25 +104,27 @@ class _Incoming:
 class Intake:
     """Receives what `machine` wants, and tells it about every bucket.
 
-    execute: what to do with the machine's commands. boxes: the parts of the parameters that this worker holds (None:
-    everything). where: device of the staging memory, unless the senders' slots are on the host. All methods are for the
-    loop's thread.
+    execute: what to do with the machine's commands. address: (host to bind to, host to say). boxes: the parts of the
+    parameters that this worker holds (None: everything). where: device of the staging memory, unless the senders' slots
+    are on the host. All methods are for the loop's thread.
     """
 
     def __init__(
         self,
         loop: EventLoop,
-        listener: socket.socket,
         token: str,
         machine: ReceiverMachine,
         execute: Callable[[list[Command]], None],
+        address: tuple[str, str],
         *,
         actor: str,
         worker: int = 0,
         boxes: Mapping[str, Box] | None = None,
         where: str = "cpu",
     ):
-        self._loop, self._listener, self._token = loop, listener, token
+        self._loop, self._token = loop, token
+        self._listener, self._address = listen(*address)
+        self._relays = RelaySender(loop, token, machine.epoch, actor, worker, self._relay_finished)
         self._machine, self._execute = machine, execute
         self._actor, self._worker, self._boxes, self._where = actor, worker, boxes, where
         self._staged_on = "cpu"
@@ -131,15 +152,40 @@ class Intake:
             if peer.stream is not None:
                 peer.stream.socket.close()
             peer.carrier.close()
+        self._relays.close()
         self._listener.close()
         self._jobs.put(None)
 
     # What the receiver orders
 
-    def layout(self, layout: Layout, layout_id: str) -> None:
-        """Staging memory for this layout. Raises LayoutError for boxes that do not fit it."""
-        if self.staging is not None and layout_id == self.layout_id:
-            return
+    def missing(self) -> str:
+        """Why the actor cannot join yet: nothing is ever missing."""
+        return ""
+
+    def addresses(self) -> list[str]:
+        """Where couriers send to."""
+        return [self._address]
+
+    def parts(self) -> list[str]:
+        """What is needed here: a worker may be served by another actor's whose part is equal."""
+        needs = json.dumps(needs_to_json(self.needs), separators=(",", ":"))
+        return [xxhash.xxh3_64_hexdigest(needs.encode())]
+
+    def settle(self) -> None:
+        """Before the actor (re)joins: there is nobody to agree with."""
+
+    def layout(self, layout: Layout, layout_id: str, _message: Message, ready: Callable[[], None]) -> None:
+        """Make staging memory for this layout, then call `ready`. Raises LayoutError for boxes that do not fit it."""
+        if self.staging is None or layout_id != self.layout_id:
+            self._make_staging(layout, layout_id)
+        ready()
+
+    @property
+    def current(self) -> tuple[Layout, str] | None:
+        """The layout that staging memory is for, and its id."""
+        return None if self.staging is None else (self.staging.layout, self.layout_id)
+
+    def _make_staging(self, layout: Layout, layout_id: str) -> None:
         for peer in list(self._peers.values()):
             self._close(peer, "the layout changed")
         try:
@@ -156,15 +202,16 @@ class Intake:
         assert self.staging is not None
         return all_keys(self.staging.layout, self.needs)
 
-    def begin(self, attempt: int, manifest: Manifest, then: Callable[[], None]) -> None:
-        """Make ready for an attempt's bytes, and call `then`: at once, or when nothing writes for an older one."""
+    def begin(self, attempt: int, manifest: Manifest, _message: Message, then: Callable[[bool], None]) -> None:
+        """Make ready for an attempt's bytes, and call then(whether deltas can be applied): at once, or when nothing
+        writes for an older one."""
         self._incoming = None
 
         def ready() -> None:
             if self._machine.wants(attempt):
                 self._incoming = _Incoming(attempt, manifest)
                 self._incoming.figures.begin = time.time()
-                then()
+                then(self._machine.delta)
                 self._staged_if_whole()
 
         self._when_quiet = ready
@@ -180,9 +227,37 @@ class Intake:
                 self._close(peer, "the attempt is over")
 
     @property
-    def figures(self) -> TransferFigures:
+    def received_bytes(self) -> int:
+        """Of the current attempt."""
+        return 0 if self._incoming is None else self._incoming.figures.received_bytes
+
+    def figures(self) -> Message:
         """Of the attempt that is or was received last."""
-        return TransferFigures() if self._incoming is None else self._incoming.figures
+        return {} if self._incoming is None else self._incoming.figures.to_json()
+
+    def begin_relay(self, order: BeginRelay, shadow: Served) -> None:
+        """Send what is in staging memory to another actor."""
+        assert self.staging is not None
+        self._relays.begin(order, shadow.version, self.staging)
+
+    def end_relay(self, attempt: int) -> None:
+        """Nobody wants this relay any more."""
+        self._relays.end(attempt)
+
+    def _relay_finished(self, link: Link, delivery: Delivery, error: str | None) -> None:
+        self._execute([Send(link.sent(delivery)), *self._machine.relay_finished(delivery.attempt, error)])
+
+    def staged(self, attempt: int, epoch: str, version: int, digest: str) -> StagedVersion:
+        """For the engine. May take a moment; for its thread."""
+        assert self.staging is not None
+        return StagedVersion(epoch, version, digest, self.staging.assemble())
+
+    def touched(self) -> bool:
+        """Whether an engine that refuses has changed all the same: it says that it has not."""
+        return False
+
+    def check_applied(self) -> None:
+        """After the engine has applied: its word is enough."""
 
     # Connections
 

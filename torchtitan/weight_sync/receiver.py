@@ -13,28 +13,32 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from torchtitan.weight_sync import coverage, faults, wire
+from torchtitan.weight_sync.applying import ApplyFunction, ApplyResult, apply_on_thread
 from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop, Timer
 from torchtitan.weight_sync.intake import Intake
+from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.states.receiver import (
     BeginApply,
+    BeginRelay,
     Command,
     Discard,
+    EndRelay,
     ReceiverMachine,
     ReceiverState,
     Send,
     Served,
 )
 from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +47,6 @@ HEARTBEAT_SECONDS = 0.5
 SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 PROGRESS_SECONDS = 0.2
-
-ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
 @dataclass
@@ -71,8 +73,12 @@ class Receiver:
 
     coordinator: `host:port`; actor: unique name; epoch: the trainer's; token: the job's secret; host: address that the
     data port binds to (and that couriers connect to, unless advertised_host says otherwise); served: what the engine
-    holds already from an earlier receiver (its `served`); where: device of the staging memory. The coordinator may be
-    out of reach for `retry_for_s`.
+    holds already from an earlier receiver (its `served`); where: device of the staging memory; boxes: parameter name ->
+    the part that is wanted (None: all of everything). The coordinator may be out of reach for `retry_for_s`.
+
+    workers > 0: this is the leader of an actor of so many workers, which connect to `workers_address` (see worker.py)
+    and hold the weights. `apply` then calls the staged version's apply_on_workers() while the engine stands still; all
+    workers have to answer within `workers_timeout_s`.
     """
 
     def __init__(
@@ -88,6 +94,10 @@ class Receiver:
         served: Served | None = None,
         retry_for_s: float = 60.0,
         where: str = "cpu",
+        boxes: Mapping[str, Box] | None = None,
+        workers: int = 0,
+        workers_timeout_s: float = 60.0,
+        worker: int | None = None,
     ):
         wire.parse_address(coordinator)
         self.coordinator, self.actor, self.epoch = coordinator, actor, epoch
@@ -95,11 +105,33 @@ class Receiver:
         # A new process of the same name starts afresh with the coordinator.
         self._machine = ReceiverMachine(epoch, served, secrets.token_hex(8))
         self._loop = EventLoop()
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        port = self._listener.getsockname()[1]
-        self._data_address = wire.format_address(advertised_host or host, port)
+        self._worker = worker
+        address = (host, advertised_host or host)
+        self._data: Intake | WorkerGroup
+        if workers:
+            self._data = WorkerGroup(
+                self._loop,
+                token,
+                self._machine,
+                self,
+                address,
+                actor=actor,
+                count=workers,
+                apply_timeout_s=workers_timeout_s,
+            )
+        else:
+            self._data = Intake(
+                self._loop,
+                token,
+                self._machine,
+                self._execute,
+                address,
+                actor=actor,
+                worker=worker or 0,
+                boxes=boxes,
+                where=where,
+            )
         self._control: Connection | None = None
-        self._intake = Intake(self._loop, self._listener, token, self._machine, self._execute, actor=actor, where=where)
         self._heard_at = 0.0
         self._reported_bytes = 0
         self._last_seen = time.monotonic()
@@ -116,9 +148,16 @@ class Receiver:
         self._thread.start()
 
     @property
+    def workers_address(self) -> str:
+        """Where this leader's workers connect to. Raises ValueError without workers."""
+        if not isinstance(self._data, WorkerGroup):
+            raise ValueError("a receiver of its own has no workers")
+        return self._data.address
+
+    @property
     def served(self) -> Served | None:
         """The version that the engine holds since the last apply; None after a failed one."""
-        return None if self._machine.poisoned else self._machine.served
+        return self._machine.serving
 
     @property
     def poisoned(self) -> bool:
@@ -156,7 +195,7 @@ class Receiver:
     # Background thread
 
     def _run(self) -> None:
-        self._intake.start()
+        self._data.start()
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
         self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
         self._dial()
@@ -166,7 +205,7 @@ class Receiver:
             self._failure = f"the receiver's thread ended: {error!r}"
             logger.exception("%s: weight receiver failed", self.actor)
         finally:
-            self._intake.close()
+            self._data.close()
             if self._control is not None:
                 self._control.socket.close()
                 self._control = None
@@ -178,11 +217,24 @@ class Receiver:
                 if phase in ("staged", "applied") and not self._survives(phase, self._machine.version):
                     continue
                 if self._control is not None:
-                    self._control.send({**command.message, "epoch": self.epoch, "term": self._machine.term})
+                    message = {**command.message, **self._more_to_say(phase)}
+                    self._control.send({**message, "epoch": self.epoch, "term": self._machine.term})
             elif isinstance(command, Discard):
-                self._intake.discard(command.attempt)
+                self._data.discard(command.attempt)
             elif isinstance(command, BeginApply):
                 self._begin_apply(command)
+            elif isinstance(command, BeginRelay):
+                assert self._machine.shadow is not None
+                self._data.begin_relay(command, self._machine.shadow)
+            elif isinstance(command, EndRelay):
+                self._data.end_relay(command.attempt)
+
+    def _more_to_say(self, kind: str) -> Message:
+        if kind == "ready":
+            return {"parts": self._data.parts()}
+        if kind == "staged" and self._worker is not None:
+            return {"figures": self._data.figures()}
+        return {}
 
     def _survives(self, phase: str, version: int) -> bool:
         """Whether fault injection lets this message pass."""
@@ -197,13 +249,21 @@ class Receiver:
 
     def _dial(self) -> None:
         self._redial = None
-        fields = {**self._machine.hello_fields(), "actor": self.actor, "data": [self._data_address]}
-        dial(self._loop, self.coordinator, self._token, "actor", fields, self._welcomed, self._out_of_reach)
+        missing = self._data.missing()
+        if missing:
+            self._out_of_reach(missing)
+            return
+        self._data.settle()
+        fields = {**self._machine.hello_fields(), "actor": self.actor, "data": self._data.addresses()}
+        role = "actor"
+        if self._worker is not None:
+            role, fields["worker"] = "worker", self._worker
+        dial(self._loop, self.coordinator, self._token, role, fields, self._welcomed, self._out_of_reach)
 
     def _out_of_reach(self, reason: str) -> None:
         silent = time.monotonic() - self._last_seen
         if silent > self._retry_for_s:
-            self._failure = f"no coordinator at {self.coordinator} for {silent:.0f} s: {reason}"
+            self._failure = f"not joined at {self.coordinator} for {silent:.0f} s: {reason}"
             logger.error("%s: weight receiver gives up: %s", self.actor, self._failure)
             return
         self._redial = self._loop.call_later(RETRY_SECONDS, self._dial)
@@ -256,6 +316,11 @@ class Receiver:
             self._execute(self._machine.abort(message["attempt"]))
         elif kind == "apply":
             self._execute(self._machine.apply(message["attempt"]))
+        elif kind == "relay":
+            order = [message[name] for name in ("attempt", "actor", "version", "digest", "data")]
+            self._execute(self._machine.relay(*order))
+        elif kind == "release":
+            self._execute(self._machine.release(message["attempt"]))
         elif kind == "evict":
             connection.close(f"evicted: {message['reason']}")
         elif kind != "pong":
@@ -268,85 +333,106 @@ class Receiver:
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         layout_id = layout.layout_id()
-        self._intake.layout(layout, layout_id)
-        self._execute(self._machine.layout(layout_id))
+        try:
+            self._data.layout(layout, layout_id, message, lambda: self._execute(self._machine.layout(layout_id)))
+        except LayoutError as error:
+            raise ProtocolError(str(error)) from error
 
     def _on_offer(self, message: Message) -> None:
-        staging = self._intake.staging
-        if staging is None:
+        if self._data.current is None:
             raise ProtocolError("an offer came before the layout")
         try:
             offered = Manifest.from_json(message)
-            offered.check_fits(staging.layout, self._intake.layout_id)
+            offered.check_fits(*self._data.current)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         if not self._survives("offer", offered.version):
             return
         attempt, base = message["attempt"], message.get("base")
+        if self._worker is not None and message.get("poisoned"):
+            # The leader's word: the actor as a whole serves nothing, whatever this part of it holds.
+            self._machine.poisoned = True
         commands = self._machine.offer(
             attempt,
             offered.version,
             offered.digest,
-            self._intake.keys(),
+            self._data.keys(),
             None if base is None else (int(base[0]), str(base[1])),
             message.get("source"),
         )
         # What an older attempt still writes has to end before the first byte of this one may come.
         self._execute([command for command in commands if not isinstance(command, Send)])
-        answer: list[Command] = [command for command in commands if isinstance(command, Send)]
+        answers = [command.message for command in commands if isinstance(command, Send)]
+
+        def answer(changes: Message) -> None:
+            self._execute([Send({**one, **changes}) for one in answers])
+
         if self._machine.wants(attempt):
             self._reported_bytes = 0
-            self._intake.begin(attempt, offered, lambda: self._execute(answer))
+            self._data.begin(attempt, offered, message, lambda delta: answer({"base": delta}))
         else:
-            self._execute(answer)
+            answer({})
 
     def _report_progress(self) -> None:
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
         if self._machine.state is not ReceiverState.RECEIVING:
             return
-        received = self._intake.figures.received_bytes
+        received = self._data.received_bytes
         if received > self._reported_bytes:
             self._reported_bytes = received
             self._execute([Send({"type": "progress", "attempt": self._machine.attempt, "bytes": received})])
 
+    # Workers (see GroupOwner)
+
+    def worker_lost(self, reason: str) -> None:
+        """Leave; the actor joins again when all its workers are there."""
+        if self._control is not None:
+            self._control.close(reason)
+
+    def part_declined(self, attempt: int, reason: str) -> None:
+        """A worker cannot take the offered version now, so the actor cannot."""
+        commands = self._machine.abort(attempt)
+        if commands:
+            self._execute([*commands, Send({"type": "decline", "attempt": attempt, "reason": reason})])
+
+    def part_refused(self, attempt: int, reason: str) -> None:
+        """What a worker received is not what was offered."""
+        self._execute(self._machine.refuse(attempt, reason))
+
+    def part_staged(self, attempt: int, worker: int) -> None:
+        """A worker has everything; when all have, the actor has."""
+        self._execute(self._machine.bucket(attempt, (worker, 0), True))
+        self._execute(self._machine.staged(attempt))
+
+    def relay_finished(self, attempt: int, error: str | None) -> None:
+        """All workers have sent their parts to another actor, or one cannot."""
+        self._execute(self._machine.relay_finished(attempt, error))
+
+    def tell(self, message: Message) -> None:
+        """Pass a worker's message on to the coordinator."""
+        self._execute([Send(message)])
+
     # Engine
 
     def _begin_apply(self, command: BeginApply) -> None:
-        transfer, source = self._intake.figures.to_json(), self._machine.source or "trainer"
+        figures = {**self._data.figures(), "source": self._machine.source or "trainer"}
 
-        def work() -> None:
-            faults.at("apply", version=command.version, actor=self.actor)
-            begun, begun_at = time.monotonic(), time.time()
-            error: str | None = None
-            refused = False
-            cost: float | Mapping[str, float] | None = None
-            try:
-                assert self._intake.staging is not None
-                tensors = self._intake.staging.assemble()
-                cost = self._apply(StagedVersion(self.epoch, command.version, command.digest, tensors))
-            except WeightsRefused as failure:
-                logger.error("%s: version %d refused: %s", self.actor, command.version, failure)
-                error, refused = str(failure), True
-            except Exception as failure:
-                # Half a version may be in the engine now: never served, and said so to everybody.
-                logger.exception("%s: applying version %d failed", self.actor, command.version)
-                error = repr(failure)
-            elapsed = time.monotonic() - begun
-            figures = {
-                **transfer,
-                "source": source,
-                "apply_s": elapsed,
-                "apply_begin": begun_at,
-                "apply_end": begun_at + elapsed,
-                "pause_s": elapsed,
-                **({} if cost is None else cost if isinstance(cost, Mapping) else {"pause_s": float(cost)}),
-            }
-            self._loop.call_from_thread(lambda: self._apply_finished(command.attempt, error, figures, refused))
+        def report(result: ApplyResult) -> None:
+            self._loop.call_from_thread(
+                lambda: self._apply_finished(command.attempt, result, {**figures, **result.figures})
+            )
 
-        self._apply_thread = threading.Thread(target=work, name=f"weight-apply-{self.actor}", daemon=True)
-        self._apply_thread.start()
+        def make() -> StagedVersion:
+            return self._data.staged(command.attempt, self.epoch, command.version, command.digest)
 
-    def _apply_finished(self, attempt: int, error: str | None, figures: Message, refused: bool) -> None:
+        self._apply_thread = apply_on_thread(
+            self.actor, command.version, make, self._apply, self._data.check_applied, report
+        )
+
+    def _apply_finished(self, attempt: int, result: ApplyResult, figures: Message) -> None:
+        error, refused = result.error, result.refused
+        if refused and self._data.touched():
+            error, refused = f"refused after a part of it was applied: {error}", False
         commands = self._machine.apply_finished(attempt, error, figures, refused)
         self._applied += error is None
         self._execute(commands)
