@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.distributed_launcher import REPOSITORY, run_distributed
+from tests.integration_tests.test_weight_sync import Served, running_job
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.distributed.device import ensure_process_group
+from torchtitan.errors import UserError
+from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
@@ -168,7 +173,8 @@ class Actors:
 
 
 def on_ranks(run_dir: str, scenario: str, device: str = "cpu", where: str = "cpu", **config: Any) -> Any:
-    """On each rank: rank 0 plays the scenario, the others follow."""
+    """On each rank: rank 0 plays the scenario, the others follow. device: of the parameters; where: the actors'."""
+    ensure_process_group()
     ranks = Ranks(Path(run_dir), device, **config)
     descriptors = len(os.listdir("/proc/self/fd"))
     try:
@@ -183,7 +189,8 @@ def on_ranks(run_dir: str, scenario: str, device: str = "cpu", where: str = "cpu
         # With its actors gone a trainer has no more open than before they came.
         ranks.wait_for(lambda: all(actor.state == "EVICTED" for actor in ranks.sync.actors().values()))
         ranks.publish()
-        ranks.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2)
+        if device == "cpu":  # a GPU's driver opens files as it likes
+            ranks.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors + 2)
         published = {record["digest"]: record["version"] for record in ranks.journal("publish")}
         for name in set(actors.names):
             for line in actors.served(name):
@@ -226,7 +233,7 @@ def faults_one_after_the_other(ranks: Ranks, actors: Actors) -> dict[str, Any]:
     ranks.publish()
     ranks.wait_until_served("a", "b")
 
-    actors.start("c", "corrupt:phase=receive,actor=c,rank=1,times=2")
+    actors.start("c", f"corrupt:phase=receive,actor=c,rank={dist.get_world_size() - 1},times=2")
     ranks.publish()
     ranks.wait_until_served("a", "b", "c")
     corrupt = [record for record in ranks.journal("abort") if record["actor"] == "c" and "checksum" in record["reason"]]
@@ -248,3 +255,27 @@ def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_pa
     assert result == [{"corrupt": 2, "in order": True, "last": True}, None]
     layouts = [json.loads((tmp_path / "weight_sync" / f"layout-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(layout["checksum"] == "sum" for layout in layouts)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_a_courier_thread_that_fails_is_replaced(transport: str, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    engine = Served()
+    with running_job(tmp_path, transport=transport, max_restarts=2) as job:
+        job.receive("a", engine)
+        courier = job.sync._courier
+        assert isinstance(courier, CourierThread)
+        for version in range(3):
+            job.step()
+            assert job.sync.wait_until_applied(version, 20, at_least=1).applied == {"a"}
+            if version < 2:
+                courier._courier._loop.call_from_thread(fail)
+                job.wait_for(lambda version=version: courier.restarts == version + 1)  # type: ignore[misc]
+        courier._courier._loop.call_from_thread(fail)
+        job.wait_for(lambda: bool(courier.failure))
+        with pytest.raises(UserError, match="failed 3 times in a row.*on purpose"):
+            job.step()
+    assert engine.versions == [0, 1, 2]
+    assert not any("courier" in thread.name for thread in threading.enumerate())

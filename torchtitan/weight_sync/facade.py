@@ -191,7 +191,7 @@ class WeightSync:
     def fence(self) -> None:
         """Right before parameters change: what the device is given from now on waits for the last snapshot's copy.
 
-        This thread waits for nothing. Without it a snapshot that is under way would be torn.
+        This thread does only on the CPU. Without the fence a snapshot that is under way would be torn.
         """
         begun = time.perf_counter()
         self._publisher.fence()

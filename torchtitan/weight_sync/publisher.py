@@ -185,10 +185,10 @@ class Publisher:
         return self._waiter.failure
 
     def _finish(self, index: int) -> None:
+        version, begun = self._under_way.pop(index)
         # Host memory is read by another process as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
-        version, begun = self._under_way.pop(index)
         self.snapshots.append(Snapshot(version, begun, time.time()))
 
     def fail(self, version: int, serial: int) -> None:

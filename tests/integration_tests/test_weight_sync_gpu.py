@@ -1,0 +1,147 @@
+"""What only a GPU shows: pinned copies beside the computation, the fence, CUDA IPC, and NCCL between two GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed_launcher import run_distributed
+from torchtitan.distributed import device
+from torchtitan.distributed.device import Fence
+from torchtitan.weight_sync import snapshot
+from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
+from torchtitan.weight_sync.publisher import Publisher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none"),
+]
+needs_two = pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs (NCCL has one per member of a communicator), torch sees {torch.cuda.device_count()}",
+)
+SLEEP_CYCLES = 200_000_000
+
+
+class LateStream:
+    """The real side stream, on which every copy is late; drops_hold: its fences hold nothing back."""
+
+    def __init__(self, where: torch.device, drops_hold: bool):
+        self._stream, self._drops_hold = device.side_stream(where), drops_hold
+
+    def run(self, work: Callable[[], None]) -> Fence:
+        def late() -> None:
+            torch.cuda._sleep(SLEEP_CYCLES)
+            work()
+
+        fence = self._stream.run(late)
+        return Unheld(fence) if self._drops_hold else fence
+
+
+class Unheld:
+    def __init__(self, fence: Fence):
+        self.done, self.wait = fence.done, fence.wait
+
+    def hold(self) -> None:
+        """Nothing waits."""
+
+
+def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:
+    keeper, deadline = publisher.slots.keeper(), time.monotonic() + 30
+    while serial not in keeper.filled():
+        assert time.monotonic() < deadline, "the fence was never reached"
+        time.sleep(0.005)
+    index, _ = keeper.filled()[serial]
+    return publisher.memory[index]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_hold_what_a_plain_cast_gives(
+    on_device: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "SCRATCH_BYTES", 1 << 16)  # several parts, and parameters cut into pieces
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=generator) for shape in ((257, 129), (7,), (50000,), ())]
+    parameters = {f"p{index}": value.cuda() for index, value in enumerate(values)}
+    publisher = Publisher(
+        parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=1 << 16, folder=tmp_path, on_device=on_device
+    )
+    publisher.reserve()
+    publisher.snapshot(0, 1)
+    slot = wait_until_ready(publisher, 1)
+    assert slot.is_cuda == on_device and (on_device or slot.is_pinned())
+    for value, shard in zip(values, publisher.layout.ranks[0].shards, strict=True):
+        expected = value.to(getattr(torch, dtype))
+        held = slot[shard.byte_offset :][: expected.numel() * expected.element_size()].cpu()
+        assert torch.equal(held, expected.reshape(-1).view(torch.uint8))
+    publisher.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool, tmp_path: Path) -> None:
+    whole = []
+    for drops_hold in (False, True):
+        parameter = torch.zeros(1 << 20, device=torch.device("cuda", 0))
+        publisher = Publisher(
+            {"p": parameter},
+            rank=0,
+            dtype="bfloat16",
+            num_slots=2,
+            bucket_bytes=1 << 20,
+            folder=tmp_path,
+            on_device=on_device,
+            stream=LateStream(parameter.device, drops_hold),
+        )
+        parameter.fill_(5)
+        publisher.reserve()
+        begun = time.perf_counter()
+        publisher.snapshot(0, 1)
+        publisher.fence()
+        parameter.fill_(-1.0)
+        late = not publisher.slots.keeper().filled()
+        assert late and time.perf_counter() - begun < 10, "the trainer waited for the copy"
+        whole.append(bool((wait_until_ready(publisher, 1).view(torch.bfloat16) == 5).all()))
+        publisher.close()
+    assert whole == [True, False]
+
+
+def test_checksums_of_device_and_host_agree() -> None:
+    for length in (1, 6, 4 * (1 << 14) * 65 + 6, 1 << 22):
+        data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
+        assert sum_checksum(data.cuda()) == sum_checksum(data) == sum_checksum_numpy(data.numpy().tobytes())
+
+
+def play(run_dir: Path, transport: str, where: str) -> None:
+    result = run_distributed(
+        "tests.integration_tests.test_weight_sync_transports:on_ranks",
+        1,
+        timeout=250,
+        run_dir=str(run_dir),
+        scenario="faults_one_after_the_other",
+        device="cuda",
+        where=where,
+        transport=transport,
+    )
+    assert result == [{"corrupt": 2, "in order": True, "last": True}]
+
+
+@pytest.mark.timeout(300)
+def test_ipc_between_processes_on_one_gpu(tmp_path: Path) -> None:
+    play(tmp_path, "ipc", "cuda:0")
+
+
+@needs_two
+@pytest.mark.timeout(300)
+def test_ipc_between_processes_on_two_gpus(tmp_path: Path) -> None:
+    play(tmp_path, "ipc", "cuda:1")
+
+
+@needs_two
+@pytest.mark.timeout(300)
+def test_nccl_between_two_gpus(tmp_path: Path) -> None:
+    play(tmp_path, "nccl", "cuda:1")
