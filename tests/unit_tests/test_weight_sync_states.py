@@ -105,6 +105,7 @@ class SlotLife(RuleBasedStateMachine):
         self.serial = 0
         self.reading: dict[int, int] = {}
         self.sending: set[int] = set()
+        self.dropped: set[int] = set()
         self.attempts = 0
 
     @rule()
@@ -148,16 +149,24 @@ class SlotLife(RuleBasedStateMachine):
     @rule(back=st.integers(0, 2))
     def drop(self, back: int) -> None:
         self.keeper.drop(self.serial - back)
+        self.dropped.add(self.serial - back)
+
+    @rule(back=st.integers(0, 2), keep=st.booleans())
+    def retain(self, back: int, keep: bool) -> None:
+        base = self.serial - back if keep and self.serial - back in self.keeper.filled() else None
+        if base not in self.dropped:
+            self.keeper.retain(base)
 
     @invariant()
     def readers_see_their_snapshot(self) -> None:
         filled = self.keeper.filled()
         for serial in self.reading.values():
             assert self.memory[filled[serial][0]] == serial
-        if self.keeper.pinned is not None:
-            assert self.keeper.pinned in filled
+        for kept in (self.keeper.pinned, self.keeper.retained):
+            assert kept is None or kept in filled or (kept in self.dropped and kept != self.keeper.pinned)
 
     def teardown(self) -> None:
+        self.keeper.retain(None)
         for attempt, serial in self.reading.items():
             self.keeper.end_lease(attempt)
             self.keeper.let_go(serial, str(attempt))
@@ -224,10 +233,12 @@ class Desk:
         self.out = commands
         return commands
 
-    def join(self, name: str, version: int | None = None, session: int = 1, poisoned: bool = False) -> list[Any]:
+    def join(
+        self, name: str, version: int | None = None, session: int = 1, poisoned: bool = False, **more: Any
+    ) -> list[Any]:
         served = None if version is None else ["e", version, str([[str(version)]])]
         self.sessions[name] = session
-        fields = {"data": "h:1", "epoch": "e", "served": served, "poisoned": poisoned}
+        fields = {"data": [f"{name}:1"], "epoch": "e", "served": served, "poisoned": poisoned, **more}
         self.machine.actor_joined(name, session, fields, self.now)
         return self.say(name, "ready", layout_id="layout")
 
@@ -249,9 +260,9 @@ class Desk:
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
             for name in pings:
-                self.machine.actor_message(name, self.sessions[name], {"type": "ping"}, self.now)
+                events += self.machine.actor_message(name, self.sessions[name], {"type": "ping"}, self.now)
             events += self.machine.tick(self.now)
-        return self.take(events)
+        return self.take([c for c in events if not isinstance(c, ToActor) or c.message["type"] != "pong"])
 
     def state(self, name: str) -> ActorState:
         return self.machine.actors[name].state
@@ -260,6 +271,11 @@ class Desk:
         return [
             (c.actor, c.message["version"]) for c in self.out if isinstance(c, ToActor) and c.message["type"] == "offer"
         ]
+
+    def sent(self, kind: str) -> list[tuple[str | None, dict[str, Any]]]:
+        """Messages of a kind, and which actor they are for (None: couriers)."""
+        messages = [(getattr(c, "actor", None), c.message) for c in self.out if isinstance(c, ToActor | ToCourier)]
+        return [(actor, message) for actor, message in messages if message["type"] == kind]
 
     def records(self, event: str) -> list[dict[str, Any]]:
         return [c.fields for c in self.out if isinstance(c, Record) and c.event == event]
@@ -553,6 +569,212 @@ def test_rank_without_a_slot_drops_the_version_for_all() -> None:
     assert machine.status()["dropped"] == [[1, 3]]
 
 
+def test_declined_offer_is_repeated_later_and_later() -> None:
+    desk = Desk()
+    desk.join("a")
+    desk.publish(0)
+    delays = []
+    for _ in range(10):
+        begun = desk.now
+        desk.say("a", "decline", reason="applying")
+        while desk.state("a") is ActorState.READY and desk.now < begun + 100:
+            desk.wait(0.1, pings=("a",))
+        delays.append(desk.now - begun)
+    assert delays[:4] == pytest.approx([0.5, 1, 2, 4], abs=0.11)
+    assert delays[-2:] == pytest.approx([60, 60], abs=0.11)
+    desk.say("a", "decline", reason="applying")
+    desk.publish(1)
+    assert desk.offers() == [("a", 1)], "something newer is offered at once"
+    desk.apply("a")
+    assert desk.machine.actors["a"].version == 1
+
+
+def test_a_new_process_starts_afresh_unless_one_after_the_other_ends() -> None:
+    desk = Desk()
+    desk.publish(0)
+    desk.join("a", process="p0")
+    for _ in range(3):
+        desk.say("a", "accept")
+        desk.say("a", "refused", reason="checksum")
+    desk.join("a", session=2, process="p0")
+    assert desk.machine.actors["a"].on_probation, "the same process keeps its failures"
+    desk.join("a", session=3, process="p1")
+    assert not desk.machine.actors["a"].on_probation and desk.offers() == [("a", 0)]
+    for life in range(2, 8):
+        desk.machine.actor_lost("a", desk.sessions["a"], "killed", desk.now)
+        desk.join("a", session=2 + life, process=f"p{life}")
+        assert desk.machine.actors["a"].on_probation is (life >= 3), "a crash loop costs nobody a wait"
+    delay = desk.machine.actors["a"].backoff
+    assert delay > 1
+    desk.wait(delay + 0.2, pings=("a",))
+    desk.apply("a")
+    desk.join("a", session=20, process="p20")
+    assert not desk.machine.actors["a"].on_probation and desk.offers() == [("a", 0)]
+
+
+# Delta
+
+
+def test_delta_goes_against_the_acknowledged_version_and_every_so_often_in_full() -> None:
+    desk = Desk(delta=True, full_every=3)
+    desk.join("a")
+    desk.publish(0)
+    desk.apply("a")
+    bases = []
+    for version in range(1, 8):
+        desk.publish(version)
+        order = [message["type"] for _, message in desk.sent("retain") + desk.sent("publish")]
+        assert order == ["retain", "publish"], "the base is kept before the publication could free it"
+        (offer,) = [message for _, message in desk.sent("offer")]
+        leases = [message["serial"] for _, message in desk.sent("lease")]
+        assert leases == [version + 1, version] if offer["base"] else leases == [version + 1]
+        desk.say("a", "accept", base=offer["base"] is not None)
+        (send,) = [message for _, message in desk.sent("send")]
+        assert send["base_serial"] == (version if offer["base"] else None)
+        bases.append(None if offer["base"] is None else offer["base"][0])
+        digest = desk.machine.versions.newest.digest  # type: ignore[union-attr]
+        desk.say("a", "staged", digest=digest)
+        desk.say("a", "applied", version=version, digest=digest, figures={})
+    assert bases == [0, 1, None, 3, 4, None, 6]
+
+
+def test_actor_without_the_base_gets_everything() -> None:
+    desk = Desk(delta=True)
+    desk.join("a")
+    desk.publish(0)
+    desk.apply("a")
+    desk.publish(1)
+    desk.say("a", "accept", base=False)
+    assert desk.sent("send")[0][1]["base_serial"] is None
+    desk.machine.actor_lost("a", 1, "reset", desk.now)
+    desk.join("a", version=0, session=2)
+    assert desk.sent("offer")[0][1]["base"] is None, "the first after a rejoin is full"
+
+
+def test_base_is_what_most_actors_hold_and_nothing_without_actors() -> None:
+    desk = Desk(delta=True)
+    for name in "abc":
+        desk.join(name)
+    desk.publish(0)
+    for name in "abc":
+        desk.apply(name)
+    desk.publish(1)
+    desk.apply("a")
+    for name in "bc":
+        desk.say(name, "accept", base=True)
+        desk.say(name, "refused", reason="checksum")
+        desk.say(name, "decline", reason="busy")
+    desk.publish(2)
+    assert not desk.sent("retain"), "two hold version 0, one version 1"
+    assert [message["base"] and message["base"][0] for _, message in desk.sent("offer")] == [None, 0, 0]
+    for name in "abc":
+        desk.machine.actor_lost(name, 1, "killed", desk.now)
+    desk.publish(3)
+    assert [message["serial"] for _, message in desk.sent("retain")] == [None]
+
+
+# Relay
+
+
+def relaying(fanout: int = 1, actors: str = "abc") -> Desk:
+    """Version 0 is published, and so many actors have been offered it as the trainer sends to."""
+    desk = Desk(relay=True, relay_fanout=fanout)
+    for name in actors:
+        desk.join(name)
+    desk.publish(0)
+    return desk
+
+
+def test_the_trainer_sends_a_version_to_a_few_and_they_pass_it_on() -> None:
+    desk = relaying(actors="abcd")
+    assert desk.offers() == [("a", 0)]
+    desk.apply("a")
+    assert desk.offers() == [("b", 0)], "from a, which may serve one at a time"
+    desk.say("b", "accept")
+    assert not desk.sent("send")
+    digest = desk.machine.versions.newest.digest  # type: ignore[union-attr]
+    ((source, order),) = desk.sent("relay")
+    assert source == "a" and (order["actor"], order["data"], order["digest"]) == ("b", ["b:1"], digest)
+    desk.say("b", "staged", digest=digest)
+    assert desk.sent("release") == [("a", {"type": "release", "attempt": order["attempt"]})]
+    assert desk.offers() == [("c", 0)]
+    desk.say("b", "applied", version=0, digest=digest, figures={})
+    assert desk.offers() == [("d", 0)], "b serves too"
+    assert {message["source"] for _, message in desk.sent("offer")} == {"b"}
+
+
+def test_a_failed_relay_is_followed_by_the_trainer_and_is_not_counted_against_the_actor() -> None:
+    desk = relaying()
+    desk.apply("a")
+    desk.say("b", "accept")
+    attempt = desk.machine.actors["b"].attempt
+    assert attempt is not None and attempt.source == "a"
+    stranger = {"type": "broken", "attempt": attempt.number, "reason": "no"}
+    desk.machine.actor_message("c", 1, stranger, desk.now)
+    assert desk.machine.actors["b"].attempt is attempt, "only the source can say so"
+    desk.take(desk.machine.actor_message("a", 1, {**stranger, "shadow": False}, desk.now))
+    assert desk.machine.actors["b"].failures == 0 and not desk.machine.actors["a"].shadow
+    offers = {actor: message["source"] for actor, message in desk.sent("offer")}
+    assert offers == {"b": None}, "c waits: the trainer has sent this version often enough"
+
+
+def test_a_lost_source_costs_its_children_one_attempt() -> None:
+    desk = relaying()
+    desk.apply("a")
+    desk.say("b", "accept")
+    desk.take(desk.machine.actor_lost("a", 1, "killed", desk.now))
+    assert [record["reason"] for record in desk.records("abort")] == ["its source a is gone: killed"]
+    assert desk.offers() == [("b", 0)] and desk.sent("offer")[0][1]["source"] is None
+
+
+def test_a_frozen_source_is_not_blamed_on_the_actor_that_waits() -> None:
+    desk = relaying(actors="ab")
+    desk.apply("a")
+    desk.say("b", "accept")
+    desk.wait(5.2, pings=("b",))
+    assert "suspect" not in [c.event for c in desk.out if isinstance(c, Record) and c.fields.get("actor") == "b"]
+    assert desk.state("a") is ActorState.SUSPECT and desk.machine.actors["b"].missed_deadlines == 0
+    assert {actor: message["source"] for actor, message in desk.sent("offer")} == {"b": None}, "a serves nobody now"
+
+
+def test_a_source_waits_for_a_child_that_moves_and_not_for_one_that_does_not() -> None:
+    desk = relaying(actors="ab")
+    desk.apply("a")
+    desk.say("b", "accept")
+    desk.publish(1)
+    assert not desk.offers(), "staging memory of a is being read"
+    for received in range(10):
+        desk.say("b", "progress", bytes=received + 1)
+        assert not desk.wait(0.3, pings=("a", "b")), "as long as bytes move"
+    desk.wait(0.5, pings=("a", "b"))
+    assert [record["reason"] for record in desk.records("abort")] == ["its source takes a newer version"]
+    assert desk.offers()[0] == ("a", 1)
+
+
+def test_a_source_does_not_fall_behind_for_a_slow_child() -> None:
+    desk = relaying(actors="ab")
+    desk.apply("a")
+    desk.say("b", "accept")
+    for version in range(1, desk.machine.settings.evict_after_versions):
+        desk.say("b", "progress", bytes=version)
+        desk.publish(version)
+        assert not desk.offers()
+    desk.publish(desk.machine.settings.evict_after_versions)
+    assert desk.offers()[0] == ("a", desk.machine.settings.evict_after_versions)
+
+
+def test_workers_are_served_by_workers_with_the_same_buckets() -> None:
+    desk = Desk(relay=True, relay_fanout=1)
+    for name, parts in (("a", ["x"]), ("b", ["y"]), ("c", ["x"])):
+        desk.join(name)
+        desk.machine.actors[name].parts = parts
+    desk.publish(0)
+    desk.apply("a")
+    assert [record["source"] for record in desk.records("offer")] == ["a"]
+    assert desk.offers() == [("c", 0)]
+    assert desk.state("b") is ActorState.OFFERED, "the trainer sends it one more, which a can be no source for"
+
+
 # The receiver
 
 
@@ -628,6 +850,52 @@ def test_receiver_of_an_engine_that_refuses_is_not_poisoned() -> None:
     assert not machine.poisoned and machine.refused_versions == 1
     assert machine.served is not None and machine.served.version == 5
     assert kinds(machine.offer(12, 6, "d6", [(0, 0)])) == ["accept"]
+
+
+def test_receiver_takes_a_delta_only_on_what_its_staging_memory_holds() -> None:
+    machine = applied(receiving())
+    bases = []
+    for attempt, base in ((11, (5, "other")), (12, (5, "d5"))):
+        machine.offer(attempt, 6, "d6", [(0, 0)], base)
+        bases.append(machine.delta)
+        machine.abort(attempt)
+    assert bases == [False, False], "the first offer has invalidated it, from before the first byte"
+    machine = applied(receiving())
+    (accept,) = machine.offer(11, 6, "d6", [(0, 0)], (5, "d5"))
+    assert isinstance(accept, Send) and accept.message["base"] is True and machine.delta
+    machine.refuse(11, "checksum")
+    machine.offer(12, 6, "d6", [(0, 0)], (5, "d5"))
+    assert not machine.delta, "half a delta is no base"
+
+
+def test_poisoned_receiver_has_no_base_and_relays_nothing() -> None:
+    machine = applied(receiving())
+    machine.offer(11, 6, "d6", [(0, 0)])
+    machine.bucket(11, (0, 0), True)
+    machine.staged(11)
+    machine.apply(11)
+    machine.apply_finished(11, "half written", {})
+    assert machine.serving is None and machine.hello_fields()["shadow"] is False
+    assert kinds(machine.relay(12, "b", 5, "d5", ["h:1"])) == ["broken"]
+    machine.offer(13, 6, "d6", [(0, 0)], (5, "d5"))
+    assert not machine.delta
+
+
+def test_receiver_passes_on_what_it_holds_and_nothing_else() -> None:
+    machine = applied(receiving())
+    assert kinds(machine.relay(11, "b", 5, "other", ["h:1"])) == ["broken"]
+    assert kinds(machine.relay(12, "b", 5, "d5", ["h:1"])) == ["BeginRelay"]
+    assert kinds(machine.offer(13, 6, "d6", [(0, 0)])) == ["decline"], "its staging memory is being read"
+    assert kinds(machine.abort(12)) == ["EndRelay"] and machine.relay_finished(12, "late") == []
+    machine.relay(14, "b", 5, "d5", ["h:1"])
+    assert kinds(machine.relay_finished(14, "connection lost")) == ["broken"]
+    machine.relay(15, "b", 5, "d5", ["h:1"])
+    assert kinds(machine.release(15)) == ["EndRelay"]
+    machine.relay(16, "b", 5, "d5", ["h:1"])
+    assert kinds(machine.disconnected()) == ["EndRelay"] and not machine.relays
+    machine.connected(2)
+    machine.layout("another layout")
+    assert kinds(machine.relay(17, "b", 5, "d5", ["h:1"])) == ["broken"], "new staging memory"
 
 
 def test_apply_survives_the_loss_of_the_coordinator() -> None:

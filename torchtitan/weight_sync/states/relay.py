@@ -20,7 +20,7 @@ class Relays(Board):
         super().__init__(settings, term)
         # Looked for once per round of offers, not once per waiting actor.
         self._sources: list[Actor] | None = None
-        self._fed: dict[int, int] = {}
+        self._fed: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def _begin_offers(self) -> None:
         self._sources = None
@@ -67,21 +67,22 @@ class Relays(Board):
         """Not to more than `relay_fanout` actors per version, unless a relay to this one has failed."""
         if any(until > self.time for until in actor.distrusts.values()):
             return True
-        if record.serial not in self._fed:
-            self._fed[record.serial] = self._count_fed(record)
-        return self._fed[record.serial] < self.settings.relay_fanout
+        key = (record.serial, tuple(actor.parts))
+        if key not in self._fed:
+            self._fed[key] = self._count_fed(record, actor.parts)
+        return self._fed[key] < self.settings.relay_fanout
 
-    def _count_fed(self, record: VersionRecord) -> int:
-        """Actors that have the version from the trainer, or are about to."""
+    def _count_fed(self, record: VersionRecord, parts: list[str]) -> int:
+        """Actors that have the version from the trainer and can pass it on, or are about to."""
         fed = 0
         for other in self.actors.values():
-            if other.state is ActorState.EVICTED:
+            if other.state is ActorState.EVICTED or other.parts != parts:
                 continue
             if other.attempt is not None and other.attempt.serial == record.serial:
                 # Nothing is sent to one that shows no life: it does not take another's place.
                 fed += other.attempt.source is None and (not other.attempt.leases or self._moves(other))
-            elif other.holds(record):
-                fed += other.fed_by_trainer
+            else:
+                fed += other.fed_by_trainer and self._can_relay(other, record)
         return fed
 
     def _heard_lately(self, actor: Actor) -> bool:
