@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.unit_tests.trace_format import check_trace
 from torchtitan.components.checkpoint_folder import whole_steps
 from torchtitan.components.events import read_json_lines
 from torchtitan.components.metrics import REQUIRED_KEYS
@@ -233,9 +234,38 @@ def test_every_token_was_sampled_by_a_published_version(story: Story) -> None:
                 assert 0 <= version - span.version <= 1
 
 
+def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story) -> None:
+    """versions.jsonl is made from the coordinator's journal, tokens are tagged by the engines: two witnesses."""
+    rows = read_json_lines(story.run_dir / "weight_sync" / "versions.jsonl")
+    epochs = [one["epoch"] for one in read_json_lines(story.run_dir / "epochs.jsonl")]
+    assert {row["epoch"] for row in rows} == set(epochs)
+    assert len({(row["epoch"], row["version"], row["actor"]) for row in rows}) == len(rows)
+    applied = {(row["epoch"], row["version"]) for row in rows if row["outcome"] == "applied"}
+    for record in batches(story.run_dir).values():
+        for sample in batch_from_json(record).samples:
+            assert {(span.epoch, span.version) for span in sample.spans} <= applied
+    for row in rows:
+        if row["outcome"] == "applied" and not row["failures"]:
+            assert 0 <= row["pause_s"] <= row["apply_s"] and row["transfer_s"] > 0 and row["bytes_full"] > 0
+            assert row["published_at"] <= row["offered_at"] <= row["applied_at"]
+    steps = [row for row in steps_of(story.run_dir) if row["step"] > story.killed_at]
+    life = [row for row in rows if row["epoch"] == epochs[-1] and row["outcome"] == "applied"]
+    assert 0 < sum(row["weight_sync/applied"] for row in steps) <= len(life)
+
+
+def test_trace_opens_and_shows_all_processes(story: Story) -> None:
+    events = check_trace((story.run_dir / "trace.json").read_text())
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"trainer", "weight sync", "actor-0", "actor-1"}
+    kinds = {event.get("cat") for event in events}
+    assert {"step", "train", "snapshot", "publish", "delivery", "transfer", "apply", "generate", "pause"} <= kinds
+    # The replayed run has no actors; its steps are there all the same.
+    assert {"step", "train"} <= {e.get("cat") for e in check_trace((story.replay_dir / "trace.json").read_text())}
+
+
 def test_report_is_there(story: Story) -> None:
     report = (story.run_dir / "report.html").read_text()
-    assert "<svg" in report
+    assert "<svg" in report and "Trainer and actors on one clock" in report and "Weight synchronisation" in report
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report), "the page must not need the network"
 
 
