@@ -52,14 +52,13 @@ class Sums:
         self._longest_pause: float | None = None
         self._evicted_in: Counter[str] = Counter()
 
-    def add(self, delivery: Delivery) -> None:
-        """Count a finished delivery; times and rates of those that were applied."""
-        row = delivery.row()
+    def add(self, row: Row) -> None:
+        """Count a finished delivery's row; times and rates of those that were applied."""
         self._counts["offered"] += row["attempts"]
-        self._counts[delivery.outcome.value] += 1
+        self._counts[row["outcome"]] += 1
         for name in BYTES:
             self._sums[name] += row[name] or 0
-        if delivery.outcome is not Outcome.APPLIED:
+        if row["outcome"] != Outcome.APPLIED.value:
             return
         for name in MEANS:
             if row[name] is not None:
@@ -140,8 +139,9 @@ class SyncMetrics(Listener):
         self._file = None
 
     def finished(self, delivery: Delivery) -> None:
-        self._sums.add(delivery)
-        self._write(delivery.row() | self._trainer.get(delivery.version, dict.fromkeys(TRAINER_FIGURES)))
+        row = delivery.row()
+        self._sums.add(row)
+        self._write(row | self._trainer.get(delivery.version, dict.fromkeys(TRAINER_FIGURES)))
 
     def published(self, publication: Publication) -> None:
         if publication.dropped:
@@ -183,7 +183,7 @@ class _ByActor(Listener):
         self.sums: dict[str, Sums] = {}
 
     def finished(self, delivery: Delivery) -> None:
-        self.sums.setdefault(delivery.actor, Sums()).add(delivery)
+        self.sums.setdefault(delivery.actor, Sums()).add(delivery.row())
 
     def happened(self, incident: Incident) -> None:
         if incident.actor:
