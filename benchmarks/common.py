@@ -52,6 +52,13 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def language_model_shapes(layers: int, hidden: int, vocabulary: int) -> list[tuple[int, ...]]:
+    """Shapes of a Qwen3-like model's tensors: embedding, 11 a layer, final norm."""
+    attention = [(2 * hidden, hidden), (hidden, hidden), (hidden, hidden), (hidden, 2 * hidden), (128,), (128,)]
+    feed_forward = [(3 * hidden, hidden), (3 * hidden, hidden), (hidden, 3 * hidden), (hidden,), (hidden,)]
+    return [(vocabulary, hidden), *(attention + feed_forward) * layers, (hidden,)]
+
+
 # Time
 
 

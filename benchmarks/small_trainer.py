@@ -1,0 +1,157 @@
+"""What the benchmarks of the weight synchronisation train, and the actors without an engine that receive it.
+
+As a script it is such an actor: a process with a Receiver that copies what it is given into tensors of its own, as an
+engine would, and generates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
+from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
+from torchtitan.weight_sync.staging import StagedVersion  # noqa: E402
+from torchtitan.weight_sync.wire import TOKEN_VARIABLE  # noqa: E402
+
+JOIN_SECONDS = 60.0
+
+
+class Block(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+class Trainer:
+    """Trains a residual MLP on noise with AdamW, on one thread.
+
+    About 4 * blocks * width² parameters, and 6 floating point operations for each of them and each of `rows` rows.
+    """
+
+    def __init__(self, width: int, blocks: int, rows: int):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.model = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self._input, self._target = torch.randn(rows, width), torch.randn(rows, width)
+        self.parameters = dict(self.model.named_parameters())
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def forward_backward(self) -> None:
+        """Gradients of one batch."""
+        self._optimizer.zero_grad(set_to_none=True)
+        nn.functional.mse_loss(self.model(self._input), self._target).backward()
+
+    def update(self) -> None:
+        """The optimizer step."""
+        self._optimizer.step()
+
+
+class Job:
+    """A trainer's weight synchronisation, and what its actors need to know."""
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.Tensor],
+        folder: Path,
+        config: WeightSyncConfig | None = None,
+        **options: Any,
+    ):
+        self.epoch, self.token = "1-benchmark", secrets.token_urlsafe(16)
+        self.sync = WeightSync(
+            config or WeightSyncConfig(), parameters, epoch=self.epoch, token=self.token, run_dir=folder, **options
+        )
+        self.version = -1
+
+    def receiver(
+        self, actor: str, cores: Sequence[int], prefix: Sequence[str] = (), host: str = "127.0.0.1"
+    ) -> common.Child:
+        """An actor without an engine, in a process of its own."""
+        return start_receiver(self.sync.coordinator_address, self.epoch, self.token, actor, cores, prefix, host)
+
+    def publish(self, no_vote: bool) -> bool:
+        """After an optimizer step. False where the version was skipped."""
+        self.version += 1
+        return self.sync.commit(self.version, int(no_vote)) == "published"
+
+    def applied_everywhere(self, actors: int, seconds: float = JOIN_SECONDS) -> None:
+        """Wait until so many actors serve the newest version. Ends the benchmark when they do not in time."""
+        outcome = self.sync.wait_until_applied(self.version, seconds, at_least=actors, counts_as_stall=False)
+        if len(outcome.applied) < actors:
+            raise SystemExit(
+                f"version {self.version} was applied by {sorted(outcome.applied)}, not by {outcome.missing}"
+            )
+
+
+def start_receiver(
+    coordinator: str,
+    epoch: str,
+    token: str,
+    actor: str,
+    cores: Sequence[int],
+    prefix: Sequence[str] = (),
+    host: str = "127.0.0.1",
+) -> common.Child:
+    """An actor without an engine, in a process of its own on `cores`."""
+    arguments = {"coordinator": coordinator, "epoch": epoch, "actor": actor, "cores": list(cores), "host": host}
+    return common.Child(Path(__file__), arguments, prefix, {TOKEN_VARIABLE: token})
+
+
+def copying_engine() -> Callable[[StagedVersion], None]:
+    """What an engine does with a version: it copies it into its own tensors."""
+    served: dict[str, torch.Tensor] = {}
+
+    def apply(staged: StagedVersion) -> None:
+        if served.keys() != staged.tensors.keys():
+            served.update({name: tensor.clone() for name, tensor in staged.tensors.items()})
+        else:
+            torch._foreach_copy_(list(served.values()), list(staged.tensors.values()))
+
+    return apply
+
+
+def run_receiver(arguments: dict[str, Any]) -> None:
+    """The actor's process."""
+    common.run_on(*arguments["cores"])
+    torch.set_num_threads(1)
+    receiver = Receiver(
+        arguments["coordinator"],
+        arguments["actor"],
+        arguments["epoch"],
+        os.environ[TOKEN_VARIABLE],
+        copying_engine(),
+        host=arguments["host"],
+    )
+    receiver.start()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    given = common.child_arguments()
+    if given is None:
+        sys.exit("this file is part of the benchmarks of the weight synchronisation, see weight_sync_stall.py")
+    run_receiver(given)

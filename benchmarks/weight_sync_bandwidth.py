@@ -1,0 +1,247 @@
+"""How fast a version gets from the trainer into an actor's tensors, over loopback.
+
+    python benchmarks/weight_sync_bandwidth.py --json
+
+    share_of_socket               GB/s of the tcp transport ÷ GB/s of a bare socket, same bytes. The transport's time
+                                  begins when the actor accepts the offer and ends when the version has been staged,
+                                  verified and copied into the actor's tensors. The bare socket moves bytes from one
+                                  process's memory into another's (recv_into), and does nothing with them.
+    times_faster_than_broadcast   what stock trainer sides do ÷ ours, two trainer ranks that hold half of every tensor:
+                                  full_tensor() and one gloo broadcast per parameter, and a copy into the actor's
+                                  tensors, against commit until applied; wall time of all of it
+
+Medians over turns; no process is pinned, all may use both cores.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import contextlib
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+from benchmarks.bare_socket import BareSocket  # noqa: E402
+from benchmarks.small_trainer import Job, copying_engine  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
+from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
+
+BARS = {"share_of_socket": (">=", 0.6), "times_faster_than_broadcast": (">=", 2.0)}
+ACTOR = "actor"
+TRAINER_RANKS = 2
+TURN_SECONDS = 60.0
+# Two ranks and an actor on one machine: nothing is gained by a third slot.
+CONFIG = WeightSyncConfig(num_slots=2)
+
+
+class Transport:
+    """A trainer in this process, its courier and an actor."""
+
+    def __init__(self, sizes: list[tuple[int, ...]], folder: Path, stack: contextlib.ExitStack):
+        parameters = {f"p{i}": torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
+        self.job = Job(parameters, folder, CONFIG, dtype="bfloat16")
+        stack.callback(self.job.sync.close)
+        stack.callback(self.job.receiver(ACTOR, sorted(os.sched_getaffinity(0))).close)
+        self.from_commit: list[float] = []
+        self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": []}
+
+    def turn(self) -> float:
+        """Seconds from the accepted offer to the applied version, as the actor measured them."""
+        sync = self.job.sync
+        common.wait_for(lambda: sync.has_free_slot, TURN_SECONDS, "a free slot")
+        begun = time.perf_counter()
+        self.job.publish(not sync.reserve())
+        sync.fence()
+        self.job.applied_everywhere(1, TURN_SECONDS)
+        self.from_commit.append(time.perf_counter() - begun)
+        statistics_now = sync.statistics()
+        for name, values in self.parts.items():
+            values.append(statistics_now[f"weight_sync/{ACTOR}/{name}"])
+        return self.parts["transfer_s"][-1] + self.parts["apply_s"][-1]
+
+
+def socket_figures(sizes: list[tuple[int, ...]], repeats: int) -> dict[str, float]:
+    """share_of_socket and what explains it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        transport = Transport(sizes, folder, stack)
+        size = sum(torch.Size(shape).numel() for shape in sizes) * 2
+        bare = BareSocket(size >> 20 << 20, stack)
+        seconds = common.interleaved({"transport": transport.turn, "bare": bare.turn}, repeats, warm_up=2)
+    gigabytes = size / 1e9
+    return {
+        "share_of_socket": common.median_ratio(seconds["bare"], seconds["transport"]),
+        "transport_gb_per_s": gigabytes / statistics.median(seconds["transport"]),
+        "socket_gb_per_s": gigabytes / statistics.median(seconds["bare"]),
+        "commit_to_applied_s": statistics.median(transport.from_commit),
+        **{name: statistics.median(values) for name, values in transport.parts.items()},
+    }
+
+
+# Two trainer ranks and an actor
+
+
+def run_rank(arguments: dict[str, Any]) -> None:
+    """One of three processes of a gloo group: the trainer's ranks 0 and 1, and the actor."""
+    rank, actor_rank = arguments["rank"], TRAINER_RANKS
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{arguments['folder']}/rendezvous",
+        rank=rank,
+        world_size=TRAINER_RANKS + 1,
+        timeout=timedelta(seconds=2 * TURN_SECONDS),
+    )
+    mesh = DeviceMesh("cpu", list(range(TRAINER_RANKS)))
+    to_actor = dist.new_group([0, actor_rank])
+    sizes = [tuple(shape) for shape in arguments["sizes"]]
+    turns: dict[str, Callable[[], None]]
+    with contextlib.ExitStack() as stack:
+        if rank == actor_rank:
+            turns = actor_turns(sizes, to_actor, stack)
+        else:
+            turns = trainer_turns(sizes, rank, mesh, to_actor, Path(arguments["folder"]), stack)
+
+        def turn(name: str) -> float:
+            dist.barrier()
+            begun = time.perf_counter()
+            turns[name]()
+            dist.barrier()
+            return time.perf_counter() - begun
+
+        conditions = {name: functools.partial(turn, name) for name in ("ours", "broadcast")}
+        seconds = common.interleaved(conditions, arguments["repeats"])
+        common.say(seconds)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def trainer_turns(
+    sizes: list[tuple[int, ...]],
+    rank: int,
+    mesh: DeviceMesh,
+    to_actor: dist.ProcessGroup,
+    folder: Path,
+    stack: contextlib.ExitStack,
+) -> dict[str, Callable[[], None]]:
+    """What a trainer rank does."""
+    parameters: dict[str, torch.Tensor] = {}
+    for index, shape in enumerate(sizes):
+        local = torch.randn(shape).bfloat16().chunk(TRAINER_RANKS)[rank].clone()
+        parameters[f"p{index}"] = DTensor.from_local(local, mesh, [Shard(0)])
+    address: list[Any] = [None]
+    options: dict[str, Any] = {"epoch": "1-benchmark", "token": "token", "run_dir": folder, "dtype": "bfloat16"}
+    options |= {"rank": rank, "world_size": TRAINER_RANKS}
+    if rank == 0:
+        sync = WeightSync(CONFIG, parameters, **options)
+        address = [sync.coordinator_address]
+    dist.broadcast_object_list(address, src=0)
+    if rank != 0:
+        sync = WeightSync(CONFIG, parameters, coordinator_address=address[0], **options)
+    stack.callback(sync.close)
+    version = -1
+
+    def ours() -> None:
+        nonlocal version
+        version += 1
+        common.wait_for(sync.reserve, TURN_SECONDS, "a free slot")
+        sync.commit(version, 0)
+        sync.fence()
+        if rank == 0 and not sync.wait_until_applied(version, TURN_SECONDS, at_least=1).applied:
+            raise SystemExit(f"version {version} was not applied: {sync.actors()}")
+
+    def broadcast() -> None:
+        for parameter in parameters.values():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.full_tensor()
+            if rank == 0:
+                dist.broadcast(whole, src=0, group=to_actor)
+
+    return {"ours": ours, "broadcast": broadcast}
+
+
+def actor_turns(
+    sizes: list[tuple[int, ...]], to_actor: dist.ProcessGroup, stack: contextlib.ExitStack
+) -> dict[str, Callable[[], None]]:
+    """What the actor does: its receiver works by itself."""
+    address: list[Any] = [None]
+    dist.broadcast_object_list(address, src=0)
+    receiver = Receiver(address[0], ACTOR, "1-benchmark", "token", copying_engine())
+    receiver.start()
+    stack.callback(receiver.close)
+    served = [torch.zeros(shape, dtype=torch.bfloat16) for shape in sizes]
+
+    def broadcast() -> None:
+        for tensor in served:
+            received = torch.empty_like(tensor)
+            dist.broadcast(received, src=0, group=to_actor)
+            tensor.copy_(received)
+
+    return {"ours": lambda: None, "broadcast": broadcast}
+
+
+def broadcast_figures(sizes: list[tuple[int, ...]], repeats: int) -> dict[str, float]:
+    """times_faster_than_broadcast and what explains it."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        ranks = []
+        for rank in range(TRAINER_RANKS + 1):
+            arguments = {"rank": rank, "folder": folder, "sizes": sizes, "repeats": repeats}
+            ranks.append(common.Child(Path(__file__), arguments))
+            stack.callback(ranks[-1].close)
+        seconds = ranks[0].answer()
+        for process in ranks:
+            process.process.wait(TURN_SECONDS)
+    return {
+        "times_faster_than_broadcast": common.median_ratio(seconds["broadcast"], seconds["ours"]),
+        **{f"{name}_s": statistics.median(taken) for name, taken in seconds.items()},
+    }
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=59392)
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.layers, arguments.hidden, arguments.vocabulary, arguments.repeats = 2, 256, 4096, 2
+    torch.set_num_threads(1)
+    sizes = common.language_model_shapes(arguments.layers, arguments.hidden, arguments.vocabulary)
+    figures = socket_figures(sizes, arguments.repeats) | broadcast_figures(sizes, arguments.repeats)
+    conditions = {
+        **{name: value for name, value in vars(arguments).items() if name != "json"},
+        "bytes_per_version": sum(torch.Size(shape).numel() for shape in sizes) * 2,
+        "tensors": len(sizes),
+        "dtype": "bfloat16",
+        "torch": torch.__version__,
+    }
+    common.report("weight_sync_bandwidth", figures, BARS, conditions, arguments.json)
+
+
+if __name__ == "__main__":
+    given = common.child_arguments()
+    if given is None:
+        main()
+    else:
+        run_rank(given)

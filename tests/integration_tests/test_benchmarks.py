@@ -1,0 +1,68 @@
+"""The benchmarks of the weight synchronisation run, and say what they promise. What they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.namespaces import slow_network
+
+REPOSITORY = Path(__file__).parents[2]
+KEYS = {
+    "weight_sync_stall": {
+        "frozen_step_ratio",
+        "publish_step_ratio",
+        "sync_stall_p50_share",
+        "sync_stall_p99_share",
+        "frozen_share_of_steps",
+        "published_share_healthy",
+    },
+    "weight_sync_overlap": {"share_of_ideal", "gain", "published_share_async"},
+    "weight_sync_snapshot": {"snapshot_ratio"},
+    "weight_sync_bandwidth": {"share_of_socket", "times_faster_than_broadcast"},
+    "weight_sync_plan": {"plan_s", "growth_per_version"},
+}
+SHARES = {"frozen_share_of_steps", "published_share_healthy", "published_share_async"}
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in listed.stdout.splitlines() if line}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_benchmark_ends_with_its_figures(name: str) -> None:
+    isolated = name == "weight_sync_overlap"
+    if isolated and (os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None):
+        pytest.skip("needs root and iproute2")
+    if name in ("weight_sync_stall", "weight_sync_overlap") and CORES < 2:
+        pytest.skip("needs two cores")
+    before = namespaces() if isolated else set()
+    command = [sys.executable, str(REPOSITORY / "benchmarks" / f"{name}.py"), "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["benchmark"] == name and result["conditions"]["quick"] is True
+    figures = result["figures"]
+    assert figures.keys() >= KEYS[name]
+    assert all(math.isfinite(value) for value in figures.values()), figures
+    for key in SHARES & figures.keys():
+        assert 0 < figures[key] <= 1, key
+    for key in KEYS[name] - SHARES:
+        assert figures[key] > 0, key
+    if isolated:
+        assert namespaces() <= before, "namespaces are left behind"
+
+
+def test_namespaces_are_refused_clearly_without_their_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="root and iproute2"), slow_network(["a"], 10.0):
+        raise AssertionError("never gets here")
