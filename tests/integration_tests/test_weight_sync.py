@@ -28,9 +28,11 @@ from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
+from torchtitan.weight_sync.worker import Worker
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -475,8 +477,33 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
         assert max(job.stalls) < 1.0 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
 
 
+def halves_of(shapes: dict[str, Any], half: int) -> dict[str, Box]:
+    """What one of two tensor-parallel workers holds: rows of one parameter, columns of the next, some not at all."""
+    boxes = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        dim = index % len(shape)
+        size = shape[dim] // 2
+        offset, extent = [0] * len(shape), list(shape)
+        offset[dim], extent[dim] = half * size, size if half == 0 else shape[dim] - size
+        if index != 1 or half == 0:
+            boxes[name] = Box(tuple(offset), tuple(extent))
+    return boxes
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+
+
+def apply_on_workers(staged: StagedVersion) -> None:
+    assert staged.apply_on_workers is not None
+    staged.apply_on_workers()
+
+
 def sync_sharded_model(run_dir: str) -> dict[str, Any]:
-    """On each of four ranks: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor()."""
+    """On each of four ranks: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor().
+
+    One actor holds everything, one has two workers that cut the parameters otherwise.
+    """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -511,10 +538,20 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
     def apply(staged: StagedVersion) -> None:
         received[staged.version] = {name: tensor.clone() for name, tensor in staged.tensors.items()}
 
-    receiver = None
+    receivers: list[Receiver] = []
+    parts: list[dict[str, torch.Tensor]] = [{}, {}]
+    boxes = [halves_of({name: parameter.shape for name, parameter in parameters.items()}, half) for half in range(2)]
     if rank == 0:
-        receiver = Receiver(address[0], "a", "1-e", "t", apply)
-        receiver.start()
+        receivers.append(Receiver(address[0], "a", "1-e", "t", apply))
+        receivers.append(Receiver(address[0], "b", "1-e", "t", apply_on_workers, workers=2))
+        leader = receivers[1].workers_address
+
+        def keep(half: int) -> Callable[[StagedVersion], None]:
+            return lambda staged: parts[half].update({name: t.clone() for name, t in staged.tensors.items()})
+
+        receivers += [Worker(leader, "b", half, "1-e", "t", keep(half), boxes[half]) for half in range(2)]
+        for receiver in receivers:
+            receiver.start()
     equal = []
     for version in range(3):
         full = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
@@ -527,14 +564,18 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
             for parameter in parameters.values():
                 parameter.add_(1)
         if rank == 0 and outcome == "published":
-            assert sync.wait_until_applied(version, 30, at_least=1).applied == {"a"}
+            assert sync.wait_until_applied(version, 30, at_least=2).applied == {"a", "b"}
             equal.append(all(torch.equal(received[version][name], value) for name, value in full.items()))
             assert received[version].keys() == full.keys()
+            for half in range(2):
+                expected = {name: full[name][slices(box)] for name, box in boxes[half].items()}
+                assert parts[half].keys() == expected.keys()
+                equal.append(all(torch.equal(parts[half][name], value) for name, value in expected.items()))
         dist.barrier()
     own = sum(shard.elements for shard in sync._publisher.layout.ranks[0].shards)
     statistics = sync.statistics()
     dist.barrier()
-    if receiver is not None:
+    for receiver in receivers:
         receiver.close()
     sync.close()
     return {"equal": equal, "elements": own, "skipped": statistics["weight_sync/versions_skipped"]}
@@ -543,7 +584,7 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
 @pytest.mark.timeout(120)
 def test_shards_of_four_ranks_become_the_full_tensors(tmp_path: Path) -> None:
     results = run_distributed("tests.integration_tests.test_weight_sync:sync_sharded_model", 4, run_dir=str(tmp_path))
-    assert results[0]["equal"] == [True, True]
+    assert results[0]["equal"] == [True] * 6
     assert [result["skipped"] for result in results] == [1, 1, 1, 1], "all ranks skip the same versions"
     assert sum(result["elements"] for result in results) == 10 * 6 + 10 + 3 * 7 + 5 + 5
     assert max(result["elements"] for result in results) < 60, "no rank sends the whole model"

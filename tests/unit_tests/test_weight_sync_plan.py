@@ -27,6 +27,7 @@ from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.intake import Intake
 from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.manifest import (
+    Layout,
     LayoutError,
     Manifest,
     content_digest,
