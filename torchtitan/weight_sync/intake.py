@@ -245,7 +245,8 @@ class Intake:
         self._relays.end(attempt)
 
     def _relay_finished(self, link: Link, delivery: Delivery, error: str | None) -> None:
-        self._execute([Send(link.sent(delivery)), *self._machine.relay_finished(delivery.attempt, error)])
+        # A leader takes the second of the two for the end of this part, so why it failed goes first.
+        self._execute([*self._machine.relay_finished(delivery.attempt, error), Send(link.sent(delivery))])
 
     def staged(self, attempt: int, epoch: str, version: int, digest: str) -> StagedVersion:
         """For the engine. May take a moment; for its thread."""
