@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, Protocol
 
+from torchtitan.weight_sync.simulation.broken import ProtocolBroken
 from torchtitan.weight_sync.simulation.clock import Clock
 from torchtitan.weight_sync.simulation.control import Latency
 from torchtitan.weight_sync.simulation.courier import HANDSHAKE_WAYS
@@ -314,7 +315,7 @@ class SimulatedActor:
         for key in keys:
             intact = str(version) == self._checksums[key[0]][key[1]]
             if not intact:
-                raise AssertionError(f"{self.name}: bytes of version {version} came for version {machine.version}")
+                raise ProtocolBroken(f"{self.name}: bytes of version {version} came for version {machine.version}")
             if self._flawed is not None and self._flawed[0] == "corrupts":
                 intact = False
             self._execute(machine.bucket(attempt, key, intact))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from torchtitan.weight_sync.simulation.broken import ProtocolBroken
 from torchtitan.weight_sync.simulation.clock import Clock
 from torchtitan.weight_sync.simulation.control import Channel, Latency
 from torchtitan.weight_sync.simulation.network import Network
@@ -68,6 +69,8 @@ class Courier:
         self.writer = SlotWriter(self.words)
         self.boundary = Boundary(self)
         self.fenced_at = 0.0
+        self.newest_told = 0
+        """Serial of the newest version that it was told is published"""
         self._reserved: int | None = None
         self.egress = network.add_link(scenario.rank_gigabytes_per_s * 1e9)
         self.keeper = SlotKeeper(self.words)
@@ -168,6 +171,7 @@ class Courier:
         """From the coordinator."""
         kind = message["type"]
         if kind == "publish":
+            self.newest_told = max(self.newest_told, message["serial"])
             self.keeper.publish(message["serial"])
         elif kind == "drop":
             self.keeper.drop(message["serial"])
@@ -218,11 +222,13 @@ class Courier:
 
         def done() -> None:
             self.sent_bytes += moving * self.weight
-            version = self.memory[self.keeper.filled()[serial][0]]
+            found = self.keeper.filled().get(serial)
+            if found is None:
+                raise ProtocolBroken(f"{self.name}: the slot of snapshot {serial} was freed while it was sent")
             del self._sending[actor]
             self.keeper.let_go(serial, f"attempt {attempt}")
             if breaks_after is None:
-                target.delivered(attempt, self.name, size * self.weight, [(self.rank, 0)], version)
+                target.delivered(attempt, self.name, size * self.weight, [(self.rank, 0)], self.memory[found[0]])
             else:
                 self._connections.discard(actor)
                 self._tell({"type": "broken", "attempt": attempt, "reason": "connection reset"})

@@ -15,7 +15,7 @@ from torchtitan.weight_sync.simulation.clock import Clock, Event
 
 # Links this close to the fullest count as equally full.
 EQUAL = 1e-9
-# What is left of a flow after rounding, as a share of its size.
+# What is left of a flow after rounding: a share of its size, or what moves within a nanosecond.
 NOTHING = 1e-9
 
 
@@ -121,7 +121,7 @@ class Network:
         self._next = None
         self._advance()
         used = self._used
-        over = self._alive[:used] & (self._left[:used] <= self._size[:used] * NOTHING)
+        over = self._alive[:used] & (self._left[:used] <= (self._size[:used] + self._rate[:used]) * NOTHING)
         calls: list[Any] = []
         for flow in np.flatnonzero(over).tolist():
             calls.append(self._done[flow])

@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 
 from torchtitan.weight_sync.simulation.actors import SimulatedActor
+from torchtitan.weight_sync.simulation.broken import ProtocolBroken
 from torchtitan.weight_sync.simulation.clock import Clock
 from torchtitan.weight_sync.simulation.control import Channel, Latency, random_for
 from torchtitan.weight_sync.simulation.courier import Courier
@@ -23,10 +24,6 @@ TERM = 1
 # As often as the real coordinator judges deadlines.
 TICK_S = 0.1
 NEWS = ("applied", "publish", "evict", "poisoned", "refused")
-
-
-class ProtocolBroken(AssertionError):
-    """Something that must never happen has happened in a simulation."""
 
 
 class World:
@@ -320,9 +317,8 @@ class World:
 
     def _check_slots(self) -> None:
         for courier in self.couriers:
-            pinned = courier.keeper.pinned
             filled = courier.keeper.filled()
-            if pinned is not None and pinned not in filled:
+            if courier.newest_told and courier.newest_told not in filled:
                 raise ProtocolBroken(f"rank {courier.rank}: the newest published version's slot was freed")
             for serial, (index, version) in filled.items():
                 if courier.memory[index] != version:
