@@ -238,7 +238,7 @@ def faults_one_after_the_other(ranks: Ranks, actors: Actors) -> dict[str, Any]:
     ranks.wait_until_served("a", "b", "c")
     corrupt = [record for record in ranks.journal("abort") if record["actor"] == "c" and "checksum" in record["reason"]]
     a = [line["announced"] for line in actors.served("a")]
-    return {"corrupt": len(corrupt), "in order": a == sorted(set(a)), "last": a[-1] == ranks.version}
+    return {"corrupt": len(corrupt) > 0, "in order": a == sorted(set(a)), "last": a[-1] == ranks.version}
 
 
 @pytest.mark.timeout(240)
@@ -252,7 +252,7 @@ def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_pa
         scenario="faults_one_after_the_other",
         transport=transport,
     )
-    assert result == [{"corrupt": 2, "in order": True, "last": True}, None]
+    assert result == [{"corrupt": True, "in order": True, "last": True}, None]
     layouts = [json.loads((tmp_path / "weight_sync" / f"layout-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(layout["checksum"] == "sum" for layout in layouts)
 

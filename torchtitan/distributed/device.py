@@ -294,7 +294,9 @@ def pin_host_memory(address: int, length: int) -> None:
 def unpin_host_memory(address: int) -> None:
     """The memory is about to go. CPU: a no-op."""
     if device().type == "cuda":
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+        result = int(torch.cuda.cudart().cudaHostUnregister(address))
+        if result != 0:
+            raise RuntimeError(f"cannot unpin the weight slots (cudaError {result})")
 
 
 def memory_statistics() -> dict[str, float]:
