@@ -1,0 +1,91 @@
+"""TRL's side of benchmarks/step_vs_trl.py: python trl_steps.py '{options}', in the environment of setup.sh."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from vowels import vowels
+
+
+class Clock(TrainerCallback):
+    """Seconds and rewards of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.rewards: list[float] = []
+        self._begun = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._begun)
+
+    def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: dict[str, float], **__: Any) -> None:
+        if "reward" in logs:
+            self.rewards.append(logs["reward"])
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    folder = Path(options["folder"])
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    # No token ends a completion: both generate the same number of tokens.
+    model.generation_config.eos_token_id = None
+    arguments = GRPOConfig(
+        output_dir=str(folder / f"trl-{options['seed']}"),
+        use_cpu=True,
+        bf16=False,
+        seed=options["seed"],
+        per_device_train_batch_size=options["prompts"] * options["generations"],
+        num_generations=options["generations"],
+        max_completion_length=options["new_tokens"],
+        max_steps=options["steps"],
+        learning_rate=options["learning_rate"],
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="dapo",
+        scale_rewards="group",
+        temperature=1.0,
+        gradient_checkpointing=False,
+        generation_kwargs={"eos_token_id": None},
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=vowels,
+        args=arguments,
+        train_dataset=_dataset(rows),
+        processing_class=tokenizer,
+        callbacks=[clock],
+    )
+    trainer.train()
+    Path(options["output"]).write_text(json.dumps({"seconds": clock.seconds, "rewards": clock.rewards}))
+
+
+def _dataset(rows: list[dict[str, str]]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+if __name__ == "__main__":
+    main()
