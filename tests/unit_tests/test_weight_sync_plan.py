@@ -178,7 +178,7 @@ def intake_of(layout: Layout, version: int = 5) -> tuple[Intake, ReceiverMachine
     intake.layout(layout, "layout", {}, lambda: None)
     machine.connected(1)
     machine.layout("layout")
-    machine.offer(10, version, "digest", intake.keys())
+    machine.offer(10, version, "digest", intake.awaited())
     sums = tuple(tuple("0" * 32 for _ in range(layout.bucket_count(rank))) for rank in range(len(layout.ranks)))
     intake.begin(10, Manifest("e", version, "layout", sums, "digest"), {}, lambda _delta: None)
     return intake, machine, loop

@@ -22,7 +22,6 @@ from torchtitan.weight_sync.wire import (
 
 # One connection gives the loop back after this much, so that other ranks and the control connection are served too.
 READ_BYTES = 8 << 20
-SOCKET_BUFFER_BYTES = 4 << 20
 # A peer sends buckets of all ranks.
 ANY_RANK = -1
 
@@ -77,7 +76,6 @@ class BucketStream:
         self._fill = 0
         self._scratch: memoryview | None = None
         self._answers: deque[memoryview] = deque()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         loop.watch(sock, selectors.EVENT_READ, self._ready)
 
     def close(self, reason: str) -> None:

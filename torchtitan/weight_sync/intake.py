@@ -197,7 +197,7 @@ class Intake:
         self.staging, self.layout_id = Staging(layout, self._boxes, self._staged_on), layout_id
         self.element_bytes = delta.element_bytes(layout)
 
-    def keys(self) -> list[tuple[int, int]]:
+    def awaited(self) -> list[tuple[int, int]]:
         """The buckets that make up a version here."""
         assert self.staging is not None
         return all_keys(self.staging.layout, self.needs)

@@ -356,7 +356,7 @@ class Receiver:
             attempt,
             offered.version,
             offered.digest,
-            self._data.keys(),
+            self._data.awaited(),
             None if base is None else (int(base[0]), str(base[1])),
             message.get("source"),
         )

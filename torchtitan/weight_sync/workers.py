@@ -159,7 +159,7 @@ class WorkerGroup:
                 self._send(worker, {"type": "layout", "layout": message["layout"]})
         self._look_whether_ready()
 
-    def keys(self) -> list[tuple[int, int]]:
+    def awaited(self) -> list[tuple[int, int]]:
         """What the receiver's machine waits for: every worker."""
         return [(worker, 0) for worker in range(self._count)]
 

@@ -33,7 +33,6 @@ from torchtitan.weight_sync.wire import (
 
 # One connection gives the loop back after this much, so that a fast actor does not keep the others waiting.
 SEND_BYTES = 4 << 20
-SOCKET_BUFFER_BYTES = 4 << 20
 # A throttled connection (fault injection) sends its share so often.
 THROTTLE_SLICES_PER_SECOND = 50
 
@@ -224,7 +223,6 @@ class Link:
         assert self._carrier is not None
         self._cancel_dial = None
         self._socket = connection.detach()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         try:
             self._needs = needs_from_json(fields.get("buckets"))
             self._carrier.connected(fields.get("carrier", {}))
