@@ -241,6 +241,7 @@ def faults_one_after_the_other(ranks: Ranks, actors: Actors) -> dict[str, Any]:
     return {"corrupt": len(corrupt) > 0, "in order": a == sorted(set(a)), "last": a[-1] == ranks.version}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_path: Path) -> None:
