@@ -52,13 +52,15 @@ class Job:
         self.run_dir = run_dir
         self.parameters = {f"p{i}": self.values(0, i) for i in range(len(SHAPES))}
         self.epoch, self.token = "e1-test", secrets.token_urlsafe(16)
+        config = quick_config(**changes)
         self.sync = WeightSync(
-            quick_config(**changes),
+            config,
             self.parameters,
             epoch=self.epoch,
             token=self.token,
             run_dir=run_dir,
             dtype=self.dtype,
+            host=config.host,
         )
         self.version = -1
         self.receivers: list[Receiver] = []
@@ -184,6 +186,22 @@ def test_blocking_mode_serves_every_version(tmp_path: Path) -> None:
         digests = {record["digest"] for record in job.journal("publish")}
         assert {actor.digest for actor in job.sync.actors().values()} <= digests
     assert all(engine.versions == list(range(20)) for engine in engines.values())
+
+
+@pytest.mark.parametrize(("host", "bind"), [("::1", "::1"), ("127.0.0.1", "0.0.0.0"), ("::1", "::")])
+def test_any_address_over_several_streams(host: str, bind: str, tmp_path: Path) -> None:
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    engine = Served()
+    with running_job(tmp_path, host=host, streams=3) as job:
+        job.receive("a", engine, host=bind)
+        for _ in range(2):
+            job.step()
+            assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
+        (first, _) = (record["figures"] for record in job.journal("applied"))
+        assert first["bytes_full"] == first["bytes_resulting"] > 0 and first["source"] == "trainer"
+        assert first["transfer_begin"] <= first["transfer_end"] <= first["apply_begin"] <= first["apply_end"]
+    assert engine.versions == [0, 1]
 
 
 def test_corrupt_byte_is_refused_counted_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,14 @@ def test_layouts(
     assert "parallelism." in str(caught.value)
 
 
+def test_servers_elsewhere_need_a_coordinator_that_they_reach(write_config: WriteConfig) -> None:
+    elsewhere = ["--weight_sync.host", "10.0.0.1", "--inference.servers", "http://10.0.0.5:8000", "http://127.0.0.1:80"]
+    assert load_config([*write_config(), *elsewhere]).weight_sync.host == "10.0.0.1"
+    for wildcard in ("0.0.0.0", "::", " "):
+        with pytest.raises(ConfigError, match="weight_sync.host"):
+            load_config([*write_config(), "--weight_sync.host", wildcard])
+
+
 def test_servers_on_this_machine_are_allowed(write_config: WriteConfig) -> None:
     servers = ["http://127.0.0.1:8000", "http://localhost:8001/", "http://[::1]:8002"]
     assert load_config([*write_config(), "--inference.servers", *servers]).inference.servers == servers

@@ -114,6 +114,7 @@ def open_weight_path(config: JobConfig, policy: Decoder, epoch: str, token: str,
         world_size=device.world_size(),
         coordinator_address=address,
         dtype=config.inference.dtype,
+        host=config.weight_sync.host,
     )
     try:
         if first:

@@ -486,6 +486,9 @@ class Inference:
 
 @dataclass
 class WeightSync:
+    host: str = "127.0.0.1"
+    """Address by which actors, and trainer ranks, reach rank 0's machine; with the default only this machine does"""
+
     transport: str = "tcp"
     """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory of the same machine),
     nccl (a communicator of its own per actor worker; gloo without CUDA)"""

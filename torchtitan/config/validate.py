@@ -255,9 +255,10 @@ def _check_inference(config: JobConfig) -> Iterator[Problem]:
         text = f"inference.servers: {show(server)} is not allowed: must be"
         if url is None:
             yield Problem("inference.servers", f"{text} a URL such as http://127.0.0.1:8000")
-        elif not _is_loopback(url[1].strip("[]")):
+        elif not _is_loopback(url[1].strip("[]")) and _is_loopback(config.weight_sync.host):
             # The coordinator, from which servers fetch their weights, listens there only.
-            yield Problem("inference.servers", f"{text} on this machine, such as http://127.0.0.1:8000")
+            text += " on this machine, such as http://127.0.0.1:8000"
+            yield Problem("inference.servers", f"{text}, unless weight_sync.host is an address that others reach")
     if not inference.host.strip():
         yield refuse(config, "inference.host", "must be an address of this machine, such as 127.0.0.1")
     if inference.pin_cores and not inference.servers and not config.rollout.replay:
@@ -277,8 +278,17 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
     sync, limit = config.weight_sync, config.comm.train_timeout_seconds
+    if not sync.host.strip() or _is_wildcard(sync.host):
+        yield refuse(config, "weight_sync.host", "must be one address by which this machine is reached")
     if sync.transport != "tcp":
         for key, asked in (("delta", sync.delta), ("relay", sync.relay), ("streams", sync.streams > 1)):
             if asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import selectors
 import socket
@@ -206,6 +207,21 @@ class Server:
 
         connection.on_message = hello
         connection.send({"type": "challenge", "nonce": nonce})
+
+
+def reachable_host(host: str, peer: str) -> str:
+    """What to say to others of a listener on `host`: that, or where it is a wildcard, the address by which `peer`
+    (host:port) is reached."""
+    try:
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+        address = wire.parse_address(peer)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except (ValueError, OSError):
+        return host
 
 
 def listen(host: str, advertised_host: str) -> tuple[socket.socket, str]:

@@ -145,7 +145,7 @@ class CoordinatorProcess:
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._bell, self._other_bell = socket.socketpair()
         self._pulse = Pulse.create("weight-sync-pulse", folder)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
 
         def arguments(term: int) -> dict[str, Any]:
             return {

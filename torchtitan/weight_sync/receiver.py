@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 
 from torchtitan.weight_sync import coverage, faults, wire
 from torchtitan.weight_sync.applying import ApplyFunction, ApplyResult, apply_on_thread
-from torchtitan.weight_sync.connection import Connection, dial
+from torchtitan.weight_sync.connection import Connection, dial, reachable_host
 from torchtitan.weight_sync.event_loop import EventLoop, Timer
 from torchtitan.weight_sync.intake import Intake
 from torchtitan.weight_sync.layout_tables import Box
@@ -72,7 +72,8 @@ class Receiver:
     """Connects to the coordinator, receives versions into staging memory and has the engine apply them.
 
     coordinator: `host:port`; actor: unique name; epoch: the trainer's; token: the job's secret; host: address that the
-    data port binds to (and that couriers connect to, unless advertised_host says otherwise); served: what the engine
+    data port binds to (and that couriers connect to, unless advertised_host says otherwise, or it is a wildcard and the
+    address that the coordinator sees is said); served: what the engine
     holds already from an earlier receiver (its `served`); where: device of the staging memory; boxes: parameter name ->
     the part that is wanted (None: all of everything). The coordinator may be out of reach for `retry_for_s`.
 
@@ -106,7 +107,7 @@ class Receiver:
         self._machine = ReceiverMachine(epoch, served, secrets.token_hex(8))
         self._loop = EventLoop()
         self._worker = worker
-        address = (host, advertised_host or host)
+        address = (host, advertised_host or reachable_host(host, coordinator))
         self._data: Intake | WorkerGroup
         if workers:
             self._data = WorkerGroup(
