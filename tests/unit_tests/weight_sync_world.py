@@ -346,7 +346,8 @@ class World:
                     events.append((2, number, 0))
             if rank.hashing:
                 events.append((3, number, 0))
-            events += [(4, number, which) for which in range(len(rank.sending))]
+            if rank.sending:
+                events += [(4, number, which) for which in range(len(rank.sending))]
             if rank.stopping:
                 events.append((5, number, 0))
         for number, actor in enumerate(self.actors):
@@ -368,7 +369,8 @@ class World:
                 if queue:
                     events.append((9, number, which))
                     which += 1
-            events += [(11, number, which) for which in range(len(actor.relaying))]
+            if actor.relaying:
+                events += [(11, number, which) for which in range(len(actor.relaying))]
         return events
 
     def happen(self, event: Event) -> None:

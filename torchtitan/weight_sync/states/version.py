@@ -103,7 +103,10 @@ class VersionTable:
     @property
     def outdated(self) -> bool:
         """Whether there is anything that forget() could drop."""
-        return any(r.outcome is Outcome.PUBLISHED and r is not self.newest for r in self.records.values())
+        records = self.records
+        return len(records) > 1 and any(
+            record.outcome is Outcome.PUBLISHED and record is not self.newest for record in records.values()
+        )
 
     def forget(self, in_use: set[int]) -> None:
         """Drop records of published versions that are neither the newest nor in use (delivered, or a base)."""
