@@ -122,7 +122,8 @@ class CoordinatorMachine(Deliveries):
         if actor is None or actor.session != session or actor.state is ActorState.EVICTED:
             return self._commands()
         actor.heard_at = self.time
-        if actor.state is ActorState.SUSPECT:
+        returned = actor.state is ActorState.SUSPECT
+        if returned:
             actor.move(actor.idle_state, self.time)
             actor.unanswered_since = None
             self._refill(actor)
@@ -144,7 +145,8 @@ class CoordinatorMachine(Deliveries):
                 "poisoned": self._poisoned,
             }[kind]
             handler(actor, actor.attempt, message)
-        return self._commands()
+        # The many messages that only show life give nobody a place; what time brings, the next tick sees.
+        return self._gathered() if kind in ("ping", "progress") and not returned else self._commands()
 
     def pin(self, version: int | None, now: float) -> list[Command]:
         """Actors that serve `version` keep it (evaluation): no offers, no deadlines, until pin(None)."""
@@ -343,5 +345,8 @@ class CoordinatorMachine(Deliveries):
             if self.retained is not None:
                 in_use.add(self.retained)
             self.versions.forget(in_use)
+        return self._gathered()
+
+    def _gathered(self) -> list[Command]:
         commands, self._out = self._out, []
         return commands

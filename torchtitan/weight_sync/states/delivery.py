@@ -68,8 +68,9 @@ class Deliveries(Bases, Relays):
     def _offer_all(self) -> None:
         """Offer to every idle actor whose mailbox is full; one lease message per slot, however many actors."""
         waiting = []
+        pinned = self.pinned_version
         for actor in self.actors.values():
-            actor.pinned = self.pinned_version is not None and actor.version == self.pinned_version and actor.idle
+            actor.pinned = pinned is not None and actor.version == pinned and actor.idle
             if actor.mailbox and actor.idle and not actor.pinned and self.time >= actor.offers_from:
                 waiting.append(actor)
         if not waiting:
@@ -81,7 +82,11 @@ class Deliveries(Bases, Relays):
             waiting.sort(key=lambda actor: actor.version)
         offers: list[tuple[Actor, Attempt, VersionRecord, VersionRecord | None]] = []
         for actor in waiting:
+            if self._no_place(actor):
+                continue
             choice = self._choose(actor, children)
+            if choice is None:
+                self._found_no_place(actor)
             if choice is None or not self._freed(actor, children):
                 continue
             record, source = choice
@@ -90,7 +95,7 @@ class Deliveries(Bases, Relays):
             attempt.base_serial = None if base is None else base.serial
             self._next_attempt += 1
             actor.attempt = attempt
-            self._fed.clear()
+            self._places_changed()
             actor.mailbox = record is not self.versions.newest
             if actor.unanswered_since is None:
                 actor.unanswered_since = self.time
@@ -144,7 +149,7 @@ class Deliveries(Bases, Relays):
         phase = attempt.state.value
         attempt.move(AttemptState.ABORTED)
         actor.attempt = None
-        self._fed.clear()
+        self._places_changed()
         abort = {"type": "abort", "attempt": attempt.number, "reason": reason}
         self._to_senders(attempt, abort)
         self._to_actor(actor, abort)

@@ -21,10 +21,30 @@ class Relays(Board):
         # Looked for once per round of offers, not once per waiting actor.
         self._sources: list[Actor] | None = None
         self._fed: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._taken: set[tuple[str, ...]] = set()
 
     def _begin_offers(self) -> None:
         self._sources = None
+        self._places_changed()
+
+    def _places_changed(self) -> None:
+        """An attempt has begun or ended."""
         self._fed.clear()
+        self._taken.clear()
+
+    def _no_place(self, actor: Actor) -> bool:
+        """Whether nobody was found in this round who can send to an actor like this one."""
+        return bool(self._taken) and not self._special(actor) and tuple(actor.parts) in self._taken
+
+    def _found_no_place(self, actor: Actor) -> None:
+        newest = self.versions.newest
+        behind = newest is not None and (actor.version < newest.version or actor.poisoned)
+        if self.settings.relay and behind and not self._special(actor):
+            self._taken.add(tuple(actor.parts))
+
+    def _special(self, actor: Actor) -> bool:
+        """May be sent what others may not, or by whom others may not."""
+        return bool(actor.shortage_aborts or actor.distrusts)
 
     def _children(self) -> dict[str, list[Actor]]:
         """source -> actors that its staging memory is leased to"""
