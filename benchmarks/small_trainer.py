@@ -137,7 +137,7 @@ def copying_engine() -> Callable[[StagedVersion], None]:
 def run_receiver(arguments: dict[str, Any]) -> None:
     """The actor's process."""
     common.run_on(*arguments["cores"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(arguments["cores"]))
     receiver = Receiver(
         arguments["coordinator"],
         arguments["actor"],

@@ -88,7 +88,7 @@ def run_trainer(arguments: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--steps", type=int, default=16, help="of a block")
     parser.add_argument("--megabits", type=float, default=1000.0, help="per second, of each link")
     parser.add_argument("--width", type=int, default=768)

@@ -131,13 +131,13 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
 
 
 class Versions:
-    """A publisher whose slots are freed at once, as a courier with fast actors would."""
+    """A publisher of a model in so many tensors, whose slot is freed at once, as a courier with fast actors would."""
 
-    def __init__(self, tensors: int, total_bytes: int, folder: Path):
-        elements = total_bytes // 2 // tensors
-        parameters = {f"p{i}": torch.full((elements,), float(i % 7)) for i in range(tensors)}
+    def __init__(self, tensors: int, memory: torch.Tensor, folder: Path):
+        elements = memory.numel() // tensors
+        parameters = {f"p{i}": piece for i, piece in enumerate(memory[: elements * tensors].split(elements))}
         self.publisher = Publisher(
-            parameters, rank=0, dtype="bfloat16", num_slots=2, bucket_bytes=BUCKET_BYTES, folder=folder
+            parameters, rank=0, dtype="bfloat16", num_slots=1, bucket_bytes=BUCKET_BYTES, folder=folder
         )
         self._keeper = self.publisher.slots.keeper()
         self._serial = 0
@@ -152,7 +152,7 @@ class Versions:
         self.publisher.fence()
         taken = time.perf_counter() - begun
         common.wait_for(lambda: self._serial in self._keeper.filled(), 20, "the snapshot to be ready")
-        self._keeper.publish(self._serial)
+        self._keeper.drop(self._serial)
         return taken
 
     def close(self) -> None:
@@ -177,10 +177,11 @@ def main() -> None:
     for _ in range(arguments.repeats):
         planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh), arguments.workers))
         common.progress(f"planned in {sum(planned[-1].values()):.2f} s")
+    memory = torch.ones(arguments.bytes // 2)
     with tempfile.TemporaryDirectory() as folder:
         sides = {
-            "many": Versions(arguments.parameters, arguments.bytes, Path(folder)),
-            "few": Versions(arguments.few, arguments.bytes, Path(folder)),
+            "many": Versions(arguments.parameters, memory, Path(folder)),
+            "few": Versions(arguments.few, memory, Path(folder)),
         }
         seconds = common.interleaved({name: side.version for name, side in sides.items()}, arguments.versions)
         for side in sides.values():
