@@ -16,7 +16,6 @@ depends on the machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -37,6 +36,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import faults, launch  # noqa: E402
@@ -53,6 +53,12 @@ LINK_BYTES_PER_S = 40_000_000
 SLOW_BYTES_PER_S = 400_000
 STRIKE_SECONDS = 6.0
 RECOVERY_SECONDS = 90.0
+
+NONE_OF_THESE = (
+    "training_stops", "torn_or_unknown_tokens", "leaked_slots", "leaked_descriptors", "actors_not_recovered",
+)  # fmt: skip
+# Not summed over transports.
+LARGEST = ("longest_stall_s", "memory_growth_mb")
 
 # Kind of fault -> how often, relative to the others.
 KINDS = {
@@ -93,7 +99,6 @@ class Run:
         self.longest_stall = 0.0
         self.struck: Counter[str] = Counter()
         self.actors: dict[str, subprocess.Popen[bytes]] = {}
-        self.starts: Counter[str] = Counter()
 
     # Training
 
@@ -164,7 +169,6 @@ class Run:
             "epoch": self.epoch,
             "log": str(self.folder / f"{name}.jsonl"),
         }
-        self.starts[name] += 1
         with (self.folder / f"{name}.log").open("ab") as log:
             self.actors[name] = subprocess.Popen(
                 [sys.executable, str(REPOSITORY / "benchmarks" / "weight_sync_chaos_actor.py"), json.dumps(arguments)],
@@ -202,9 +206,14 @@ class Run:
         self.start_actors_that_died()
         return struck
 
+    @property
+    def _supervised(self) -> dict[str, launch.SupervisedProcess]:
+        courier, coordinator = self.sync._courier, self.sync._coordinator
+        assert isinstance(courier, launch.SupervisedProcess) and coordinator is not None
+        return {"courier": courier, "coordinator": coordinator.supervised}
+
     def _strike(self, kind: str, actor: str, number: int) -> bool:
-        assert self.sync._coordinator is not None
-        processes = {"courier": self.sync._courier, "coordinator": self.sync._coordinator.supervised}
+        processes = self._supervised
         verb, _, target = kind.partition(" ")
         if verb == "kill" and target == "actor" and self.random.random() < 0.5:
             return self._planned(f"kill:phase={self.random.choice(_ACTOR_PHASES)},actor={actor}", number)
@@ -249,11 +258,9 @@ class Run:
 
     def descriptors(self) -> dict[str, int]:
         """Open files of every process of the run."""
-        assert self.sync._coordinator is not None
         processes = {
             "trainer": os.getpid(),
-            "courier": self.sync._courier.process.pid,
-            "coordinator": self.sync._coordinator.supervised.process.pid,
+            **{name: supervised.process.pid for name, supervised in self._supervised.items()},
             **{name: process.pid for name, process in self.actors.items()},
         }
         return {name: psutil.Process(pid).num_fds() for name, pid in processes.items()}
@@ -342,37 +349,32 @@ def run(folder: Path, transport: str, count: int, seed: int, options: dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", default="tcp,disk", help="tcp, disk, or both; then three quarters are of tcp")
     parser.add_argument("--option", action="append", default=[], help="[weight_sync] key=value, value as JSON")
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
     launch.LOOK_SECONDS, launch.FROZEN_LOOKS, launch.HEALTHY_SECONDS = 0.5, 8, 2.0
     torch.set_num_threads(1)
     options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
     transports = arguments.transport.split(",")
-    shares = [arguments.faults - arguments.faults // 4, arguments.faults // 4] if transports[1:] else [arguments.faults]
-    figures: Counter[str] = Counter()
+    count = 4 if arguments.quick else arguments.faults
+    shares = [count - count // 4, count // 4] if transports[1:] else [count]
+    figures: dict[str, float] = {}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weight-sync-chaos-") as temporary:
-        for transport, count in zip(transports, shares, strict=True):
+        for transport, share in zip(transports, shares, strict=True):
             folder = (arguments.keep or Path(temporary)) / transport
             folder.mkdir(parents=True)
-            found = run(folder, transport, count, arguments.seed, options)
-            figures["longest_stall_s"] = max(figures["longest_stall_s"], found.pop("longest_stall_s"))
-            figures.update(found)
+            for key, value in run(folder, transport, share, arguments.seed, options).items():
+                figures[key] = max(figures.get(key, 0), value) if key in LARGEST else figures.get(key, 0) + value
     conditions = {"seed": arguments.seed, "transports": transports, "seconds": round(time.monotonic() - begun)}
-    if not arguments.json:
-        for name, value in figures.items():
-            print(f"{name:24} {value:,.4g}" if isinstance(value, float) else f"{name:24} {value:,}")
-    else:
-        print(json.dumps({"benchmark": "weight_sync_chaos", "figures": dict(figures), "conditions": conditions}))
-    broken = ("training_stops", "torn_or_unknown_tokens", "leaked_slots", "leaked_descriptors", "actors_not_recovered")
-    return int(any(figures[name] for name in broken))
+    bars = {"faults": (">=", count), **dict.fromkeys(NONE_OF_THESE, ("<=", 0))}
+    common.report("weight_sync_chaos", figures, bars, conditions, arguments.json)
+    return int(any(figures[name] for name in NONE_OF_THESE))
 
 
 if __name__ == "__main__":
