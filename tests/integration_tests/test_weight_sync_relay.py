@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration_tests.test_weight_sync import FAULTS, ActorProcesses, Job, Served, running_job
+from tests.integration_tests.test_weight_sync_delta import running as running_sparse
+from tests.integration_tests.weight_sync_actor import SHAPES, sparse_values
+from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.worker import Worker
 
 NAMES = ("a", "b", "c", "d")
 
@@ -107,3 +113,54 @@ def test_children_of_a_killed_source_are_served_by_somebody_else(
         assert job.sync.wait_until_applied(1, 60, at_least=4).applied == set(NAMES)
         for name in NAMES:
             assert served(actors.log(name))[-1] == 1
+
+
+class Part:
+    """The engine of a worker that holds all of the small parameters and half the rows of the large one."""
+
+    def __init__(self, worker: int):
+        self.rows = (500 * worker, 500)
+        self.boxes = {f"p{index}": Box((0,) * len(shape), shape) for index, shape in enumerate(SHAPES)}
+        self.boxes["p1"] = Box((self.rows[0], 0), (500, 150))
+        self.versions: list[int | None] = []
+
+    def __call__(self, staged: StagedVersion) -> None:
+        start, length = self.rows
+        expected = {f"p{index}": sparse_values(staged.version, index) for index in range(len(SHAPES))}
+        expected["p1"] = expected["p1"][start : start + length]
+        intact = staged.tensors.keys() == expected.keys() and all(
+            torch.equal(staged.tensors[name].float(), value) for name, value in expected.items()
+        )
+        self.versions.append(staged.version if intact else None)
+
+
+def apply_on_workers(staged: StagedVersion) -> None:
+    """The engine of a leader."""
+    assert staged.apply_on_workers is not None
+    staged.apply_on_workers()
+
+
+@pytest.mark.timeout(120)
+def test_workers_relay_to_workers_and_what_the_trainer_sends_are_deltas(tmp_path: Path) -> None:
+    """Delta, relay, streams and actors of two workers, all at once."""
+    parts = {name: [Part(0), Part(1)] for name in ("a", "b")}
+    with running_sparse(tmp_path, relay=True, relay_fanout=1, streams=2) as job, contextlib.ExitStack() as closing:
+        for name, engines in parts.items():
+            leader = job.receive(name, apply_on_workers, workers=2)
+            for number, engine in enumerate(engines):
+                address = leader.workers_address
+                worker = Worker(address, name, number, job.epoch, job.token, engine, engine.boxes)
+                worker.start()
+                closing.callback(worker.close)
+        job.wait_for(lambda: [actor.state for actor in job.sync.actors().values()].count("READY") == 2)
+        for _ in range(6):
+            assert job.publish(at_least=2) == {"a", "b"}
+        for version in range(6):
+            from_whom = sources(job, version)
+            figures = job.applied(version)
+            (direct,) = (name for name in parts if from_whom[name] == "trainer")
+            (relayed,) = (name for name in parts if from_whom[name] == direct)
+            assert figures[relayed]["bytes_relayed"] == figures[relayed]["bytes_resulting"] > 0
+            assert (figures[direct]["bytes_full"] == 0) is (version > 0), "the base is what it has, from whomever"
+        assert not job.journal("abort")
+    assert all(part.versions == list(range(6)) for engines in parts.values() for part in engines)

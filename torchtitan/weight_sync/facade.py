@@ -99,7 +99,7 @@ class WeightSync:
                 parameters,
                 rank=rank,
                 dtype=dtype,
-                num_slots=config.num_slots + config.delta,
+                num_slots=config.slots_per_rank,
                 bucket_bytes=config.bucket_bytes,
                 folder=folder,
                 on_device=config.transport in IN_TRAINER,
