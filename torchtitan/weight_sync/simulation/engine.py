@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torchtitan.weight_sync.simulation.clock import Clock, Event
 
-# Sequences that end within this share of a mean completion of each other end at once: fewer events, same figures.
-TOGETHER = 0.005
+# Sequences end at once that would end within this share of a mean completion of each other: half of that too early or
+# too late. Fewer events, the same figures.
+TOGETHER = 0.02
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class Engine:
         self.busy_s = self.tokens = 0.0
         self._clock, self._finished, self._idle = clock, finished, idle
         self.tokens_per_s, self._sequence_tokens_per_s = tokens_per_s, sequence_tokens_per_s
-        self._max_sequences, self._together = max_sequences, TOGETHER * mean_tokens
+        self._max_sequences, self._margin = max_sequences, TOGETHER * mean_tokens / 2
         self._halted: set[str] = set()
         self._closed = False
         self._active: list[_Sequence] = []
@@ -155,16 +156,16 @@ class Engine:
             self._next.cancel()
             self._next = None
         if moving:
-            left = self._active[0].ends - self._token_clock
+            left = self._active[0].ends + self._margin - self._token_clock
             self._next = self._clock.call_later(max(left, 0.0) / self._rate, self._end)
 
     def _end(self) -> None:
         self._next = None
         self.account()
         done = []
-        first = self._active[0].ends
-        # The clock is brought to where the first one ends; rounding must not leave it short of that.
-        while self._active and self._active[0].ends <= first + self._together:
+        # Rounding may leave the token clock a little short of the first one's end.
+        until = max(self._active[0].ends, self._token_clock + self._margin)
+        while self._active and self._active[0].ends <= until:
             sequence = heapq.heappop(self._active)
             work = sequence.work
             grown = self._token_clock - sequence.began

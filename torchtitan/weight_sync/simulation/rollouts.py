@@ -133,7 +133,10 @@ class Rollouts:
     def _dispatch(self) -> None:
         """Waiting groups, oldest first, go to the least loaded engines that may take them."""
         self._dispatching = False
-        newest = max((e.version for e in self.engines if e.up and e.version is not None), default=-1)
+        if not self._waiting:
+            return
+        ready = [engine for engine in self.engines if engine.up and engine.version is not None]
+        newest = max((engine.version or 0 for engine in ready), default=-1)
         left: list[Work] = []
         waiting, self._waiting = self._waiting, deque()
         while waiting:
@@ -141,23 +144,22 @@ class Rollouts:
             if work.min_version > newest:
                 left.append(work)
                 continue
-            engines = [engine for engine in self.engines if engine.serves(work.min_version)]
+            engines = [engine for engine in ready if engine.serves(work.min_version)]
             count = len(work.lengths)
-            limit = self._limit(work, engines, len(waiting) + len(left) + 1)
-            open_to = [engine for engine in engines if engine.load == 0 or engine.load + count <= limit]
-            if not open_to:
+            limit = self._limit(work, len(engines), ready, len(waiting) + len(left) + 1)
+            least = min(engines, key=lambda engine: engine.load)
+            if least.load > 0 and least.load + count > limit:
                 left.append(work)
                 break  # all are busy; who came later waits longer
-            min(open_to, key=lambda engine: engine.load).add(work)
+            least.add(work)
         self._waiting.extend(left)
         self._waiting.extend(waiting)
 
-    def _limit(self, work: Work, engines: list[Engine], waiting: int) -> int:
+    def _limit(self, work: Work, able: int, ready: list[Engine], waiting: int) -> int:
         """Sequences that an engine may have with this group; while others are about to have the version, its share."""
         count = len(work.lengths)
         limit = self._scenario.max_sequences + count
-        late = sum(engine.up and engine.version is not None for engine in self.engines) - len(engines)
-        if late <= 0:
+        if able == len(ready):
             return limit
         if work.grace_until is None:
             work.grace_until = self._clock.now + GRACE_S
@@ -165,4 +167,4 @@ class Rollouts:
         if self._clock.now >= work.grace_until:
             return limit
         total = sum(engine.load for engine in self.engines) + waiting * count
-        return min(limit, math.ceil(total / (len(engines) + late)))
+        return min(limit, math.ceil(total / len(ready)))
