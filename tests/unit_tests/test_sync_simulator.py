@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -355,51 +356,76 @@ def test_the_best_split_is_the_best_of_all() -> None:
         best_split(small(gpus_per_actor=2), 2)
 
 
-MEASURED = {"step_s": 0.354, "data_wait_s": 0.0047, "staleness": 0.997, "transfer_s": 0.0015}
-"""Medians of the debug run (docs/sync_simulator.md): 2 actors, 512 samples of 4 tokens, 1.2 MB, max_staleness 1"""
+MEASURED = {
+    "step_mean_s": 0.528,
+    "step_median_s": 0.496,
+    "step_spread": 0.31,
+    "data_wait_s": 0.011,
+    "staleness": 0.990,
+    "transfer_s": 0.0032,
+    "tokens_per_s": 8341.0,
+    "blocking_stall_s": 0.018,
+}
+"""Two debug runs of 100 steps, asynchronous and blocking, on two busy cores: see docs/sync_simulator.md"""
 
 
 def write_run(folder: Path) -> None:
-    """A run folder with the debug run's medians, and a spread like the measured one."""
-    (folder / "weight_sync").mkdir(parents=True)
+    """A run folder with the debug run's figures: 2 actors, 512 samples of 4 tokens, 1.2 MB, max_staleness 1."""
+    for part in ("weight_sync", "timeline"):
+        (folder / part).mkdir(parents=True)
     (folder / "config.toml").write_text(
         "[training]\nglobal_batch_size = 512\n[grpo]\ngroup_size = 8\ndrop_zero_variance = false\n"
         "[rollout]\nmax_completion_tokens = 8\nmax_staleness = 1\n[weight_sync]\nnum_slots = 3\n"
     )
     rows = []
-    for number in range(40):
-        step = MEASURED["step_s"] * (1 + 0.13 * (number % 5 - 2) / 2)
+    for number in range(43):
+        sigmas = statistics.NormalDist().inv_cdf((number * 17 % 43 + 0.5) / 43)
+        step = MEASURED["step_median_s"] * math.exp(MEASURED["step_spread"] * sigmas)
         rows.append(
             {
                 "step": number + 1,
                 "time/step_s": step,
                 "time/train_s": step - 0.02,
                 "time/data_wait_s": MEASURED["data_wait_s"],
-                "time/snapshot_s": 0.0004,
-                "time/sync_stall_s": 0.00046,
+                "time/snapshot_s": 0.0003,
+                "time/sync_stall_s": 0.0001,
                 "completion/length_mean": 4.0,
                 "completion/length_max": 8.0,
                 "tokens_per_s": 5120 / step,
             }
         )
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     journal: list[dict[str, Any]] = [{"event": "layout", "bytes": 1193984}]
     journal += [{"event": "join", "actor": f"actor-{number}"} for number in range(2)]
-    figures = {"transfer_s": MEASURED["transfer_s"], "apply_s": 0.0007, "pause_s": 0.0004}
+    figures = {"transfer_s": MEASURED["transfer_s"], "apply_s": 0.0009, "pause_s": 0.0004}
     journal += [{"event": "applied", "actor": "actor-0", "figures": figures}]
-    (folder / "weight_sync" / "coordinator.jsonl").write_text("".join(json.dumps(line) + "\n" for line in journal))
+    activity = [{"what": "generate", "begin": 10.0, "end": 12.0, "tokens": 2 * MEASURED["tokens_per_s"]}]
+    for path, lines in (
+        ("metrics.jsonl", rows),
+        ("weight_sync/coordinator.jsonl", journal),
+        ("timeline/actor-0.jsonl", activity),
+    ):
+        (folder / path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_shape_of_a_measured_run(tmp_path: Path) -> None:
-    """Step time, data wait, transfer and staleness of the debug run within 10 % (of the step, where they are small)."""
+    """Step, data wait and staleness within 10 % (of the step, where they are small), transfer and stall within 30 %."""
     write_run(tmp_path)
-    figures = simulate(Scenario().with_values(values_from_run(tmp_path) | {"hours": 0.03}))
-    assert figures.step_s == pytest.approx(MEASURED["step_s"], rel=0.1)
-    assert figures.data_wait_s == pytest.approx(MEASURED["data_wait_s"], abs=0.1 * MEASURED["step_s"])
+    scenario = Scenario().with_values(values_from_run(tmp_path) | {"hours": 0.05})
+    figures = simulate(scenario)
+    assert figures.step_s == pytest.approx(MEASURED["step_mean_s"], rel=0.1)
+    assert figures.data_wait_s == pytest.approx(MEASURED["data_wait_s"], abs=0.1 * MEASURED["step_mean_s"])
     assert figures.staleness_mean == pytest.approx(MEASURED["staleness"], rel=0.1)
     assert figures.sync_stall_s == 0
-    # The time that it takes to make the connections is the network's, not the links'.
-    assert figures.transfer_p50_s == pytest.approx(MEASURED["transfer_s"], abs=0.002)
+    assert figures.transfer_p50_s == pytest.approx(MEASURED["transfer_s"], rel=0.3)
+    assert simulate(scenario, asynchronous=False).sync_stall_s == pytest.approx(MEASURED["blocking_stall_s"], rel=0.3)
+
+
+def test_without_notes_of_the_engines_their_speed_is_what_the_fastest_steps_needed(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "timeline" / "actor-0.jsonl").unlink()
+    # Of 43 steps less three, the third fastest: 1.65 sigmas.
+    needed = 512 * 4 / (MEASURED["step_median_s"] * math.exp(-1.65 * MEASURED["step_spread"])) / 2
+    assert values_from_run(tmp_path)["tokens_per_s"] == pytest.approx(needed, rel=0.1)
 
 
 def test_a_folder_without_figures_is_refused(tmp_path: Path) -> None:
