@@ -183,12 +183,20 @@ class Checkpointer:
         return Restored(step=step, version=facts["version"], data=facts["data"], rollout=rollout)
 
     def export_hf(self, step: int, assets_from: str | Path | None = None) -> Path:
-        """Write the policy as a Hugging Face checkpoint directory `hf/step-N` in the run folder (collective)."""
+        """Write the policy as a Hugging Face checkpoint directory `hf/step-N` in the run folder (collective).
+
+        Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
+        """
         from torchtitan.models.hf_checkpoint import export_policy
+        from torchtitan.models.peft_checkpoint import save_adapter
 
         directory = self.folder.parent / "hf" / f"step-{step}"
         export_policy(self.policy, directory, assets_from=assets_from)  # type: ignore[arg-type]
         logger.info("exported the policy after step %d to %s", step, directory)
+        if getattr(self.policy, "lora", None) is not None:
+            adapter = self.folder.parent / "adapter" / f"step-{step}"
+            save_adapter(self.policy, adapter, base_model=str(assets_from or ""))  # type: ignore[arg-type]
+            logger.info("its adapters alone are in %s", adapter)
         return directory
 
     def close(self, timeout_s: float | None = None) -> None:

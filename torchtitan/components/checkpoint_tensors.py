@@ -22,10 +22,13 @@ def collect(
     """Live tensors by name: model.NAME, optimizer.NAME.KEY, reference.NAME (of a reference policy that changes) and
     random.RANK.DEVICE; sharing memory with the run's.
 
-    Hyperparameters are not in here: a resumed run takes them from its configuration.
+    Frozen parameters are not in here: they come from model.hf_assets_path again. Nor are hyperparameters: a resumed run
+    takes them from its configuration.
     """
     state: dict[str, torch.Tensor] = {}
     for name, parameter in policy.named_parameters():
+        if not parameter.requires_grad:
+            continue
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         state[f"model.{name}"] = parameter.detach()

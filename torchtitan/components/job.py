@@ -18,7 +18,7 @@ from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.components.profiling import profile
-from torchtitan.components.reference_policy import ReferencePolicy
+from torchtitan.components.reference_policy import build_reference
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
 from torchtitan.components.step_recorder import StepRecorder
@@ -200,7 +200,7 @@ class Job:
         policy = build_policy(config, self.dims)
         optimizer = build_optimizer(policy, config.optimizer)
         scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
-        reference = ReferencePolicy(config, self.dims) if config.grpo.kl_coefficient > 0 else None
+        reference = build_reference(config, self.dims, policy) if config.grpo.kl_coefficient > 0 else None
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan.components.lr_scheduler import BatchLRScheduler
-from torchtitan.components.reference_policy import ReferencePolicy
+from torchtitan.components.reference_policy import Reference
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -26,6 +26,7 @@ from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import without_dropout
 from torchtitan.rollout.types import Batch, Sample
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class PolicyTrainer:
         scheduler: BatchLRScheduler,
         dims: ParallelDims,
         device: torch.device,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
     ):
         self.config = config
         self.policy = policy
@@ -165,11 +166,13 @@ class PolicyTrainer:
         for part, ours in zip(parts, fixed, strict=True):
             for micro_batch, one in zip(part, ours, strict=True):
                 if grpo.recompute_old_log_probs:
-                    one.old, entropy = self._log_probs(self.policy, micro_batch)
+                    with without_dropout(self.policy):
+                        one.old, entropy = self._log_probs(self.policy, micro_batch)
                     entropies.append(entropy)
                     totals.add_mismatch(one.old, micro_batch)
                 if self.reference is not None:
-                    one.reference, _ = self._log_probs(self.reference.policy, micro_batch)
+                    with self.reference.active():
+                        one.reference, _ = self._log_probs(self.reference.policy, micro_batch)
         if grpo.entropy_top_share < 1:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,7 +12,47 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import adapters_off
 from torchtitan.models.parallelize import build_policy
+
+
+class Reference(Protocol):
+    """What the trainer asks of a reference, whichever it is."""
+
+    policy: Decoder
+
+    @property
+    def follows(self) -> bool: ...
+
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def follow(self, policy: Decoder, version: int) -> None: ...
+
+
+def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
+    """The reference for `policy`: itself without its adapters where those are all that is trained, else a second one.
+
+    A collective.
+    """
+    if config.lora.rank and not config.lora.modules_to_save:
+        return BaseReference(policy)
+    return ReferencePolicy(config, dims)
+
+
+class BaseReference:
+    """The trained policy itself, its adapters switched off while it is asked."""
+
+    follows = False
+
+    def __init__(self, policy: Decoder):
+        self.policy = policy
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference."""
+        return adapters_off(self.policy)
+
+    def follow(self, policy: Decoder, version: int) -> None:
+        """The base model does not change."""
 
 
 class ReferencePolicy:
@@ -23,6 +65,8 @@ class ReferencePolicy:
         own = copy.deepcopy(config)
         own.training.enable_cpu_offload = config.training.enable_cpu_offload or config.grpo.reference_cpu_offload
         own.activation_checkpoint.mode = "none"
+        # The model that adapters were added to.
+        own.lora.rank = 0
         self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
         self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
 
@@ -30,6 +74,10 @@ class ReferencePolicy:
     def follows(self) -> bool:
         """Whether its weights change."""
         return self._decay > 0
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference: here it always is."""
+        return contextlib.nullcontext()
 
     @torch.no_grad()
     def follow(self, policy: Decoder, version: int) -> None:

@@ -11,6 +11,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import synced_parameters
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
@@ -106,7 +107,7 @@ def open_weight_path(config: JobConfig, policy: Decoder, epoch: str, token: str,
     address = None if first else broadcast_bytes(None).decode()
     sync = WeightSync(
         config.weight_sync,
-        dict(policy.named_parameters()),
+        synced_parameters(policy),
         epoch=epoch,
         token=token,
         run_dir=run_dir,

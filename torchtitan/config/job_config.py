@@ -79,6 +79,32 @@ class Model:
 
 
 @dataclass
+class Lora:
+    rank: int = 0
+    """Columns of the low-rank adapters that are trained in place of the model's weights; 0 trains the weights"""
+
+    alpha: float = 32.0
+    """An adapter counts alpha / rank times"""
+
+    dropout: float = 0.0
+    """Share of an adapter's input that is left out while training"""
+
+    target_modules: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Modules that get adapters; lm_head and embed_tokens are possible too"""
+
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole beside the adapters, such as lm_head or norm"""
+
+    adapter_path: str = ""
+    """Adapter directory in PEFT's format to start from; empty starts with adapters that change nothing"""
+
+    base_bits: int = 16
+    """Bits of a frozen weight; 16 keeps training.dtype, and nothing else is built yet"""
+
+
+@dataclass
 class Optimizer:
     name: Literal["AdamW"] = "AdamW"
     """Optimizer"""
@@ -609,6 +635,7 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)

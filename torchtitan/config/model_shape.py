@@ -131,6 +131,12 @@ def _check_shape(config: JobConfig, args: ModelArgs) -> Iterator[Problem]:
     if config.training.seq_len > args.max_position_embeddings:
         text = f"must be at most the model's max_position_embeddings = {args.max_position_embeddings}"
         yield Problem("training.seq_len", f"training.seq_len = {config.training.seq_len} is not allowed: {text}")
+    lora = config.lora
+    if lora.rank and args.tie_word_embeddings:
+        for key, names in (("target_modules", lora.target_modules), ("modules_to_save", lora.modules_to_save)):
+            if tied := [name for name in ("lm_head", "embed_tokens") if name in names]:
+                text = f"this model ties lm_head and embed_tokens, which share one weight, so {tied[0]} cannot be one"
+                yield Problem(f"lora.{key}", f"lora.{key} = {show(names)} is not allowed: {text}")
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     if outside:
         text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"

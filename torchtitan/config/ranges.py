@@ -45,6 +45,9 @@ MAX_SAVE_DEADLINE_S = 600
 RANGES: dict[str, Range] = {
     "profiling.profile_freq": COUNT,
     "model.logprob_head_budget_mb": COUNT,
+    "lora.rank": OR_NONE,
+    "lora.alpha": POSITIVE,
+    "lora.dropout": Range(0, 1, high_open=True),
     "metrics.log_freq": COUNT,
     "metrics.completions_per_step": Range(-1),
     "optimizer.lr": Range(0, 1),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchtitan.config.fields import Problem, nearest, show
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.lora import check_lora
 from torchtitan.config.model_shape import check_model
 from torchtitan.config.ranges import NAMES, OWN_FUNCTIONS, RANGES
 from torchtitan.config.reward_names import reward_problem
@@ -48,6 +49,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_batch(config, ranks, wrong),
         *_check_lengths(config),
         *_check_objective(config),
+        *check_lora(config),
         *_check_rollout(config),
         *_check_rewards(config),
         *_check_inference(config),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.config.job_config import Lora
 from torchtitan.models.attention import PackedAttention, PackedLayout, rotary_tables, rotate
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
@@ -130,6 +131,8 @@ class Decoder(nn.Module):
         self.args = args
         # Sequence parallelism cuts the pack into this many equal parts; `parallelize` sets it.
         self.sequence_parts = 1
+        # Low-rank adapters, where there are; see lora.py.
+        self.lora: Lora | None = None
         self.model = DecoderStack(args)
         self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)
         self.tie_weights()

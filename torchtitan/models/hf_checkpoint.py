@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.placement import full_tensor, local_region
+from torchtitan.distributed.placement import local_region
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import base_parameters, merged_weight
 from torchtitan.models.model_args import ModelArgs, read_model_args
 
 __all__ = ["export_policy", "load_into", "load_policy", "read_model_args"]
@@ -62,13 +63,13 @@ def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> De
 
 @torch.no_grad()
 def load_into(policy: Decoder, directory: str | Path) -> None:
-    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type.
+    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type; not adapters.
 
     Sharded parameters (DTensor) get only their own part read from disk. Raises UserError for a missing file or
     tensor, for a tensor of another shape, and for tensors that the model has no place for.
     """
     directory = Path(directory)
-    parameters = dict(policy.named_parameters())
+    parameters = base_parameters(policy)
     files = _tensor_files(directory)
     missing = sorted(set(parameters) - set(files))
     if missing:
@@ -176,13 +177,13 @@ def export_policy(
                 error = problem
     if staging is not None and error is None:
         try:
-            _publish(staging, directory)
+            publish_folder(staging, directory)
         except OSError as problem:
             error = problem
     if staging is not None and staging.exists():
         shutil.rmtree(staging)
     if sharded:
-        _agree(error)
+        agree(error)
     if isinstance(error, UserError):
         raise error
     if error is not None:
@@ -193,7 +194,7 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
     """Names of the parameters per file; each file at most `max_file_bytes`, one parameter at least."""
     groups: list[list[str]] = []
     used = max_file_bytes
-    for name, parameter in policy.named_parameters():
+    for name, parameter in base_parameters(policy).items():
         size = parameter.numel() * parameter.element_size()
         if used + size > max_file_bytes:
             groups.append([])
@@ -206,9 +207,8 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
 
 
 def _gathered(policy: Decoder, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = dict(policy.named_parameters())
     for name in names:
-        yield name, full_tensor(parameters[name].detach()).cpu().contiguous()
+        yield name, merged_weight(policy, name).cpu().contiguous()
 
 
 def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, plan: dict[str, list[str]]) -> Path:
@@ -238,14 +238,14 @@ def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, pla
     config = policy.args.to_hf_config(_DTYPE_NAMES[first.dtype])
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:
-        total = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
+        total = sum(one.numel() * one.element_size() for one in base_parameters(policy).values())
         weight_map = {name: file_name for file_name, names in plan.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return staging
 
 
-def _publish(staging: Path, directory: Path) -> None:
+def publish_folder(staging: Path, directory: Path) -> None:
     """Put the finished folder in its place; an older one is set aside first and removed last."""
     if not directory.exists():
         os.rename(staging, directory)
@@ -260,7 +260,7 @@ def _publish(staging: Path, directory: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _agree(error: BaseException | None) -> None:
+def agree(error: BaseException | None) -> None:
     """All ranks learn whether rank 0 failed; those without an error of their own raise here."""
     from torchtitan.distributed.collectives import all_reduce_sum
 

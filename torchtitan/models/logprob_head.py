@@ -16,6 +16,7 @@ from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjec
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
 
 if TYPE_CHECKING:
+    from torchtitan.models.lora import Adapter
     from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 DEFAULT_BUDGET_BYTES = 36 << 20
@@ -219,6 +220,8 @@ class LogProbHead(nn.Module):
         self.budget_bytes = DEFAULT_BUDGET_BYTES
         # Set where tensor parallelism shards the vocabulary.
         self.shard: VocabularyShard | None = None
+        # Set where the head has a low-rank adapter.
+        self.adapter: Adapter | None = None
 
     def forward(
         self,
@@ -239,12 +242,24 @@ class LogProbHead(nn.Module):
         if self.shard is not None:
             hidden, weight = self.shard.local(hidden, weight)
             options |= {"tp_group": self.shard.group, "vocabulary": self.shard.part(self.weight)}
+        if targets is not None:
+            hidden = hidden[: len(targets)] if rows is None else hidden[rows]
+        hiddens, weights = [hidden], [weight]
+        if self.adapter is not None and self.adapter.enabled:
+            reduced, widening = self.adapter.pair(self, hidden)
+            hiddens, weights = [hidden, reduced], [weight, widening]
         if targets is None:
-            logits = project(hidden, weight)
+            logits = _project_all(hiddens, weights)
             return logits if self.shard is None else self.shard.whole(logits, self.weight)
-        hidden = hidden[: len(targets)] if rows is None else hidden[rows]
         if objective is not None:
-            return fused_objective(hidden, weight, targets, objective, accumulate=True, **options)
+            return fused_objective(hiddens, weights, targets, objective, accumulate=True, **options)
         if self.fused or self.shard is not None:
-            return fused_log_probs(hidden, weight, targets, **options)
-        return full_log_probs(project(hidden, weight), targets, temperature, kept)
+            return fused_log_probs(hiddens, weights, targets, **options)
+        return full_log_probs(_project_all(hiddens, weights), targets, temperature, kept)
+
+
+def _project_all(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Tensor:
+    logits = project(hidden[0], weight[0])
+    for further, addition in zip(hidden[1:], weight[1:], strict=True):
+        logits = logits + project(further, addition)
+    return logits

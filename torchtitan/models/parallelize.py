@@ -29,7 +29,9 @@ from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,7 +41,8 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     """The policy of `config`, laid out as `dims` says, with its weights, in training mode.
 
     Weights come from model.hf_assets_path; with a model.flavor and no safetensors there, they are random
-    (training.seed). A collective: every rank calls it. Raises UserError where the checkpoint does not fit.
+    (training.seed). Low-rank adapters come from lora.adapter_path, or begin without an effect. A collective: every rank
+    calls it. Raises UserError where the checkpoint does not fit.
     """
     directory = config.model.hf_assets_path
     if config.model.flavor:
@@ -58,19 +61,25 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
         policy.initialize_weights(config.training.seed)
     else:
         load_into(policy, directory)
+    if config.lora.rank and config.lora.adapter_path:
+        load_adapter(policy, config.lora.adapter_path)
+    elif config.lora.rank:
+        initialize_adapters(policy, config.training.seed)
     return policy.train()
 
 
 def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
-    """Apply tensor parallelism, activation checkpointing, compilation and FSDP2 in place to a policy on meta.
+    """Apply tensor parallelism, adapters, activation checkpointing, compilation and FSDP2 in place to a policy on meta.
 
     Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
     """
     training = config.training
     if dims.tp_size > 1:
         apply_tensor_parallelism(policy, dims.tp_mesh)
+    if config.lora.rank:
+        add_adapters(policy, config.lora)
     if config.activation_checkpoint.mode != "none":
-        apply_activation_checkpointing(policy, config.activation_checkpoint)
+        apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     if config.compile.enable:
         for layer in policy.model.layers:
             _replace_forward(layer, torch.compile(layer.forward, backend=config.compile.backend))
@@ -128,13 +137,16 @@ class VocabularyParallel(ParallelStyle):
         module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
 
 
-def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint) -> None:
-    """Recompute the activations of all layers (full) or of every n-th (selective) in the backward."""
+def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint, random: bool = False) -> None:
+    """Recompute the activations of all layers (full) or of every n-th (selective) in the backward.
+
+    random: layers draw random numbers, which must be the same again.
+    """
     every = config.selective_ac_option if config.mode == "selective" else 1
     for layer in list(policy.model.layers)[::every]:
         # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
         _replace_forward(
-            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random)
         )
 
 

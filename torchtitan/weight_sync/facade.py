@@ -33,7 +33,7 @@ from torchtitan.weight_sync.transports import IN_TRAINER
 from torchtitan.weight_sync.wire import Message
 
 # What metrics.jsonl says of each actor's last version; components/sync_metrics.py has everything of every version.
-ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s")
+ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
 
 
 class ActorStatus(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from torchtitan.inference.embedded.adapters import AdapterMerger, is_adapter_version
 from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
@@ -100,6 +101,7 @@ class Engine:
         # Tied weights have two names; a version needs one of them.
         self._parameters = dict(policy.named_parameters())
         self._aliases = dict(policy.named_parameters(remove_duplicate=False))
+        self._merger = AdapterMerger(self._aliases)
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
         self.held_back = False
@@ -433,19 +435,26 @@ class Engine:
     # Weights
 
     def apply_weights(self, epoch: str, version: int, tensors: dict[str, torch.Tensor]) -> float:
-        """Replace all weights, between two steps; returns the seconds it took.
+        """Replace all weights, or merge adapters into the base's, between two steps; returns the seconds it took.
 
-        tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both.
-        Raises WeightsRefused, with nothing changed, where names or shapes are not the model's. Anything that fails
-        later poisons the engine until a whole version has been applied.
+        tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both. Or
+        adapters, see adapters.py. Raises WeightsRefused, with nothing changed, where names or shapes are not the
+        model's. Anything that fails later poisons the engine until a whole version has been applied.
         """
         begin = time.perf_counter()
-        self._check_version(tensors)
-        self.poisoned = True
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._progress()
-                self._aliases[name].copy_(tensor)
+        if is_adapter_version(tensors):
+            adapters = self._merger.check(tensors)
+            self.poisoned = True
+            with torch.no_grad():
+                self._merger.apply(adapters, self._progress)
+        else:
+            self._check_version(tensors)
+            self.poisoned = True
+            self._merger.forget_base()
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    self._progress()
+                    self._aliases[name].copy_(tensor)
         self.epoch, self.version = epoch, version
         self._updates += 1
         for sequence in self._sequences:
@@ -459,6 +468,11 @@ class Engine:
         self.statistics.versions_applied += 1
         self.statistics.apply_seconds += seconds
         return seconds
+
+    @property
+    def adapter_figures(self) -> dict[str, float]:
+        """Norms of the adapters that are in use, as sent (adapter_norm) and as found in the weights; or nothing."""
+        return self._merger.figures
 
     def _check_version(self, tensors: dict[str, torch.Tensor]) -> None:
         given = {id(self._aliases[name]) for name in tensors if name in self._aliases}

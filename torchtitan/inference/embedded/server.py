@@ -218,7 +218,8 @@ class EngineServer:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
 
-        return self.loop.apply(staged.epoch, staged.version, staged.tensors, check)._asdict()
+        cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
+        return cost._asdict() | self.engine.adapter_figures
 
     # What it is doing
 

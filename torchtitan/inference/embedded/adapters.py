@@ -1,0 +1,129 @@
+"""Weight updates that are adapters only: merged into the engine's weights, always from an untouched copy of the base.
+
+A version holds `<module>.lora_A.weight` and `<module>.lora_B.weight`, the parameters of modules that are trained whole,
+and `lora_alpha`. Afterwards it is measured what the engine's weights have become: an adapter that never arrives would
+otherwise look like a policy that is merely old.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.models.lora import ALPHA, FACTOR_A, FACTOR_B, low_rank_product
+from torchtitan.weight_sync.staging import WeightsRefused
+
+# Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
+SUM_TOLERANCE = 1e-3
+
+
+class AdapterNotApplied(RuntimeError):
+    """The weights in use are not base + adapter."""
+
+
+@dataclass
+class _Version:
+    """What an update asks for, checked: names of the engine's parameters -> new values."""
+
+    scale: float = 0.0
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def is_adapter_version(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an update holds adapters instead of all weights."""
+    return ALPHA in tensors
+
+
+class AdapterMerger:
+    """Merges adapters into `parameters` (name -> tensor in use), and knows what those were before.
+
+    Takes memory for a copy of every parameter that adapters have touched.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self.figures: dict[str, float] = {}
+        """Of the last version: Frobenius norms of what its adapters are, and of what they changed in the weights"""
+        self._parameters = parameters
+        self._base: dict[str, torch.Tensor] = {}
+        self._base_known = True
+
+    def forget_base(self) -> None:
+        """All weights are being replaced: what this engine was loaded with is no longer there."""
+        self._base.clear()
+        self._base_known = False
+        self.figures = {}
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> _Version:
+        """What the update means. Raises WeightsRefused where it does not fit this engine; nothing has changed then."""
+        if not self._base_known:
+            raise WeightsRefused("adapters came, but a whole version has replaced the base weights: restart this actor")
+        version, problems = _Version(), []
+        for name, tensor in tensors.items():
+            module, is_a, _ = name.partition("." + FACTOR_A)
+            if name == ALPHA or name.endswith(FACTOR_B):
+                continue
+            target = f"{module}.weight" if is_a else name
+            weight = self._parameters.get(target)
+            if weight is None:
+                problems.append(f"there is no {target}")
+            elif not is_a:
+                if tensor.shape != weight.shape:
+                    problems.append(f"{name} has shape {list(tensor.shape)} instead of {list(weight.shape)}")
+                version.whole[name] = tensor
+            else:
+                b = tensors.get(f"{module}.{FACTOR_B}")
+                if b is None or (b.shape[0], tensor.shape[1]) != weight.shape or b.shape[1] != len(tensor):
+                    found = None if b is None else list(b.shape)
+                    problems.append(f"factors {list(tensor.shape)} and {found} make no {target} {list(weight.shape)}")
+                else:
+                    version.scale = float(tensors[ALPHA].double().sum()) / len(tensor)
+                    version.factors[target] = (tensor, b)
+        lonely = [n for n in tensors if n.endswith(FACTOR_B) and n.replace(FACTOR_B, FACTOR_A) not in tensors]
+        problems += [f"{name} has no {FACTOR_A}" for name in lonely]
+        if not version.factors:
+            problems.append("it holds no adapter")
+        if problems:
+            raise WeightsRefused(f"this version does not fit the model: {'; '.join(problems[:3])}")
+        return version
+
+    def apply(self, version: _Version, progress: Callable[[], None]) -> None:
+        """Make the weights base + adapters, in place; `progress` is called now and then.
+
+        Raises AdapterNotApplied where they are something else afterwards.
+        """
+        norm = applied = 0.0
+        for name in [*version.factors, *version.whole]:
+            if name not in self._base:
+                self._base[name] = self._parameters[name].detach().clone()
+        for name, base in self._base.items():
+            progress()
+            weight = self._parameters[name]
+            if name in version.factors:
+                a, b = (factor.to(weight.device) for factor in version.factors[name])
+                addition = low_rank_product(version.scale, a, b)
+                weight.copy_(base + addition)
+                norm += float(addition.square().sum())
+                applied += self._measured(name, version.scale, a, b) ** 2
+            else:
+                # What an earlier version had adapted and this one does not is the base's again.
+                weight.copy_(version.whole.get(name, base))
+        self.figures = {"adapter_norm": math.sqrt(norm), "adapter_applied_norm": math.sqrt(applied)}
+
+    def _measured(self, name: str, scale: float, a: torch.Tensor, b: torch.Tensor) -> float:
+        """Norm of what the weight in use differs by from the base, after a probe that it is the adapter's product."""
+        weight, base = self._parameters[name], self._base[name]
+        change = weight.float() - base.float()
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn(weight.shape[1], generator=generator).to(weight.device)
+        expected = scale * (b.float() @ (a.float() @ probe))
+        # Each element is rounded to the engine's type once, by half a unit in the last place at most.
+        allowed = torch.finfo(weight.dtype).eps / 2 * weight.float().norm() + SUM_TOLERANCE * expected.norm()
+        difference = float((change @ probe - expected).norm())
+        if not difference <= allowed:
+            text = f"{name}: the weight in use differs from base + adapter by {difference:.3g} on a probe"
+            raise AdapterNotApplied(f"{text}, at most {float(allowed):.3g} is rounding")
+        return float(change.norm())

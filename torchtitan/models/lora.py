@@ -1,0 +1,193 @@
+"""Low-rank adapters (Hu et al. 2021): W x becomes W x + alpha / rank · B (A x), where only A and B are trained.
+
+An adapted module stays what it is; its factors become children of it, lora_A.weight [rank, in] and lora_B.weight
+[out, rank]. So the base model's parameters keep their names, and are loaded, exported and sharded as without adapters.
+The embedding is treated as any other weight [V, H]: lora_B [V, rank] is looked up and lora_A [rank, H] widens it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torchtitan.config.job_config import Lora
+from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.logprob_head import LogProbHead
+
+FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
+ALPHA = "lora_alpha"
+"""Under this name alpha is published beside the factors"""
+
+
+class Adapter:
+    """How a module uses its factors: a forward hook of projections and of the embedding; the head asks for `pair`."""
+
+    def __init__(self, scale: float, dropout: float):
+        self.scale, self.dropout = scale, dropout
+        self.enabled = True
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """output + scale · B A x, all of them DTensors where the module is sharded."""
+        if not self.enabled:
+            return output
+        x, a, b = inputs[0], module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
+        if isinstance(module, nn.Embedding):
+            return output + self.scale * (F.embedding(x, b) @ a).to(output.dtype)
+        reduced = F.linear(self._drop(module, x), a.to(x.dtype))
+        return output + self.scale * F.linear(reduced, b.to(x.dtype))
+
+    def pair(self, module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, H] (whole, also under tensor parallelism) -> scale · A hidden [N, rank], and this rank's rows of
+        B: a further pair of operands for the head."""
+        a: torch.Tensor = module.get_parameter(FACTOR_A)
+        b: torch.Tensor = module.get_parameter(FACTOR_B)
+        if isinstance(a, DTensor) and isinstance(b, DTensor):
+            # Every rank's gradient covers its own vocabulary only: they add up.
+            a, b = a.to_local(grad_placements=[Partial()]), b.to_local()
+        return (self.scale * F.linear(self._drop(module, hidden), a.to(hidden.dtype))).to(b.dtype), b
+
+    def _drop(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout) if self.dropout and module.training else x
+
+
+def adapted_modules(policy: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
+    """(name, module, its adapter) of all modules that have one."""
+    for name, module in policy.named_modules():
+        adapter = getattr(module, "adapter", None)
+        if isinstance(adapter, Adapter):
+            yield name, module, adapter
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((FACTOR_A, FACTOR_B))
+
+
+def add_adapters(policy: Decoder, settings: Lora) -> None:
+    """Give the target modules adapters (fp32, without values yet) and freeze everything else but modules_to_save.
+
+    Comes after tensor parallelism, whose layout the factors follow, and before everything that wraps forwards.
+    """
+    for name, module in list(policy.named_modules()):
+        if name.rpartition(".")[2] in settings.target_modules:
+            _adapt(module, settings)
+    for name, parameter in policy.named_parameters():
+        owner = name.rpartition(".")[0].rpartition(".")[2]
+        parameter.requires_grad_(is_factor(name) or owner in settings.modules_to_save)
+    policy.lora = settings
+
+
+def _adapt(module: nn.Module, settings: Lora) -> None:
+    weight, adapter = module.get_parameter("weight"), Adapter(settings.alpha / settings.rank, settings.dropout)
+    rows, columns = weight.shape
+    placement: Placement = Replicate()
+    mesh: DeviceMesh | None = None
+    if isinstance(weight, DTensor):
+        placement, mesh = weight.placements[0], weight.device_mesh
+    by_columns, by_rows = placement == Shard(1), placement == Shard(0)
+    module.lora_A = _factor(settings.rank, columns, weight, mesh, Shard(1) if by_columns else Replicate())
+    module.lora_B = _factor(rows, settings.rank, weight, mesh, Shard(0) if by_rows else Replicate())
+    module.adapter = adapter  # type: ignore[assignment]
+    if not isinstance(module, LogProbHead):
+        # First of all hooks: tensor parallelism's own makes a plain tensor of the output.
+        module.register_forward_hook(adapter, prepend=True)
+
+
+def _factor(rows: int, columns: int, weight: torch.Tensor, mesh: DeviceMesh | None, placement: Placement) -> nn.Linear:
+    factor = nn.Linear(columns, rows, bias=False, device=weight.device, dtype=torch.float32)
+    if mesh is not None:
+        factor.weight = nn.Parameter(distribute_tensor(factor.weight.detach(), mesh, [placement]))
+    return factor
+
+
+@torch.no_grad()
+def initialize_adapters(policy: Decoder, seed: int) -> None:
+    """As PEFT does: A uniform within 1 / sqrt(in) (normal for the embedding), B zero; alike on any layout."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, module, _ in adapted_modules(policy):
+        a = module.get_parameter(FACTOR_A)
+        full = torch.empty(a.shape)
+        if isinstance(module, nn.Embedding):
+            full.normal_(generator=generator)
+        else:
+            bound = 1 / math.sqrt(a.shape[1])
+            full.uniform_(-bound, bound, generator=generator)
+        copy_full_(a, full)
+        module.get_parameter(FACTOR_B).zero_()
+
+
+def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """scale · B A in fp32 (float64 where the factors are): what an adapter adds to its module's weight [out, in]."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return scale * (b.to(wide) @ a.to(wide))
+
+
+@torch.no_grad()
+def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
+    """The whole parameter `name` of the base model, what adapters add to it included (a collective where sharded)."""
+    full = full_tensor(policy.get_parameter(name).detach())
+    module_name, _, leaf = name.rpartition(".")
+    module = policy.get_submodule(module_name)
+    adapter = getattr(module, "adapter", None)
+    if leaf != "weight" or not isinstance(adapter, Adapter):
+        return full
+    a, b = (full_tensor(module.get_parameter(factor).detach()) for factor in (FACTOR_A, FACTOR_B))
+    return (full + low_rank_product(adapter.scale, a, b)).to(full.dtype)
+
+
+def base_parameters(policy: Decoder) -> dict[str, nn.Parameter]:
+    """The parameters that the model has without adapters."""
+    return {name: parameter for name, parameter in policy.named_parameters() if not is_factor(name)}
+
+
+def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor]:
+    """What actors need of each version: all parameters; with adapters what is trained, and alpha.
+
+    alpha is a sum of three numbers, so that bfloat16 carries it whole.
+    """
+    if policy.lora is None:
+        return dict(policy.named_parameters())
+    trained: dict[str, torch.Tensor] = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    parts, rest = [], policy.lora.alpha
+    for _ in range(3):
+        parts.append(float(torch.tensor(rest).bfloat16()))
+        rest -= parts[-1]
+    first = next(iter(trained.values()))
+    device = first.to_local().device if isinstance(first, DTensor) else first.device
+    return trained | {ALPHA: torch.tensor(parts, device=device)}
+
+
+@contextmanager
+def adapters_off(policy: Decoder) -> Iterator[None]:
+    """Run the base model inside the block."""
+    adapters = [adapter for _, _, adapter in adapted_modules(policy)]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True
+
+
+@contextmanager
+def without_dropout(policy: Decoder) -> Iterator[None]:
+    """Adapters do not drop anything inside the block."""
+    before = [(adapter, adapter.dropout) for _, _, adapter in adapted_modules(policy)]
+    for adapter, _ in before:
+        adapter.dropout = 0.0
+    try:
+        yield
+    finally:
+        for adapter, dropout in before:
+            adapter.dropout = dropout

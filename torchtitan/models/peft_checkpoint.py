@@ -1,0 +1,160 @@
+"""Low-rank adapters in and out, as directories that PEFT reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.job_config import Lora
+from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.errors import UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import agree, publish_folder
+from torchtitan.models.lora import FACTOR_A, FACTOR_B, adapted_modules
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Options of PEFT's that would make its adapters compute something else than ours do.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "lora_bias": (False, None),
+}
+
+
+def _places(policy: Decoder) -> dict[str, tuple[nn.Parameter, bool]]:
+    """PEFT's name of every trained parameter -> (parameter, whether it is transposed there)."""
+    places: dict[str, tuple[nn.Parameter, bool]] = {}
+    factors = set()
+    for name, module, _ in adapted_modules(policy):
+        a, b = module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
+        factors |= {a, b}
+        if isinstance(module, nn.Embedding):
+            # PEFT looks up in the first factor [rank, V] and widens with the second [H, rank].
+            places[f"{PREFIX}{name}.lora_embedding_A"] = b, True
+            places[f"{PREFIX}{name}.lora_embedding_B"] = a, True
+        else:
+            places[f"{PREFIX}{name}.{FACTOR_A}"] = a, False
+            places[f"{PREFIX}{name}.{FACTOR_B}"] = b, False
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and parameter not in factors:
+            places[PREFIX + name] = parameter, False
+    return places
+
+
+def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -> None:
+    """Write the adapters of `policy`, and modules_to_save, so that PEFT loads them; an older directory is replaced.
+
+    A collective where parameters are sharded. Raises UserError on all ranks where it cannot be written.
+    """
+    assert policy.lora is not None
+    directory = Path(directory)
+    places = _places(policy)
+    sharded = any(isinstance(parameter, DTensor) for parameter, _ in places.values())
+    writes = not sharded or torch.distributed.get_rank() == 0
+    tensors = {}
+    for name, (parameter, transposed) in places.items():
+        full = full_tensor(parameter.detach())
+        if writes:
+            tensors[name] = (full.t() if transposed else full).cpu().contiguous()
+    problem: BaseException | None = None
+    if writes:
+        try:
+            _write(directory, tensors, _config(policy, base_model))
+        except (OSError, SafetensorError) as error:
+            problem = error
+    if sharded:
+        agree(problem)
+    if problem is not None:
+        raise UserError(f"{directory}: the adapters could not be written: {problem}") from problem
+
+
+def _config(policy: Decoder, base_model: str) -> dict[str, Any]:
+    lora = policy.lora
+    assert lora is not None
+    # PEFT takes all modules whose names end so: "norm" alone would be every norm.
+    saved = [name for name, _ in policy.named_modules() if name.rpartition(".")[2] in lora.modules_to_save]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model or None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": lora.target_modules,
+        "modules_to_save": saved or None,
+    }
+
+
+def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
+    try:
+        os.chmod(staging, 0o755)
+        (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
+        publish_folder(staging, directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def load_adapter(policy: Decoder, directory: str | Path) -> None:
+    """Fill the adapters of `policy`, and modules_to_save, from a directory that PEFT or `save_adapter` wrote.
+
+    Raises UserError where files, options, names or shapes do not fit [lora] and the model.
+    """
+    assert policy.lora is not None
+    directory = Path(directory)
+    _check_config(directory / CONFIG_FILE, policy.lora)
+    places = _places(policy)
+    path = directory / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt", device="cpu") as handle:
+            # PEFT may put the embedding's own weight beside its factors: that is the base model's.
+            names = {name for name in handle.keys() if ".base_layer." not in name}  # noqa: SIM118
+            for what, some in (("lacks", set(places) - names), ("has", names - set(places))):
+                if some:
+                    text = f"{path} {what} {min(some)}, of {len(some)} tensors in all"
+                    raise UserError(f"{text}: lora.target_modules and lora.modules_to_save must name the same modules")
+            for name, (parameter, transposed) in places.items():
+                tensor = handle.get_tensor(name)
+                tensor = tensor.t() if transposed else tensor
+                if tensor.shape != parameter.shape:
+                    found, expected = list(tensor.shape), list(parameter.shape)
+                    raise UserError(f"{path}: {name} has shape {found}, but the model asks for {expected}")
+                copy_full_(parameter, tensor)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def _check_config(path: Path, lora: Lora) -> None:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not an adapter's configuration ({type(error).__name__}: {error})") from error
+    for option, allowed in _PLAIN.items():
+        if option in config and config[option] not in allowed:
+            raise UserError(f"{path}: {option} = {config[option]!r} is not supported")
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        text = f"set lora.rank = {rank} and lora.alpha = {alpha:g} (they are {lora.rank} and {lora.alpha:g})"
+        raise UserError(f"{path}: this adapter has another shape: {text}")
