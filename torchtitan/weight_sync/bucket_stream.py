@@ -22,6 +22,8 @@ from torchtitan.weight_sync.wire import (
 
 # One connection gives the loop back after this much, so that other ranks and the control connection are served too.
 READ_BYTES = 8 << 20
+# So much at a time is read and looked at while it is still in a core's cache.
+PIECE_BYTES = 256 << 10
 # A peer sends buckets of all ranks.
 ANY_RANK = -1
 
@@ -46,8 +48,8 @@ class BucketSink(Protocol):
     def place(self, stream: BucketStream, frame: Frame) -> memoryview | None:
         """Memory of exactly `frame.length` bytes, None to drop the frame, or ProtocolError to close the connection."""
 
-    def moved(self, frame: Frame, count: int) -> None:
-        """So many more bytes are in the memory that place() gave."""
+    def moved(self, frame: Frame, piece: memoryview) -> None:
+        """The next piece is in the memory that place() gave."""
 
     def arrived(self, stream: BucketStream, frame: Frame, payload: memoryview) -> None:
         """The whole frame is in the memory that place() gave. May raise what place() may."""
@@ -139,11 +141,11 @@ class BucketStream:
                 self._begin_frame()
             return max(count, 1)
         frame = self.frame
-        left = min(budget, frame.length - self._fill)
+        left = min(budget, frame.length - self._fill, PIECE_BYTES)
         if self._target is not None:
             count = self._receive(self._target[self._fill : self._fill + left])
             if frame.encoding != NOTE:
-                self.sink.moved(frame, count)
+                self.sink.moved(frame, self._target[self._fill : self._fill + count])
         else:
             count = self._receive(self._dump()[:left])
         self._fill += count

@@ -22,6 +22,11 @@ def bucket_checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def streaming_checksum(kind: str) -> Any | None:
+    """What takes a bucket piece by piece (update) and then says its checksum (hexdigest); None where a kind cannot."""
+    return xxhash.xxh3_128() if kind == "xxh3" else None
+
+
 def checksum_function(kind: str) -> Callable[[Any], str]:
     """The function of a layout's checksum kind. Raises ValueError for a kind that does not exist."""
     if kind == "xxh3":

@@ -1,4 +1,8 @@
-"""The data port of one worker of an actor: buckets into staging memory, verified on a thread while others arrive."""
+"""The data port of one worker of an actor: buckets into staging memory, verified while they arrive.
+
+What comes inline is hashed piece by piece while it is still in the cache; what is fetched or decoded is verified on a
+thread, while others arrive.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ import xxhash
 
 from torchtitan.weight_sync import delta, faults
 from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketStream, Frame
-from torchtitan.weight_sync.checksums import checksum_function, reads_devices
+from torchtitan.weight_sync.checksums import checksum_function, reads_devices, streaming_checksum
 from torchtitan.weight_sync.connection import Connection, Server, listen
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.layout_tables import Box
@@ -98,6 +102,8 @@ class _Incoming:
     attempt: int
     manifest: Manifest
     placed: set[tuple[int, int]] = field(default_factory=set)
+    hashers: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """Of the buckets that arrive inline"""
     figures: TransferFigures = field(default_factory=TransferFigures)
 
 
@@ -369,12 +375,24 @@ class Intake:
             )
         incoming.placed.add(frame.key)
         if direct and isinstance(area, memoryview):
+            incoming.hashers[frame.key] = streaming_checksum(staging.layout.checksum)
             return area
         return memoryview(bytearray(frame.length))
 
-    def moved(self, frame: Frame, count: int) -> None:
+    def moved(self, frame: Frame, piece: memoryview) -> None:
         """Progress."""
-        if self._incoming is not None and frame.attempt == self._incoming.attempt:
+        incoming = self._incoming
+        if incoming is None or frame.attempt != incoming.attempt:
+            return
+        incoming.figures.received_bytes += len(piece)
+        hasher = incoming.hashers.get(frame.key)
+        if hasher is not None:
+            begun = time.monotonic()
+            hasher.update(piece)
+            incoming.figures.verify_s += time.monotonic() - begun
+
+    def _fetched_bytes(self, attempt: int, count: int) -> None:
+        if self._incoming is not None and attempt == self._incoming.attempt:
             self._incoming.figures.received_bytes += count
 
     def arrived(self, stream: BucketStream, frame: Frame, payload: memoryview) -> None:
@@ -389,6 +407,11 @@ class Intake:
         self._unfinished[frame.attempt] += 1
         area = staging.bucket(frame.key)
         expected = incoming.manifest.checksums[frame.rank][frame.bucket]
+        hasher = incoming.hashers.pop(frame.key, None)
+        if hasher is not None and not asked:
+            error = "" if hasher.hexdigest() == expected else "checksum differs"
+            self._loop.call_from_thread(partial(self._checked, stream, frame, error, 0.0))
+            return
         check = partial(self._check, stream, frame, payload, area, expected, "corrupt" in asked)
         if stream.carrier.inline:
             self._jobs.put(check)
@@ -396,7 +419,8 @@ class Intake:
 
         def fetched(error: str | None) -> None:
             if error is None:
-                self._loop.call_from_thread(lambda: self.moved(frame, len(area) - frame.length))
+                fetched_bytes = len(area) - frame.length  # the reference itself has been counted
+                self._loop.call_from_thread(partial(self._fetched_bytes, frame.attempt, fetched_bytes))
                 self._jobs.put(check)
             else:
                 self._loop.call_from_thread(partial(self._checked, stream, frame, error, 0.0))
