@@ -5,7 +5,7 @@
 A Qwen3 shape of 100 M parameters with vocabulary 151,936, 512 tokens per sequence, one micro-batch; weights, gradients
 and AdamW state in fp32. Full logits are those of the same decoder, then log_softmax and gather, without entropy.
 Every trial is a process of its own that trains and reports its peak of resident memory; peaks at two sizes predict
-the largest batch, which is then tried.
+the largest batch, which is then tried, and so is the next.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def work(head: str, batch: int) -> float:
 
 
 def largest(head: str, limit: float, first: int, second: int) -> tuple[int, float]:
-    """A batch that stays below the limit, and its peak: the largest by a line through two smaller ones, then tried."""
+    """The largest batch that stays below the limit, and its peak: by a line through two smaller ones, then tried."""
     low, high = trial(head, first), trial(head, second)
     slope = (high - low) / (second - first)
     batch = max(1, int((limit - low) / slope) + first)
@@ -94,6 +94,8 @@ def largest(head: str, limit: float, first: int, second: int) -> tuple[int, floa
     while peak > limit:
         batch -= 1
         peak = trial(head, batch)
+    while (following := trial(head, batch + 1)) <= limit:
+        batch, peak = batch + 1, following
     return batch, peak
 
 

@@ -102,7 +102,7 @@ def one_pass(case: Case, *, entropy: bool, budget: int | None = None, accumulate
 
 def two_pass(case: Case) -> torch.Tensor:
     """Ours, logits computed again in the backward."""
-    log_probs, _ = fused_log_probs(case.hidden, case.weight, case.targets, entropy=False)
+    log_probs, _ = fused_log_probs(case.hidden, case.weight, case.targets, entropy=False, accumulate=True)
     loss = token_loss(log_probs, case.old_log_probs, case.token_advantages).sum() / len(case.targets)
     loss.backward()
     return loss.detach()

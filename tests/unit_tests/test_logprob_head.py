@@ -185,7 +185,7 @@ def test_later_micro_batches_add_to_the_gradient_in_place(one_pass: bool, dtype:
                 chunk_tokens=7,
             )
         else:
-            log_probs, _ = fused_log_probs(case.hidden[0], weight, case.targets, chunk_tokens=7)
+            log_probs, _ = fused_log_probs(case.hidden[0], weight, case.targets, accumulate=True, chunk_tokens=7)
             loss = (case.by_log_prob * log_probs).sum()
         loss.backward()
         places.append(weight.grad.data_ptr())
@@ -204,12 +204,24 @@ def test_accumulating_needs_a_plain_backward() -> None:
         (2 * loss).backward()
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_nothing_is_added_without_a_backward(accumulate: bool) -> None:
+    case = make(5, 20)
+    weight = case.weight[0]
+    weight.grad = torch.ones_like(weight)
+    with torch.no_grad():
+        fused_objective(case.hidden[0], weight, case.targets, lambda log_probs, *_: log_probs, accumulate=accumulate)
+    log_probs, _ = fused_log_probs(case.hidden[0], weight, case.targets)
+    (gradient,) = torch.autograd.grad(log_probs.sum(), [weight])
+    assert gradient.abs().max() > 0 and torch.equal(weight.grad, torch.ones_like(weight))
+
+
 def test_hooks_see_every_gradient() -> None:
     case, seen = make(5, 20), []
     weight = case.weight[0]
     weight.register_hook(lambda gradient: seen.append(gradient.norm().item()))
     for _ in range(2):
-        fused_log_probs(case.hidden[0], weight, case.targets)[0].sum().backward()
+        fused_log_probs(case.hidden[0], weight, case.targets, accumulate=True)[0].sum().backward()
     assert len(seen) == 2 and seen[0] == pytest.approx(seen[1]) and seen[0] > 0
 
 

@@ -79,6 +79,10 @@ class Projection:
     entropy: bool
     group: dist.ProcessGroup | None
     first: int
+    cut: bool
+    """Whether the vocabulary of the largest part takes several tiles"""
+    derive: bool
+    """Whether gradients are asked for at all (a Function is not told about no_grad)"""
     _buffer: torch.Tensor | None = None
 
     def release(self) -> None:
@@ -363,19 +367,21 @@ def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[tor
 
 
 class TwoPass(torch.autograd.Function):
-    """(projection, bias, *hidden, *weight) -> (log-probs [N], entropy [N])."""
+    """(projection, accumulate, bias, *hidden, *weight) -> (log-probs [N], entropy [N])."""
 
     @staticmethod
-    def forward(ctx: Any, projection: Projection, bias: torch.Tensor | None, *operands: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, projection: Projection, accumulate: bool, bias: torch.Tensor | None, *operands: torch.Tensor
+    ) -> Any:
         found, kept = statistics(projection)
         projection.release()
         local_maximum = found.maximum.clone() if kept is not None else None
         found.reduce_(projection.group)
         log_probs, normalizer = found.log_probs(), found.normalizer
         entropy = found.entropy() if projection.entropy else torch.zeros_like(log_probs)
-        if not any(ctx.needs_input_grad):
+        if not (projection.derive and any(ctx.needs_input_grad)):
             return log_probs, entropy
-        ctx.projection = projection
+        ctx.projection, ctx.accumulate = projection, accumulate
         scale = None if local_maximum is None else (local_maximum - normalizer).exp()
         # Used up by the first backward; another one computes the logits again.
         ctx.exponentials = kept
@@ -393,8 +399,9 @@ class TwoPass(torch.autograd.Function):
         pairs = len(operands) // 2
         # FSDP frees and gathers weights between the passes: these are the ones of now.
         projection.hidden, projection.weight, projection.bias = operands[:pairs], operands[pairs:], bias
-        needed = [*ctx.needs_input_grad[2:], ctx.needs_input_grad[1]]
-        sums = GradientSums(projection, needed, _places(projection.weight, needed[pairs : 2 * pairs]))
+        needed = [*ctx.needs_input_grad[3:], ctx.needs_input_grad[2]]
+        places = _places(projection.weight, needed[pairs : 2 * pairs]) if ctx.accumulate else [None] * pairs
+        sums = GradientSums(projection, needed, places)
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalizer)
         if kept is None:
@@ -408,7 +415,7 @@ class TwoPass(torch.autograd.Function):
             sums.end()
             gradients = sums.results()
         projection.release()
-        return (None, gradients[-1], *gradients[:-1])
+        return (None, None, gradients[-1], *gradients[:-1])
 
 
 class OnePass(torch.autograd.Function):
@@ -424,13 +431,14 @@ class OnePass(torch.autograd.Function):
         *operands: torch.Tensor,
     ) -> Any:
         pairs = len(operands) // 2
-        needed = [*ctx.needs_input_grad[4:], ctx.needs_input_grad[3]]
+        needed = [projection.derive and need for need in (*ctx.needs_input_grad[4:], ctx.needs_input_grad[3])]
         places = _places(operands[pairs:], needed[pairs : 2 * pairs]) if accumulate else [None] * pairs
         count, device = len(projection.targets), projection.targets.device
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)
         columns = projection.column_tiles()
-        if len(columns) > 1 or not any(needed):
+        # The same on all ranks of a group, whose parts may differ in size: each way has collectives of its own.
+        if projection.cut or not any(needed):
             found, _ = statistics(projection)
             found.reduce_(projection.group)
             log_probs.copy_(found.log_probs())

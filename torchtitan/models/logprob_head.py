@@ -95,24 +95,27 @@ def fused_log_probs(
     hidden: torch.Tensor | Sequence[torch.Tensor],
     weight: torch.Tensor | Sequence[torch.Tensor],
     targets: torch.Tensor,
+    *,
+    accumulate: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob [N] of targets and entropy [N] in fp32 under softmax(softcap(hidden weightᵀ + bias) / temperature).
 
     Differentiable once in hidden, weight and bias, through both results; [N, V] is never held (see fused_head.py).
-    Existing gradients of a plain leaf weight are added to in place.
 
     Args:
         hidden: [N, H]; or several, whose products with their weights are added (a low-rank addition).
         weight: [V, H] likewise; under tensor parallelism this rank's part of the vocabulary.
         targets: [N] int64, token ids of the whole vocabulary.
+        accumulate: backward() adds to the gradient that a plain leaf weight already has, where it lies, instead of
+            making another [V, H] first. For backward() only, not for torch.autograd.grad.
         options: see HeadOptions.
 
     Raises:
         ValueError: shapes that do not fit together, a target outside the vocabulary, or a chunk that is not positive.
     """
     projection = _projection(hidden, weight, targets, options)
-    log_probs, entropy = TwoPass.apply(projection, projection.bias, *projection.hidden, *projection.weight)
+    log_probs, entropy = TwoPass.apply(projection, accumulate, projection.bias, *projection.hidden, *projection.weight)
     return log_probs, entropy
 
 
@@ -160,6 +163,8 @@ def _projection(
         raise ValueError(f"chunk_tokens must be 'auto' or at least 1, not {chunk}")
     group, softcap = options.get("tp_group"), options.get("softcap")
     part = options.get("vocabulary") or _part_of(group, len(weight[0]), targets.device)
+    if len(weight[0]) == 0:
+        raise ValueError(f"this rank has no part of the vocabulary of {part.total} tokens: use fewer ranks for it")
     check_targets(targets, part.total)
     if chunk == "auto":
         tiling = choose_tiling(
@@ -184,6 +189,8 @@ def _projection(
         entropy=options.get("entropy", True),
         group=group,
         first=part.start,
+        cut=tiling.columns < part.largest,
+        derive=torch.is_grad_enabled(),
     )
 
 
