@@ -166,7 +166,8 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     optimizer = build_optimizer(policy, config.optimizer)
     rows = [0, 1] if dims.dp_size == 1 else [dims.dp_rank]
     tokens = torch.cat([torch.arange(3, 17) + 14 * row for row in rows])
-    loss = -policy(tokens, PackedLayout([14] * len(rows)), tokens.roll(-1))[0].sum() / 28
+    targets = tokens.view(-1, 14).roll(-1, 1).flatten()
+    loss = -policy(tokens, PackedLayout([14] * len(rows)), targets)[0].sum() / 28
     loss.backward()
     total = collectives.all_reduce_sum(loss.detach()) / dims.tp_size
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
