@@ -73,13 +73,14 @@ def slow_network(peers: Sequence[str], megabits: float) -> Iterator[Namespaces]:
     def interrupted(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, interrupted)
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         network.create()
         yield network
     finally:
         network.remove()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _remove_left_behind() -> None:

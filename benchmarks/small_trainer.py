@@ -52,6 +52,7 @@ class Trainer:
     def __init__(self, width: int, blocks: int, rows: int):
         torch.manual_seed(0)
         torch.set_num_threads(1)
+        common.keep_freed_memory()
         self.model = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._input, self._target = torch.randn(rows, width), torch.randn(rows, width)

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=42, help="steps of one condition in a row")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=4, help="of the model: 16.8 million parameters")
-    parser.add_argument("--rows", type=int, default=112, help="of a batch")
+    parser.add_argument("--rows", type=int, default=160, help="of a batch")
     parser.add_argument("--actor", choices=sorted(ACTOR_KINDS), default="receiver")
     arguments = parser.parse_args()
     if arguments.quick:
