@@ -176,7 +176,9 @@ class PolicyTrainer:
         if grpo.entropy_top_share < 1:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values
-            threshold = values[min(int((1 - grpo.entropy_top_share) * len(values)), len(values) - 1)]
+            place = int((1 - grpo.entropy_top_share) * len(values))
+            # A batch may have no trained token at all.
+            threshold = values[place] if place < len(values) else 0.0
             for one, entropy in zip((one for ours in fixed for one in ours), entropies, strict=True):
                 one.trained = (entropy >= threshold).float()
         return fixed

@@ -186,3 +186,7 @@ def _check_divisible(args: ModelArgs, degree: int) -> None:
         size = getattr(args, name)
         if size % degree:
             raise UserError(f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {name} {size}")
+    # Parts are rounded up, so the last rank may be left with none.
+    if -(-args.vocab_size // degree) * (degree - 1) >= args.vocab_size:
+        text = f"leaves a rank without a part of the vocabulary of {args.vocab_size} tokens"
+        raise UserError(f"parallelism.tensor_parallel_degree = {degree} {text}")
