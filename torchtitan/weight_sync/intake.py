@@ -22,77 +22,21 @@ import xxhash
 from torchtitan.weight_sync import delta, faults
 from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketStream, Frame
 from torchtitan.weight_sync.checksums import checksum_function, reads_devices, streaming_checksum
-from torchtitan.weight_sync.connection import Connection, Server, listen
+from torchtitan.weight_sync.connection import listen
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, all_keys, needed_buckets, needs_to_json
 from torchtitan.weight_sync.relay import RelaySender
+from torchtitan.weight_sync.senders import Senders
 from torchtitan.weight_sync.staging import StagedVersion, Staging, copy_to_device
 from torchtitan.weight_sync.states.receiver import BeginRelay, Command, ReceiverMachine, Send, Served
-from torchtitan.weight_sync.transports import receive_carrier
-from torchtitan.weight_sync.transports.base import Area, Delivery, ReceiveCarrier, ReceiveContext
+from torchtitan.weight_sync.transfer_figures import TransferFigures
+from torchtitan.weight_sync.transports.base import Area, Delivery
 from torchtitan.weight_sync.transports.link import Link
 from torchtitan.weight_sync.wire import FULL, MAXIMUM_REFERENCE_BYTES, Message, ProtocolError
 
 logger = logging.getLogger(__name__)
-
-MAXIMUM_STREAMS = 64
-
-
-@dataclass
-class TransferFigures:
-    """What one attempt's transfer took. Times of time.time(), seconds, payload bytes."""
-
-    begin: float = 0.0
-    end: float = 0.0
-    received_bytes: int = 0
-    """As they came over the wire, or were fetched"""
-    verify_s: float = 0.0
-    """Summed over buckets; most of it while others arrived"""
-    bytes_full: int = 0
-    bytes_delta: int = 0
-    bytes_relayed: int = 0
-    bytes_resulting: int = 0
-    """Of the buckets that arrived, however they were encoded"""
-
-    def to_json(self) -> Message:
-        """Part of what `applied` says."""
-        return _with_rates(
-            {
-                "verify_s": self.verify_s,
-                "bytes_full": self.bytes_full,
-                "bytes_delta": self.bytes_delta,
-                "bytes_relayed": self.bytes_relayed,
-                "bytes_resulting": self.bytes_resulting,
-                "transfer_begin": self.begin,
-                "transfer_end": self.end,
-            }
-        )
-
-
-def together(figures: list[Message]) -> Message:
-    """Figures of an actor from those of its workers, which transfer at the same time."""
-    summed = ("verify_s", "bytes_full", "bytes_delta", "bytes_relayed", "bytes_resulting")
-    total: Message = {name: sum(one[name] for one in figures) for name in summed}
-    total["transfer_begin"] = min(one["transfer_begin"] for one in figures)
-    total["transfer_end"] = max(one["transfer_end"] for one in figures)
-    return _with_rates(total)
-
-
-def _with_rates(figures: Message) -> Message:
-    seconds = figures["transfer_end"] - figures["transfer_begin"]
-    rate = figures["bytes_resulting"] / max(seconds, 1e-9) / 1e9
-    return {**figures, "transfer_s": seconds, "gigabytes_per_s": rate}
-
-
-@dataclass
-class _Peer:
-    """One sender's connection. `stream` is None until the welcome is out."""
-
-    key: tuple[int, str, int]
-    carrier: ReceiveCarrier
-    stream: BucketStream | None = None
 
 
 @dataclass
@@ -128,19 +72,18 @@ class Intake:
         boxes: Mapping[str, Box] | None = None,
         where: str = "cpu",
     ):
-        self._loop, self._token = loop, token
+        self._loop = loop
         self._listener, self._address = listen(*address)
+        self._senders = Senders(loop, self._listener, token, machine.epoch, actor, worker, self)
         self._relays = RelaySender(loop, token, machine.epoch, actor, worker, self._relay_finished)
         self._machine, self._execute = machine, execute
-        self._actor, self._worker, self._boxes, self._where = actor, worker, boxes, where
+        self._actor, self._boxes, self._where = actor, boxes, where
         self._staged_on = "cpu"
         self.staging: Staging | None = None
         self.layout_id = ""
         self.needs: Needs = None
         self.element_bytes = 1
         self._checksum: Callable[[Any], str] = checksum_function("xxh3")
-        self._peers: dict[tuple[int, str, int], _Peer] = {}
-        self._admitted: _Peer | None = None
         self._incoming: _Incoming | None = None
         self._unfinished: Counter[int] = Counter()
         self._when_quiet: Callable[[], None] | None = None
@@ -149,17 +92,13 @@ class Intake:
 
     def start(self) -> None:
         """Begin to accept connections."""
-        self._server = Server(self._loop, self._listener, self._token, self._admit, self._on_sender)
+        self._senders.start()
         self._verifier.start()
 
     def close(self) -> None:
         """Close all sockets. The loop has ended."""
-        for peer in self._peers.values():
-            if peer.stream is not None:
-                peer.stream.socket.close()
-            peer.carrier.close()
+        self._senders.shut_down()
         self._relays.close()
-        self._listener.close()
         self._jobs.put(None)
 
     # What the receiver orders
@@ -192,8 +131,7 @@ class Intake:
         return None if self.staging is None else (self.staging.layout, self.layout_id)
 
     def _make_staging(self, layout: Layout, layout_id: str) -> None:
-        for peer in list(self._peers.values()):
-            self._close(peer, "the layout changed")
+        self._senders.close("the layout changed")
         try:
             self._checksum = checksum_function(layout.checksum)
         except ValueError as error:
@@ -201,6 +139,7 @@ class Intake:
         self.needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
         self._staged_on = self._where if reads_devices(layout.checksum) else "cpu"
         self.staging, self.layout_id = Staging(layout, self._boxes, self._staged_on), layout_id
+        self._senders.take(layout, self.needs, self._staged_on)
         self.element_bytes = delta.element_bytes(layout)
 
     def awaited(self) -> list[tuple[int, int]]:
@@ -227,10 +166,8 @@ class Intake:
         """Nothing of this attempt is wanted any more. What fetches and verifies goes on for a moment."""
         if self._incoming is not None and self._incoming.attempt == attempt:
             self._incoming = None
-        for peer in list(self._peers.values()):
-            busy = peer.stream is not None and peer.stream.frame is not None and peer.stream.frame.attempt == attempt
-            if busy or (self._unfinished[attempt] and not peer.carrier.inline):
-                self._close(peer, "the attempt is over")
+        # Fetches are given up with their connection.
+        self._senders.close("the attempt is over", attempt, fetching=bool(self._unfinished[attempt]))
 
     @property
     def received_bytes(self) -> int:
@@ -265,88 +202,6 @@ class Intake:
 
     def check_applied(self) -> None:
         """After the engine has applied: its word is enough."""
-
-    # Connections
-
-    def _admit(self, role: str, fields: Message) -> Message:
-        expected = {"epoch": self._machine.epoch, "actor": self._actor, "worker": self._worker}
-        for name, value in expected.items():
-            if fields.get(name) != value:
-                raise ProtocolError(f"this port takes buckets for {name} {value!r}, not {fields.get(name)!r}")
-        rank, stream, source = fields.get("rank"), fields.get("stream"), fields.get("source", "")
-        staging = self.staging
-        if staging is None:
-            raise ProtocolError("there is no layout yet")
-        if role == "peer" and isinstance(source, str) and source:
-            rank = ANY_RANK
-        elif role != "courier" or type(rank) is not int or not 0 <= rank < len(staging.layout.ranks):
-            raise ProtocolError(f"no rank {rank!r} of role {role!r}")
-        if type(stream) is not int or not 0 <= stream < MAXIMUM_STREAMS:
-            raise ProtocolError(f"no stream {stream!r}")
-        hello = fields.get("carrier", {})
-        if not isinstance(hello, dict):
-            raise ProtocolError("a carrier's fields are no object")
-
-        def tell(note: bytes) -> None:
-            self._loop.call_from_thread(lambda: peer.stream.tell(note) if peer.stream is not None else None)
-
-        context = ReceiveContext(
-            loop=self._loop,
-            epoch=self._machine.epoch,
-            rank=rank,
-            actor=self._actor,
-            worker=self._worker,
-            stream=stream,
-            layout=staging.layout,
-            hello=hello,
-            where=self._staged_on,
-            tell=tell,
-        )
-        try:
-            carrier = receive_carrier(str(fields.get("transport")), context)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from error
-        peer = self._admitted = _Peer((rank, source if rank == ANY_RANK else "", stream), carrier)
-        return {"buckets": needs_to_json(self.needs), "carrier": carrier.welcome()}
-
-    def _on_sender(self, connection: Connection, _role: str, _fields: Message) -> None:
-        peer, self._admitted = self._admitted, None
-        assert peer is not None
-        old = self._peers.get(peer.key)
-        if old is not None:
-            self._close(old, "replaced")
-        self._peers[peer.key] = peer
-
-        def begin() -> None:
-            # The welcome has to be out before the socket changes its use.
-            if self._peers.get(peer.key) is not peer or connection.closed:
-                connection.close("replaced")
-                return
-            try:
-                sock = connection.detach()
-                peer.stream = BucketStream(self._loop, sock, peer.key[0], peer.carrier, self)
-            except (ProtocolError, OSError) as error:
-                logger.warning("%s: a sender's connection ended at once: %s", self._actor, error)
-                connection.close(str(error))
-                self._forget(peer)
-
-        def gone(_connection: Connection, _reason: str) -> None:
-            if peer.stream is None:
-                self._forget(peer)
-
-        connection.on_message, connection.on_close = _no_messages, gone
-        self._loop.call_from_thread(begin)
-
-    def _forget(self, peer: _Peer) -> None:
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-        peer.carrier.close()
-
-    def _close(self, peer: _Peer, reason: str) -> None:
-        if peer.stream is not None:
-            peer.stream.close(reason)
-        else:
-            self._forget(peer)
 
     # Frames (see BucketSink)
 
@@ -429,9 +284,7 @@ class Intake:
 
     def lost(self, stream: BucketStream, reason: str) -> None:
         """A sender's connection is over."""
-        for peer in list(self._peers.values()):
-            if peer.stream is stream:
-                del self._peers[peer.key]
+        self._senders.gone(stream)
         frame, incoming = stream.frame, self._incoming
         stream.frame = None
         # Between two frames a connection may come and go; within one, its bytes are lost.
@@ -519,7 +372,3 @@ class Intake:
 
 def _sender(stream: BucketStream, frame: Frame) -> str:
     return "a peer" if stream.rank == ANY_RANK else f"rank {frame.rank}"
-
-
-def _no_messages(_connection: Connection, _message: Message) -> None:
-    raise ProtocolError("a sender sends buckets, not messages")

@@ -17,10 +17,10 @@ from typing import Protocol
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.connection import Connection, Server, listen
 from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.intake import together
 from torchtitan.weight_sync.manifest import Layout, Manifest
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import BeginRelay, ReceiverMachine, Served
+from torchtitan.weight_sync.transfer_figures import together
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger(__name__)
