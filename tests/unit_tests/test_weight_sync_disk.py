@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
@@ -25,10 +27,12 @@ from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotState, SlotView
+from torchtitan.weight_sync.transports import disk_store
 from torchtitan.weight_sync.transports.base import Delivery, ReceiveContext, SendContext
 from torchtitan.weight_sync.transports.disk import DiskReceiveCarrier, DiskSendCarrier
+from torchtitan.weight_sync.transports.disk_owner import FolderOwner
 from torchtitan.weight_sync.transports.disk_store import DiskStore, FileState
-from torchtitan.weight_sync.weight_files import PackedRank, read_weights
+from torchtitan.weight_sync.weight_files import PackedRank, file_checksum, read_weights
 
 EPOCH = "e1-test"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -281,6 +285,69 @@ def test_a_new_courier_clears_up_after_the_old_one(world: World) -> None:
     assert read_weights(world.folder / "latest").version == 4
 
 
+@pytest.mark.parametrize(
+    "left", [["rank-00003.safetensors"], [".rank-00002.safetensors-2.tmp"], ["rank-00001.json", "manifest.json"],
+             [".model.safetensors-0.tmp", "rank-00000.json"], []],
+)  # fmt: skip
+def test_what_a_crashed_launch_has_left_goes(world: World, left: list[str]) -> None:
+    half_written = world.folder / "e0-crashed" / "version-00000007"
+    half_written.mkdir(parents=True)
+    for name in left:
+        (half_written / name).write_bytes(b"half")
+    foreign = world.folder / "e0-other" / "version-00000001" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("not ours")
+    world.publish(1)
+    assert not half_written.parent.exists() and foreign.exists()
+
+
+def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    first = FolderOwner(folder, "e1")
+    with pytest.raises(UserError, match=rf"still runs \(epoch e1, process {os.getpid()}\)"):
+        FolderOwner(folder, "e2")
+    first.close()
+    first.close()
+    second = FolderOwner(folder, "e2")
+    with pytest.raises(UserError, match="epoch e2"):
+        FolderOwner(folder, "e3")
+    second.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be opened"):
+        FolderOwner(tmp_path / "file", "e1")
+
+
+def test_a_killed_job_owns_nothing(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from torchtitan.weight_sync.transports.disk_owner import FolderOwner
+owner = FolderOwner(Path({str(tmp_path)!r}), "e1")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode < 0
+    assert "epoch e1" in (tmp_path / "owner").read_text()
+    FolderOwner(tmp_path, "e2").close()
+
+
+def test_any_failure_of_the_writer_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.weight_sync.transports.disk_store.RETRY_SECONDS", 0.05)
+    replace, failures = disk_store._replace, [RuntimeError("no such thing"), RuntimeError("again")]
+
+    def fail_at_first(target: Path, content: Callable[[int], None], owner: int) -> None:
+        if failures:
+            raise failures.pop(0)
+        replace(target, content, owner)
+
+    monkeypatch.setattr(disk_store, "_replace", fail_at_first)
+    world.publish(1, wait=False)
+    first = Delivered(world, 0, 1)
+    first.finish()
+    assert first.failures and all("RuntimeError" in failure for failure in first.failures)
+    world.wait(lambda: world.state(0, 1) is FileState.WHOLE)
+    assert read_weights(world.folder / "latest").version == 1
+
+
 def test_full_disk_breaks_the_attempt_and_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.publish(1)
     # The first may strike before anybody reads.
@@ -374,6 +441,9 @@ def test_who_reads_latest_sees_whole_versions_only(world: World) -> None:
     reader.start()
     for version in range(2, 40):
         world.publish(version)
+        if version % 8 == 0:
+            # However slowly it reads, it sees several.
+            world.wait(lambda version=version: bool(wrong) or (bool(seen) and seen[-1] >= version - 4))  # type: ignore[misc]
     stop.set()
     reader.join(10)
     assert not wrong and seen == sorted(seen) and len(set(seen)) > 3
@@ -383,7 +453,12 @@ def test_who_reads_latest_sees_whole_versions_only(world: World) -> None:
     "reference",
     [b"", b"[]", b"{}", b'{"file": "/etc/passwd", "offset": 0, "bucket": [0, 0]}',
      b'{"file": "../x", "offset": 0, "bucket": [0, 0]}', b'{"file": "x", "offset": -1, "bucket": [0, 0]}',
-     b'{"file": "x", "offset": 0, "bucket": [7, 0]}', b'{"file": "x", "offset": 0, "bucket": [0]}'],
+     b'{"file": "x", "offset": 0, "bucket": [7, 0]}', b'{"file": "x", "offset": 0, "bucket": [0]}',
+     b'{"file": "x", "offset": 0, "bucket": [-1, 0]}', b'{"file": "x", "offset": 0, "bucket": [0, -1]}',
+     b'{"file": "x", "offset": 0, "bucket": [0, 1000]}', b'{"file": "x", "offset": Infinity, "bucket": [0, 0]}',
+     b'{"file": "x", "offset": 1e400, "bucket": [0, 0]}', b'{"file": "x", "offset": true, "bucket": [0, 0]}',
+     b'{"file": "x", "offset": 100000000000000000000, "bucket": [0, 0]}',
+     b'{"file": "a\\u0000b", "offset": 0, "bucket": [0, 0]}', b"\xff"],
 )  # fmt: skip
 def test_malformed_references_are_refused(world: World, reference: bytes) -> None:
     context = ReceiveContext(
@@ -394,6 +469,67 @@ def test_malformed_references_are_refused(world: World, reference: bytes) -> Non
     world.wait(lambda: bool(results))
     receiver.close()
     assert results[0] and "malformed reference" in results[0]
+
+
+def test_the_reader_outlives_any_failure(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.publish(1)
+    read_file, failures = DiskReceiveCarrier._read_file, [TypeError("odd"), OverflowError("large")]
+
+    def fail_at_first(self: DiskReceiveCarrier, path: Path, offset: int, pieces: list[memoryview]) -> str | None:
+        if failures:
+            raise failures.pop(0)
+        return read_file(self, path, offset, pieces)
+
+    monkeypatch.setattr(DiskReceiveCarrier, "_read_file", fail_at_first)
+    delivered = Delivered(world, 0, 1)
+    delivered.finish()
+    first, second, *others = delivered.results
+    assert "TypeError" in str(first) and "OverflowError" in str(second) and others and set(others) == {None}
+
+
+def rewrite(folder: Path, rank: int, **metadata: object) -> None:
+    """A rank's file with other metadata (None: without it), and a manifest that fits it."""
+    path = folder / f"rank-{rank:05d}.safetensors"
+    with safe_open(path, "pt") as content:
+        about = {**content.metadata(), **{name: json.dumps(value) for name, value in metadata.items()}}
+        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 not a dict
+    save_file(tensors, path, {name: text for name, text in about.items() if text != "null"} or None)
+    change_manifest(folder, rank, bytes=path.stat().st_size, xxh3_128=file_checksum(path))
+
+
+def change_manifest(folder: Path, rank: int, **values: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][rank].update(values)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_read_weights_checks_every_element_and_name(tmp_path: Path) -> None:
+    world = World(tmp_path, layouts([(4, 3)], 2, "float32", 64))
+    try:
+        world.publish(1)
+        folder = (tmp_path / "latest").resolve()
+        assert read_weights(folder).tensors["p0"].shape == (4, 3)
+        rewrite(folder, 1, offsets={"p0": [1, 0]})  # one row twice, one never: as many elements as there should be
+        with pytest.raises(UserError, match="exactly once"):
+            read_weights(folder)
+        for offset in ([3, 0], [-2, 0], [2]):
+            rewrite(folder, 1, offsets={"p0": offset})
+            with pytest.raises(UserError, match="exactly once"):
+                read_weights(folder)
+        rewrite(folder, 1, offsets={"p0": [2, 0]}, shapes={"p0": [4, 4]})
+        with pytest.raises(UserError, match="another dtype or shape"):
+            read_weights(folder)
+        rewrite(folder, 1, shapes={"p0": [4, 3]})
+        assert torch.equal(read_weights(folder).tensors["p0"], full_tensors(world.whole, 1)["p0"])
+        rewrite(folder, 1, offsets=None)
+        with pytest.raises(UserError, match="where its tensors belong"):
+            read_weights(folder)
+        for name in ("../x", "/etc/passwd", "a/b", "", ".."):
+            change_manifest(folder, 1, file=name)
+            with pytest.raises(UserError, match="not a file of this folder"):
+                read_weights(folder)
+    finally:
+        world.close()
 
 
 def test_two_shards_of_one_parameter_fit_in_no_file() -> None:

@@ -11,7 +11,6 @@ Apart from `wait_until_applied` and `pin`, nothing here waits for another proces
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.states.boundary import Boundary
 from torchtitan.weight_sync.transports import IN_TRAINER
+from torchtitan.weight_sync.transports.disk_owner import FolderOwner
 from torchtitan.weight_sync.wire import Message
 
 # What metrics.jsonl says of each actor's last version; components/sync_metrics.py has everything of every version.
@@ -94,6 +94,10 @@ class WeightSync:
         self.epoch, self.token, self.rank = epoch, token, rank
         folder = Path(run_dir) / "weight_sync"
         folder.mkdir(parents=True, exist_ok=True)
+        disk_path = Path(config.disk_path) if config.disk_path else folder.parent / "weights"
+        self._folder_owner: FolderOwner | None = None
+        if rank == 0 and config.transport == "disk":
+            self._folder_owner = FolderOwner(disk_path, epoch)
         try:
             self._publisher = Publisher(
                 parameters,
@@ -127,13 +131,13 @@ class WeightSync:
             coordinator_address = self._coordinator.address
             self._observer = Observer(coordinator_address, token, epoch)
         self.coordinator_address: str = coordinator_address
-        self._courier = self._start_courier(config, folder, world_size)
+        self._courier = self._start_courier(config, folder, disk_path, world_size)
         self._boundary = Boundary(self._publisher)
         self._snapshot_s = self._stall_s = 0.0
         self._closed = False
 
     def _start_courier(
-        self, config: WeightSyncConfig, folder: Path, world_size: int
+        self, config: WeightSyncConfig, folder: Path, disk_path: Path, world_size: int
     ) -> SupervisedProcess | CourierThread:
         slots = self._publisher.slots
         layout_file = folder / f"layout-rank{self.rank}.json"
@@ -147,7 +151,7 @@ class WeightSync:
             "transport": config.transport,
             "streams": config.streams,
             "options": {
-                "disk_path": config.disk_path or str(folder.parent / "weights"),
+                "disk_path": str(disk_path),
                 "chunk_bytes": config.chunk_bytes,
                 "chunk_timeout_s": config.chunk_timeout_s,
             },
@@ -157,8 +161,7 @@ class WeightSync:
         if config.transport in IN_TRAINER:
 
             def with_slots() -> dict[str, Any]:
-                bell = os.dup(self._publisher.courier_bell.fileno())
-                return {**arguments, "slots": slots, "bell_fd": bell}
+                return {**arguments, "slots": slots, "bell": self._publisher.courier_bell.dup()}
 
             return CourierThread(name, with_slots, self.token, config.max_restarts)
         assert isinstance(slots, SharedSlots)
@@ -371,6 +374,8 @@ class WeightSync:
         if self._coordinator is not None:
             self._coordinator.close(deadline)
         self._publisher.close()
+        if self._folder_owner is not None:
+            self._folder_owner.close()
 
 
 def _is_live(actor: Message) -> bool:

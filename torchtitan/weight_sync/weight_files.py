@@ -14,6 +14,7 @@ Files hold the elements of a slot without its padding. No torch is imported but 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ import numpy as np
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, content_digest
+from torchtitan.weight_sync.coverage import check_coverage
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
+from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, LayoutError, RankLayout, content_digest
 
 if TYPE_CHECKING:
     import torch
@@ -142,29 +145,63 @@ def _read(folder: Path) -> Weights:
     from safetensors import SafetensorError, safe_open
 
     manifest = _manifest(folder)
+    parameters: dict[str, ParameterEntry] = {}
+    places: list[dict[str, Box]] = []
     tensors: dict[str, torch.Tensor] = {}
-    filled: dict[str, int] = {}
-    for file in manifest["files"]:
-        path = folder / file["file"]
-        if path.stat().st_size != file["bytes"] or file_checksum(path) != file["xxh3_128"]:
-            raise UserError(f"{path} is not the file that {MANIFEST} describes: truncated or corrupt")
+    with contextlib.ExitStack() as opened:
+        contents = []
+        for file in manifest["files"]:
+            path = folder / file["file"]
+            if path.stat().st_size != file["bytes"] or file_checksum(path) != file["xxh3_128"]:
+                raise UserError(f"{path} is not the file that {MANIFEST} describes: truncated or corrupt")
+            try:
+                contents.append(opened.enter_context(safe_open(path, "pt")))
+                places.append(_places(contents[-1], parameters))
+            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{path}: {error!r}") from error
+        # Before anything is allocated or put together.
         try:
-            with safe_open(path, "pt") as content:
-                about = content.metadata()
-                offsets, shapes = json.loads(about["offsets"]), json.loads(about["shapes"])
-                for name in content.keys():  # noqa: SIM118 not a dict
-                    shard = content.get_tensor(name)
-                    if name not in tensors:
-                        tensors[name] = torch.empty(shapes[name], dtype=shard.dtype)
-                    box = tuple(slice(low, low + size) for low, size in zip(offsets[name], shard.shape, strict=True))
-                    tensors[name][box] = shard
-                    filled[name] = filled.get(name, 0) + shard.numel()
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise UserError(f"{path}: {error!r}") from error
-    missing = [name for name, tensor in tensors.items() if filled[name] != tensor.numel()]
-    if missing:
-        raise UserError(f"{folder}: the ranks' files do not hold {missing[0]} exactly once")
+            check_coverage(_layout(parameters, places))
+        except LayoutError as error:
+            raise UserError(f"{folder}: the ranks' files do not hold every element exactly once: {error}") from error
+        for content, boxes in zip(contents, places, strict=True):
+            for name, box in boxes.items():
+                shard = content.get_tensor(name)
+                if name not in tensors:
+                    tensors[name] = torch.empty(parameters[name].shape, dtype=shard.dtype)
+                within = (slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
+                tensors[name][tuple(within)] = shard
     return Weights(manifest["epoch"], manifest["version"], manifest["digest"], tensors)
+
+
+def _places(content: Any, parameters: dict[str, ParameterEntry]) -> dict[str, Box]:
+    """Where the shards of an open file belong, by name; adds their parameters to those of other files."""
+    about = content.metadata()
+    if about is None or not {"offsets", "shapes"} <= about.keys():
+        raise ValueError("its metadata does not say where its tensors belong")
+    offsets, shapes = json.loads(about["offsets"]), json.loads(about["shapes"])
+    dtypes = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
+    boxes = {}
+    for name in content.keys():  # noqa: SIM118 not a dict
+        shard = content.get_slice(name)
+        entry = ParameterEntry(name, dtypes[shard.get_dtype()], tuple(map(int, shapes[name])))
+        if parameters.setdefault(name, entry) != entry:
+            raise ValueError(f"{name} has another dtype or shape in another file")
+        boxes[name] = Box(tuple(map(int, offsets[name])), tuple(shard.get_shape()))
+    return boxes
+
+
+def _layout(parameters: dict[str, ParameterEntry], places: list[dict[str, Box]]) -> Layout:
+    """What the files hold, as a layout of as many ranks."""
+    numbers = {name: number for number, name in enumerate(parameters)}
+    ranks = []
+    for boxes in places:
+        end, shards = 0, []
+        for name, box in boxes.items():
+            shards.append(ShardEntry(numbers[name], box.offset, box.shape, end))
+            end += box.elements * DTYPE_BYTES[parameters[name].dtype]
+        ranks.append(RankLayout(end, ShardTable.of(shards)))
+    return Layout(max(1, *(rank.slot_bytes for rank in ranks)), ParameterTable.of(parameters.values()), tuple(ranks))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -173,6 +210,16 @@ def _manifest(folder: Path) -> dict[str, Any]:
         checksums = [file["bucket_checksums"] for file in manifest["files"]]
         if manifest["format"] != FORMAT or len(checksums) != manifest["ranks"]:
             raise ValueError("of another format, or not of all ranks")
+        if not checksums:
+            raise ValueError("of no rank")
+        for file in manifest["files"]:
+            if Path(file["file"]).name != file["file"] or file["file"] in ("", ".."):
+                raise ValueError(f"{file['file']!r} is not a file of this folder")
+        absent = {"epoch", "version"} - manifest.keys() or {"bytes", "xxh3_128"} - set.intersection(
+            *(set(file) for file in manifest["files"])
+        )
+        if absent:
+            raise ValueError(f"without {', '.join(sorted(absent))}")
         if content_digest(manifest["layout_id"], checksums) != manifest["digest"]:
             raise ValueError("its digest is not that of its checksums")
     except (ValueError, KeyError, TypeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import threading
@@ -26,6 +27,10 @@ WINDOW = 4
 # preadv takes so many pieces at a time (Linux: 1024), and so many bytes are read between two looks at close().
 _PIECES = 1024
 _READ_BYTES = 8 << 20
+# Of preadv, with what is read from there on.
+_LARGEST_OFFSET = 1 << 62
+
+logger = logging.getLogger(__name__)
 
 
 class DiskSendCarrier:
@@ -107,7 +112,7 @@ class DiskReceiveCarrier:
         self.context, self._folder = context, Path(folder)
         self._packed: dict[int, PackedRank] = {}
         self._closed = threading.Event()
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[bytes, Area, Callable[[str | None], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def welcome(self) -> Message:
@@ -120,7 +125,7 @@ class DiskReceiveCarrier:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="weight-files", daemon=True)
             self._thread.start()
-        self._orders.put(lambda: done(self._read(reference, target)))
+        self._orders.put((reference, target, done))
 
     def close(self) -> None:
         self._closed.set()
@@ -128,17 +133,29 @@ class DiskReceiveCarrier:
 
     def _work(self) -> None:
         while (order := self._orders.get()) is not None:
-            order()
+            reference, target, done = order
+            try:
+                failure = self._read(reference, target)
+            except Exception as error:
+                # The thread goes on: whoever waits for this bucket or a later one is answered.
+                logger.exception("a file cannot be read")
+                failure = f"a file cannot be read: {error!r}"
+            done(failure)
 
     def _read(self, reference: bytes, target: Area) -> str | None:
         """What went wrong, or None."""
         try:
             place = json.loads(reference)
-            name, offset, (rank, bucket) = str(place["file"]), int(place["offset"]), map(int, place["bucket"])
-            if Path(name).is_absolute() or ".." in Path(name).parts or offset < 0:
-                raise ValueError(f"{name} is not in the folder")
+            name, offset, (rank, bucket) = str(place["file"]), place["offset"], place["bucket"]
+            if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+                raise ValueError(f"{name!r} is not in the folder")
+            layout = self.context.layout
+            if {type(offset), type(rank), type(bucket)} != {int} or not 0 <= offset <= _LARGEST_OFFSET:
+                raise ValueError(f"no place of a bucket: {offset!r}, {rank!r}, {bucket!r}")
+            if not (0 <= rank < len(layout.ranks) and 0 <= bucket < layout.bucket_count(rank)):
+                raise ValueError(f"rank {rank} has no bucket {bucket}")
             if rank not in self._packed:
-                self._packed[rank] = PackedRank(self.context.layout, rank)
+                self._packed[rank] = PackedRank(layout, rank)
             _, ranges = self._packed[rank].bucket(bucket)
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             return f"malformed reference to a file: {error!r}"

@@ -44,6 +44,8 @@ KEEP_VERSIONS = 2
 RETRY_SECONDS = 1.0
 # Of writev; Linux takes 1024 pieces at a time.
 _PIECES = 1024
+# Everything that a rank of any job may have written into a version's folder, but the manifest.
+_ANY_NAMES = ("rank-*.safetensors", "rank-*.json", "model.safetensors", ".*.tmp")
 
 
 class FileState(enum.Enum):
@@ -162,6 +164,10 @@ class DiskStore:
             failure = f"disk: {error.strerror or error}"
             logger.error("version %d cannot be written to %s: %s", file.version, self.folder, error)
             self._make_room(needed)
+        except Exception as error:
+            # Whatever it was: readers are told, and the next try is made as after a full disk.
+            failure = f"disk: {error!r}"
+            logger.exception("version %d cannot be written to %s", file.version, self.folder)
         self._loop.call_from_thread(lambda: self._written(file, failure))
 
     def _written(self, file: VersionFile, failure: str) -> None:
@@ -208,8 +214,8 @@ class DiskStore:
                 "bucket_checksums": checksums,
             }
             _replace_text(folder / entry_name(self.rank), json.dumps(entry), self.rank)
-        except OSError:
-            _delete(folder, [self.rank], self.ranks)
+        except Exception:
+            _delete(folder, _names(self.rank, self.ranks))
             raise
 
     def _intact(self, file: VersionFile) -> bool:
@@ -263,17 +269,17 @@ class DiskStore:
             if folder.resolve() == latest or (ours and int(folder.name.removeprefix("version-")) in kept):
                 continue
             if ours:
-                _delete(folder, [self.rank], self.ranks)
+                _delete(folder, _names(self.rank, self.ranks))
             elif self.rank == 0:
-                there = len(list(folder.glob("rank-*.json")))
-                _delete(folder, range(there), there)
+                # Of how many ranks it was, and which of them had written what, nobody knows any more.
+                _delete(folder, _ANY_NAMES)
                 _remove_if_empty(folder.parent)
 
     def _make_room(self, needed: set[int]) -> None:
         try:
             self._sweep(needed, 1)
-        except OSError as error:
-            logger.error("old versions in %s cannot be deleted: %s", self.folder, error)
+        except Exception:
+            logger.exception("old versions in %s cannot be deleted", self.folder)
 
     def _versions(self) -> list[int]:
         """Of this epoch, of which this rank's file is there."""
@@ -292,7 +298,7 @@ def _replace(target: Path, content: Callable[[int], None], owner: int) -> None:
         finally:
             os.close(descriptor)
         os.replace(temporary, target)
-    except OSError:
+    except Exception:
         temporary.unlink(missing_ok=True)
         raise
     _sync(target.parent)
@@ -320,10 +326,15 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _delete(folder: Path, ranks: Iterable[int], of: int) -> None:
-    """These ranks' files of a version, and what a kill has left of them; with the last goes the folder."""
-    for rank in ranks:
-        for path in (folder / entry_name(rank), folder / file_name(rank, of), *folder.glob(f".*-{rank}.tmp")):
+def _names(rank: int, ranks: int) -> list[str]:
+    """Patterns of a rank's files of a version, and of what a kill has left of them."""
+    return [entry_name(rank), file_name(rank, ranks), f".*-{rank}.tmp"]
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    """These files of a version; with the last go manifest and folder."""
+    for name in names:
+        for path in folder.glob(name):
             path.unlink(missing_ok=True)
     if not list(folder.glob("rank-*")):
         (folder / MANIFEST).unlink(missing_ok=True)
