@@ -14,7 +14,7 @@ from tests.unit_tests.weight_sync_parts import Shape
 from tests.unit_tests.weight_sync_runs import random_run
 from tests.unit_tests.weight_sync_world import FAULTS, World
 from torchtitan.weight_sync.states.actor import ActorState
-from torchtitan.weight_sync.states.commands import Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.commands import Disconnect, HangUp, Record, Settings, ToActor, ToCourier
 from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.states.receiver import BeginApply, ReceiverMachine, ReceiverState, Send
 from torchtitan.weight_sync.states.slot import SlotKeeper, SlotState, SlotView, SlotWriter
@@ -425,6 +425,84 @@ def test_slow_but_moving_transfer_is_never_given_up() -> None:
     assert desk.state("a") is ActorState.RECEIVING
     desk.wait(5.2, pings=("a",))
     assert desk.state("a") is ActorState.EVICTED, "far behind and without progress"
+
+
+def test_a_frozen_courier_costs_its_attempts_and_no_actor() -> None:
+    desk = Desk()
+    desk.machine.courier_joined(0, desk.now)
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    desk.wait(2, pings=("a",))
+    desk.machine.courier_heard(0, desk.now)
+    desk.say("a", "progress", bytes=1)
+    events = desk.wait(6, pings=("a",))
+    desk.take(events)
+    assert [command.rank for command in events if isinstance(command, HangUp)] == [0]
+    assert not desk.records("suspect") and not desk.records("evict") and len(desk.records("courier_lost")) == 1
+    actor = desk.machine.actors["a"]
+    assert actor.state is ActorState.READY and not actor.missed_deadlines and not actor.failures
+    # It is back: the version is sent.
+    desk.machine.courier_joined(0, desk.now)
+    message = {"type": "snapped", "serial": 1, "version": 0, "checksums": ["0"]}
+    desk.take(desk.machine.courier_message(0, message, desk.now))
+    assert desk.offers() == [("a", 0)]
+
+
+def test_no_byte_while_a_courier_is_quiet_is_no_missed_deadline() -> None:
+    desk = Desk(progress_timeout_s=2.0)
+    desk.machine.courier_joined(0, desk.now)
+    desk.join("a")
+    desk.publish(0)
+    desk.say("a", "accept")
+    events = desk.wait(2.2, pings=("a",))
+    desk.take(events)
+    assert len(desk.records("abort")) == 1 and not desk.records("suspect") and desk.offers() == [("a", 0)]
+    # An actor that is as quiet as the courier is not excused.
+    desk.machine.courier_heard(0, desk.now)
+    desk.say("a", "accept")
+    desk.take(desk.wait(2.2))
+    assert desk.records("suspect")[0]["actor"] == "a"
+
+
+def test_what_an_actor_says_it_applied_is_what_was_sent() -> None:
+    for version, digest in ((1, None), (0, "other")):
+        desk = Desk()
+        desk.join("a")
+        desk.publish(0)
+        right = desk.machine.versions.newest.digest  # type: ignore[union-attr]
+        desk.say("a", "accept")
+        desk.say("a", "staged", digest=right)
+        desk.say("a", "applied", version=version, digest=digest or right, figures={})
+        assert desk.state("a") is ActorState.EVICTED and any(isinstance(c, Disconnect) for c in desk.out)
+        assert "protocol error" in desk.records("evict")[0]["reason"] and not desk.records("applied")
+        assert desk.machine.actors["a"].version == -1
+
+
+def test_the_join_deadline_counts_from_the_layout() -> None:
+    desk = Desk()
+    machine = desk.machine = CoordinatorMachine(Settings(world_size=1), term=1)
+    fields = {"data": ["a:1"], "epoch": "e", "served": None, "poisoned": False}
+    machine.actor_joined("a", 1, fields, 0.0)
+    desk.sessions["a"] = 1
+    desk.wait(100, pings=("a",))
+    machine.layout_known({}, "layout", str, desk.now)
+    desk.wait(59, pings=("a",))
+    assert desk.state("a") is ActorState.JOINING
+    desk.wait(2, pings=("a",))
+    assert desk.state("a") is ActorState.EVICTED
+
+
+def test_actors_that_never_come_back_are_forgotten() -> None:
+    desk = Desk()
+    for number in range(3):
+        desk.join(f"a{number}")
+        desk.machine.actor_lost(f"a{number}", 1, "connection reset", desk.now)
+    desk.join("b")
+    events = desk.wait(310, pings=("b",))
+    assert list(desk.machine.status()["actors"]) == ["b"] and desk.machine.status()["forgotten_evictions"] == 3
+    desk.take(events)
+    assert [message["actor"] for _, message in desk.sent("forget")] == ["a0", "a1", "a2"]
 
 
 def test_suspect_recovers_when_it_is_heard() -> None:

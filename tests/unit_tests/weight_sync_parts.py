@@ -131,7 +131,7 @@ class Rank:
         self.keeper = SlotKeeper(self.words)
         self.inbox: deque[Message] = deque()
         self.outbox: deque[Message] = deque()
-        self.connected = False
+        self.connected = self.frozen = False
         self.sending: list[Sending] = []
         self.stopping: list[Sending] = []
         """Given up, but a frame is still on its way out of the slot"""
@@ -241,6 +241,9 @@ class Rank:
         elif kind == "abort":
             self.stop(lambda sending: sending.attempt == message["attempt"])
             self.keeper.end_lease(message["attempt"])
+        elif kind == "forget":
+            stale = [sending for sending in self.sending if self.world.actors[sending.actor].name == message["actor"]]
+            require(not stale, "something is still sent to an actor that is forgotten")
         else:
             raise Violation(f"a courier was sent {kind}")
         self.check()

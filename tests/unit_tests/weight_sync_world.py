@@ -20,14 +20,14 @@ from tests.unit_tests.weight_sync_parts import (
     digest_of,
     require,
 )
-from torchtitan.weight_sync.states.commands import Command, Disconnect, Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.commands import Command, Disconnect, HangUp, Record, Settings, ToActor, ToCourier
 from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.states.receiver import ReceiverMachine, ReceiverState
 from torchtitan.weight_sync.states.slot import SlotState, SlotView
 
 Event = tuple[int, int, int]
 """(what, who, which): an index into World.handlers and its arguments"""
-FAULTS = 12
+FAULTS = 13
 
 
 class World:
@@ -171,6 +171,9 @@ class World:
                     # What was sent before is still read, then the end is seen.
                     actor.session = None
                     self.post(actor, {"type": "end"})
+            elif isinstance(command, HangUp):
+                require(self.ranks[command.rank].frozen, "the coordinator hangs up on a courier that shows life")
+                self.cut_courier(command.rank, told=True)
             else:
                 self.note(command)
 
@@ -204,6 +207,9 @@ class World:
         for actor in self.actors:
             if not actor.frozen and actor.session is not None and not actor.outbox:
                 self.run(self.coordinator.actor_message(actor.name, actor.session, {"type": "ping"}, self.now))
+        for rank in self.ranks:
+            if rank.connected and not rank.frozen:
+                self.coordinator.courier_heard(rank.number, self.now)
         self.run(self.coordinator.tick(self.now))
 
     # Events of couriers
@@ -217,15 +223,15 @@ class World:
         for serial, version in rank.failed:
             rank.tell({"type": "failed", "serial": serial, "version": version})
 
-    def cut_courier(self, rank_number: int, _: int = 0) -> None:
-        """The control connection breaks: attempts end, leases end."""
+    def cut_courier(self, rank_number: int, told: bool = False) -> None:
+        """The control connection breaks: attempts end, leases end. told: the coordinator knows."""
         rank = self.ranks[rank_number]
         was_connected, rank.connected = rank.connected, False
         rank.inbox.clear()
         rank.outbox.clear()
         rank.stop(lambda sending: True)
         rank.keeper.end_all_leases()
-        if was_connected:
+        if was_connected and not told:
             self.run(self.coordinator.courier_lost(rank_number, self.now))
 
     def kill_courier(self, rank_number: int, _: int = 0) -> None:
@@ -337,13 +343,14 @@ class World:
         """Every event that can happen now, apart from training, time and faults."""
         events: list[Event] = []
         for number, rank in enumerate(self.ranks):
+            if rank.connected and rank.outbox:
+                events.append((2, number, 0))
+            if rank.frozen:
+                continue
             if not rank.connected:
                 events.append((0, number, 0))
-            else:
-                if rank.inbox:
-                    events.append((1, number, 0))
-                if rank.outbox:
-                    events.append((2, number, 0))
+            elif rank.inbox:
+                events.append((1, number, 0))
             if rank.hashing:
                 events.append((3, number, 0))
             if rank.sending:
@@ -407,6 +414,8 @@ class World:
                 self.tick(0.4)
         elif kind == 11:
             self.resume(number % 2)
+        elif kind == 12:
+            self.ranks[rank_number].frozen = not self.ranks[rank_number].frozen
 
     # The end
 
@@ -414,6 +423,8 @@ class World:
         """Heal everything and let every part do its work: then nothing may be stuck or leaked."""
         for actor in self.actors:
             actor.frozen = False
+        for rank in self.ranks:
+            rank.frozen = False
         problems: list[str] = []
         for _ in range(500):
             for step in range(2000):

@@ -190,6 +190,8 @@ class Courier:
                 if sending[0] == message["attempt"]:
                     self._stop(actor)
             self.keeper.end_lease(message["attempt"])
+        elif kind == "forget":
+            self._connections.discard(message["actor"])
         else:
             raise ValueError(f"no courier knows {kind!r}")
 

@@ -16,7 +16,16 @@ from torchtitan.weight_sync.simulation.rollouts import Rollouts
 from torchtitan.weight_sync.simulation.scenario import Scenario
 from torchtitan.weight_sync.simulation.trainer import Trainer
 from torchtitan.weight_sync.states.actor import ActorState
-from torchtitan.weight_sync.states.commands import Command, Disconnect, Message, Record, Settings, ToActor, ToCourier
+from torchtitan.weight_sync.states.commands import (
+    Command,
+    Disconnect,
+    HangUp,
+    Message,
+    Record,
+    Settings,
+    ToActor,
+    ToCourier,
+)
 from torchtitan.weight_sync.states.coordinator import CoordinatorMachine
 from torchtitan.weight_sync.states.receiver import BucketKey
 
@@ -160,10 +169,15 @@ class World:
                         self._to_couriers[rank].send(command.message)
             elif isinstance(command, ToActor):
                 found = self._connections.get(command.actor)
-                if found is not None and found[0] == command.session:
+                # An answer to a heartbeat says that the coordinator lives; here it always does.
+                if found is not None and found[0] == command.session and command.message["type"] != "pong":
                     found[1].send(command.message)
             elif isinstance(command, Disconnect):
                 self._evicted(command)
+            elif isinstance(command, HangUp):
+                raise ProtocolBroken(f"rank {command.rank}: a courier that shows life was taken for frozen")
+            elif isinstance(command, HangUp):
+                raise ProtocolBroken(f"the courier of rank {command.rank} shows life and is hung up on")
             elif isinstance(command, Record):
                 news = news or command.event in NEWS
                 self._note(command)
@@ -185,6 +199,14 @@ class World:
 
     def _tick(self) -> None:
         self.clock.call_later(TICK_S, self._tick)
+        for courier in self.couriers:
+            if courier.connected:
+                # Their heartbeats, which nothing delays here.
+                self.machine.courier_heard(courier.rank, self.clock.now)
+        # Their heartbeats, without the way that they take: nothing freezes a courier here.
+        for courier in self.couriers:
+            if courier.connected:
+                self.machine.courier_heard(courier.rank, self.clock.now)
         self.execute(self.machine.tick(self.clock.now))
 
     # Couriers

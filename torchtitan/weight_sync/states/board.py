@@ -21,6 +21,8 @@ class Board:
         self.term = term
         self.actors: dict[str, Actor] = {}
         self.versions = VersionTable(settings.world_size, settings.snapshot_timeout_s)
+        self.couriers_heard_at: dict[int, float] = {}
+        """Rank of a connected courier -> when it was last heard"""
         self.layout: Message | None = None
         self.layout_id = ""
         self.pinned_version: int | None = None

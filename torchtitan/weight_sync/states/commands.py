@@ -49,6 +49,13 @@ class Disconnect:
 
 
 @dataclass(frozen=True)
+class HangUp:
+    """Close the connection of a rank's courier, which shows no life; its loss is known already."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Record:
     """A line of the journal."""
 
@@ -56,4 +63,4 @@ class Record:
     fields: Message
 
 
-Command = ToCourier | ToActor | Disconnect | Record
+Command = ToCourier | ToActor | Disconnect | HangUp | Record

@@ -15,6 +15,8 @@ from torchtitan.weight_sync.states.version import Outcome, VersionRecord
 # The machine's clock never jumps: a longer gap between two events was a pause of this process, and deadlines are
 # extended by what exceeds this.
 LONGEST_TICK_SECONDS = 0.5
+# An actor that has been gone for so long is forgotten, and its failures with it: names may never come back.
+REMEMBERED_SECONDS = 300.0
 
 Digest = Callable[[list[list[str]]], str]
 
@@ -27,8 +29,8 @@ class CoordinatorMachine(Deliveries):
         self.content_digest: Digest | None = None
         self.dropped: list[tuple[int, int]] = []
         self.published_count = 0
-        self._short_of_slots: set[int] = set()
-        """Ranks that have told of the present shortage; one that tells again has come to the next boundary"""
+        self.forgotten_evictions = 0
+        """Of actors that are not in the status any more"""
         self._last_now: float | None = None
 
     # Events
@@ -39,6 +41,8 @@ class CoordinatorMachine(Deliveries):
         self.layout, self.layout_id, self.content_digest = layout, layout_id, content_digest
         for actor in self.actors.values():
             if actor.state is ActorState.JOINING:
+                # Until now there was nothing that it could have been ready for.
+                actor.since = self.time
                 self._to_actor(actor, {"type": "layout", "layout": layout})
         return self._commands()
 
@@ -46,6 +50,7 @@ class CoordinatorMachine(Deliveries):
         """A rank's courier is here (again) and will report what its slots hold, the newest first: what was published in
         an earlier term is then found before anything that it superseded."""
         self._advance(now)
+        self.couriers_heard_at[rank] = self.time
         newest = self.versions.newest
         if self.retained is not None:
             self._to_couriers({"type": "retain", "serial": self.retained}, rank)
@@ -53,20 +58,21 @@ class CoordinatorMachine(Deliveries):
             self._to_couriers(self._publication(newest), rank)
         return self._commands()
 
-    def courier_lost(self, rank: int, now: float) -> list[Command]:
+    def courier_heard(self, rank: int, now: float) -> None:
+        """It shows life; it does so at least twice a second."""
+        self._advance(now)
+        if rank in self.couriers_heard_at:
+            self.couriers_heard_at[rank] = self.time
+
+    def courier_lost(self, rank: int, now: float, reason: str = "") -> list[Command]:
         """Its attempts cannot be finished: everything it was sending starts anew when it is back."""
         self._advance(now)
-        self.versions.rank_lost(rank)
-        self._short_of_slots.discard(rank)
-        for actor, attempt in list(self._leasing()):
-            if attempt.source is None:
-                self._end_attempt(actor, f"the courier of rank {rank} is gone")
-        self._record("courier_lost", rank=rank)
+        self._courier_lost(rank, reason)
         return self._commands()
 
     def courier_message(self, rank: int, message: Message, now: float) -> list[Command]:
         """snapped, failed, need_slot, broken."""
-        self._advance(now)
+        self.courier_heard(rank, now)
         kind = message["type"]
         if kind == "snapped":
             self._snapped(rank, message)
@@ -162,8 +168,11 @@ class CoordinatorMachine(Deliveries):
         for serial in self.versions.overdue(self.time):
             record = self.versions.records[serial]
             self._drop(serial, record.version, "not all ranks have snapped it in time")
+        self._judge_couriers()
         for actor in list(self.actors.values()):
             self._judge(actor)
+            if actor.state is ActorState.EVICTED and self.time - actor.since > REMEMBERED_SECONDS:
+                self._forget(actor)
         return self._commands()
 
     def status(self) -> Message:
@@ -175,6 +184,7 @@ class CoordinatorMachine(Deliveries):
             "newest": None if newest is None else newest.version,
             "digest": "" if newest is None else newest.digest,
             "published": self.published_count,
+            "forgotten_evictions": self.forgotten_evictions,
             "pinned": self.pinned_version,
             "dropped": [list(pair) for pair in self.dropped],
             "actors": {name: actor.status() for name, actor in self.actors.items()},
@@ -224,6 +234,12 @@ class CoordinatorMachine(Deliveries):
             self.dropped = [*self.dropped[-63:], (serial, version)]
             self._record("drop", version=version, serial=serial, reason=reason)
         self._to_couriers({"type": "drop", "serial": serial})
+
+    def _forget(self, actor: Actor) -> None:
+        del self.actors[actor.name]
+        self.forgotten_evictions += actor.evictions
+        self._to_couriers({"type": "forget", "actor": actor.name})
+        self._record("forget", actor=actor.name)
 
     # Actor messages
 
@@ -301,9 +317,15 @@ class CoordinatorMachine(Deliveries):
     def _applied(self, actor: Actor, attempt: Attempt, message: Message) -> None:
         if attempt.state is not AttemptState.APPLYING:
             return
+        digest = self.versions.records[attempt.serial].digest
+        if (message["version"], message["digest"]) != (attempt.version, digest):
+            # What it serves nobody knows; it may say so when it joins anew.
+            told = f"version {message['version']} with digest {message['digest']}"
+            self._evict_late(actor, f"protocol error: applied {told} in place of version {attempt.version}")
+            return
         attempt.move(AttemptState.DONE)
         actor.attempt = None
-        actor.version, actor.digest, actor.poisoned = message["version"], message["digest"], False
+        actor.version, actor.digest, actor.poisoned = attempt.version, digest, False
         actor.figures = message["figures"]
         actor.acknowledged = actor.shadow = True
         actor.deltas = actor.deltas + 1 if attempt.delta else 0

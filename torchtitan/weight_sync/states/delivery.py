@@ -8,11 +8,13 @@ from __future__ import annotations
 from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, Actor, ActorState
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
 from torchtitan.weight_sync.states.base import Bases
-from torchtitan.weight_sync.states.commands import Disconnect, Settings
+from torchtitan.weight_sync.states.commands import Disconnect, HangUp, Settings
 from torchtitan.weight_sync.states.relay import Relays
 from torchtitan.weight_sync.states.version import VersionRecord
 
 MAXIMUM_MISSED_DEADLINES = 2
+# Two heartbeats of an actor or a courier: who has said less than that may stand still.
+QUIET_SECONDS = 1.0
 ATTEMPTS_PER_TERM = 1 << 32
 
 
@@ -22,6 +24,8 @@ class Deliveries(Bases, Relays):
     def __init__(self, settings: Settings, term: int):
         super().__init__(settings, term)
         self._next_attempt = term * ATTEMPTS_PER_TERM + 1
+        self._short_of_slots: set[int] = set()
+        """Ranks that have told of the present shortage; one that tells again has come to the next boundary"""
 
     # Offers
 
@@ -180,7 +184,7 @@ class Deliveries(Bases, Relays):
             self._end_attempt(child, f"its source {source.name} is gone: {reason}")
 
     def _evict_late(self, actor: Actor, reason: str) -> None:
-        """A deadline passed: that counts as a failure too, or an actor that always hangs would cost it every time."""
+        """Its own fault: that counts as a failure too, or an actor that always hangs would cost it every time."""
         actor.failures += 1
         self._evict(actor, reason)
 
@@ -227,6 +231,27 @@ class Deliveries(Bases, Relays):
 
     # Deadlines
 
+    def _courier_lost(self, rank: int, reason: str) -> None:
+        """What the couriers were sending cannot be finished without it, and is nobody else's fault."""
+        self.couriers_heard_at.pop(rank, None)
+        self.versions.rank_lost(rank)
+        self._short_of_slots.discard(rank)
+        for actor, attempt in list(self._leasing()):
+            if attempt.source is None:
+                self._end_attempt(actor, f"the courier of rank {rank} is gone")
+        self._record("courier_lost", rank=rank, reason=reason)
+
+    def _judge_couriers(self) -> None:
+        """Before the actors are judged: those that wait for a frozen courier are healthy."""
+        timeout = self.settings.offer_timeout_s
+        for rank, heard_at in list(self.couriers_heard_at.items()):
+            if self.time - heard_at > timeout:
+                self._courier_lost(rank, f"no heartbeat for {timeout:g} s")
+                self._out.append(HangUp(rank))
+
+    def _a_courier_is_quiet(self) -> bool:
+        return any(self.time - heard_at > QUIET_SECONDS for heard_at in self.couriers_heard_at.values())
+
     def _judge(self, actor: Actor) -> None:
         """Deadlines of one actor, by phase."""
         if actor.pinned:
@@ -254,6 +279,8 @@ class Deliveries(Bases, Relays):
     def _no_progress(self, actor: Actor, attempt: Attempt, reason: str) -> None:
         if attempt.source is not None and self._heard_lately(actor):
             self._attempt_failed(actor, reason)  # it lives, so its source may be the frozen one
+        elif attempt.source is None and self.time - actor.heard_at <= QUIET_SECONDS and self._a_courier_is_quiet():
+            self._end_attempt(actor, f"{reason}, and a courier says nothing")
         else:
             self._missed(actor, reason)
 
