@@ -5,6 +5,7 @@ python -m torchtitan.weight_sync.coordinator '{"epoch": ..., ...}'      (started
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -21,10 +22,12 @@ from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.connection import Connection, Server
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.journal import Journal
 from torchtitan.weight_sync.manifest import LayoutError, content_digest
 from torchtitan.weight_sync.states.commands import (
     Command,
     Disconnect,
+    HangUp,
     Record,
     Settings,
     ToActor,
@@ -37,6 +40,10 @@ logger = logging.getLogger("torchtitan.weight_sync.coordinator")
 
 TICK_SECONDS = 0.1
 STATUS_SECONDS = 0.01
+# Between two statuses that differ in figures alone.
+FIGURES_SECONDS = 0.1
+# At the end, for lines of the journal that still wait for the disk.
+JOURNAL_SECONDS = 1.0
 ACTOR_MESSAGES = frozenset(
     ("ping", "ready", "accept", "decline", "progress", "staged", "refused", "applied", "poisoned", "broken")
 )
@@ -56,15 +63,21 @@ class Coordinator:
         self._server = Server(
             self._loop, socket.socket(fileno=arguments["listen_fd"]), token, self._admit, self._on_peer
         )
-        self._journal = Path(arguments["journal"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
+        self._journal = Journal(Path(arguments["journal"]), self.machine.term)
         self._couriers: dict[int, Connection] = {}
         self._layouts: dict[int, Message] = {}
+        """Until all ranks have reported theirs"""
+        self._layout_hashes: dict[int, str] = {}
+        self._shared: dict[str, wire.Encoded] = {}
+        """What messages to all actors have in common: the layout, and the checksums of what was offered last"""
         self._actors: dict[tuple[str, int], Connection] = {}
         self._trainer: Connection | None = None
         self._sessions = 0
         self._failure = ""
         self._last_status: Message = {}
-        self._status_due = False
+        self._sent_figures: dict[str, Message] = {}
+        self._status_at = 0.0
+        self._status_due = self._figures_due = False
         self._pulse = Pulse(arguments["pulse_fd"])
         self._parent = os.getppid()
 
@@ -74,6 +87,7 @@ class Coordinator:
         self._tick()
         self._write("start", {"pid": os.getpid(), "epoch": self.epoch})
         self._loop.run()
+        self._journal.close(JOURNAL_SECONDS)
 
     def _bell_rung(self, _events: int) -> None:
         if not self._bell.recv(4096):
@@ -100,8 +114,8 @@ class Coordinator:
             if not isinstance(fields.get("actor"), str) or not isinstance(data, list) or set(map(type, data)) != {str}:
                 raise ProtocolError("an actor says its name and its workers' data addresses")
             for address in data:
-                wire.parse_address(address)
-            if served is not None and [type(part) for part in served] != [str, int, str]:
+                wire.parse_data_address(address)
+            if served is not None and not (isinstance(served, list) and list(map(type, served)) == [str, int, str]):
                 raise ProtocolError("served is [epoch, version, digest]")
         elif role != "trainer":
             raise ProtocolError(f"unknown role {role!r}")
@@ -117,7 +131,7 @@ class Coordinator:
                 self._trainer.close("replaced")
             self._trainer = connection
             connection.on_message, connection.on_close = self._on_trainer_message, self._on_trainer_lost
-            self._last_status = {}
+            self._last_status, self._sent_figures = {}, {}
             self._send_status()
 
     def _on_courier(self, connection: Connection, rank: int) -> None:
@@ -133,10 +147,13 @@ class Coordinator:
         if self._couriers.get(rank) is connection:
             del self._couriers[rank]
             logger.warning("courier of rank %d lost: %s", rank, reason)
-            self._execute(self.machine.courier_lost(rank, time.monotonic()))
+            self._execute(self.machine.courier_lost(rank, time.monotonic(), reason))
 
-    def _on_courier_message(self, rank: int, _connection: Connection, message: Message) -> None:
-        if message["type"] == "layout":
+    def _on_courier_message(self, rank: int, connection: Connection, message: Message) -> None:
+        self.machine.courier_heard(rank, time.monotonic())
+        if message["type"] == "ping":
+            connection.send(self._stamped({"type": "pong"}))
+        elif message["type"] == "layout":
             self._on_layout(rank, message["layout"])
         elif message["type"] == "sent":
             self._write_sent(message, {"rank": rank})
@@ -146,8 +163,13 @@ class Coordinator:
             raise ProtocolError(f"a courier does not send {message['type']!r}")
 
     def _on_layout(self, rank: int, layout: Message) -> None:
+        found = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+        if self._layout_hashes.setdefault(rank, found) != found:
+            raise ProtocolError(f"rank {rank} reports another layout than before")
+        if self.machine.layout is not None:
+            return
         self._layouts[rank] = layout
-        if self.machine.layout is not None or len(self._layouts) < self._world_size:
+        if len(self._layouts) < self._world_size:
             return
         try:
             whole = merge_layouts([self._layouts[number] for number in range(self._world_size)])
@@ -157,6 +179,7 @@ class Coordinator:
             self._write("failure", {"reason": self._failure})
             self._send_status()
             return
+        self._layouts.clear()
         layout_id = whole.layout_id()
         self._write("layout", {"layout_id": layout_id, "bytes": whole.total_bytes})
         digest = partial(content_digest, layout_id)
@@ -166,16 +189,21 @@ class Coordinator:
         self._sessions += 1
         name, session = fields["actor"], self._sessions
         self._actors[name, session] = connection
-        connection.on_message = partial(self._on_actor_message, name, session)
+        connection.on_message = partial(self._on_actor_message, name, session, len(fields["data"]))
         connection.on_close = partial(self._on_actor_lost, name, session)
         self._execute(self.machine.actor_joined(name, session, fields, time.monotonic()))
 
-    def _on_actor_message(self, name: str, session: int, _connection: Connection, message: Message) -> None:
+    def _on_actor_message(
+        self, name: str, session: int, workers: int, _connection: Connection, message: Message
+    ) -> None:
         if message["type"] == "sent":
             self._write_sent(message, {"source": name})
             return
         if message["type"] not in ACTOR_MESSAGES:
             raise ProtocolError(f"an actor does not send {message['type']!r}")
+        parts = message.get("parts") if message["type"] == "ready" else None
+        if parts is not None and len(parts) != workers:
+            raise ProtocolError(f"an actor of {workers} workers says {len(parts)} parts")
         self._execute(self.machine.actor_message(name, session, message, time.monotonic()))
 
     def _write_sent(self, message: Message, sender: Message) -> None:
@@ -204,7 +232,12 @@ class Coordinator:
             elif isinstance(command, ToActor):
                 connection = self._actors.get((command.actor, command.session))
                 if connection is not None:
-                    connection.send(self._stamped(command.message))
+                    connection.send(self._stamped(self._with_shared(command.message)))
+            elif isinstance(command, HangUp):
+                courier = self._couriers.pop(command.rank, None)
+                if courier is not None:
+                    logger.warning("hanging up on the courier of rank %d, which says nothing", command.rank)
+                    courier.close("no heartbeat")
             elif isinstance(command, Disconnect):
                 connection = self._actors.pop((command.actor, command.session), None)
                 if connection is not None:
@@ -224,23 +257,50 @@ class Coordinator:
             if connection is not None:
                 connection.send(self._stamped(command.message))
 
+    def _with_shared(self, message: Message) -> Message:
+        """An offer or a layout, with its long part encoded once for all actors."""
+        if message["type"] == "layout":
+            if "layout" not in self._shared:
+                self._shared["layout"] = wire.Encoded(message["layout"])
+            return {**message, "layout": self._shared["layout"]}
+        if message["type"] == "offer":
+            key = message["digest"]
+            if key not in self._shared:
+                self._shared = {name: self._shared[name] for name in ("layout",) if name in self._shared}
+                self._shared[key] = wire.Encoded(message["checksums"])
+            return {**message, "checksums": self._shared[key]}
+        return message
+
     def _stamped(self, message: Message) -> Message:
         return {**message, "epoch": self.epoch, "term": self.machine.term}
 
     def _send_status(self) -> None:
         self._status_due = False
+        if self._trainer is None:
+            return
         status = {**self.machine.status(), "couriers": len(self._couriers), "failure": self._failure}
-        if self._trainer is not None and status != self._last_status:
-            self._trainer.send(self._stamped(status))
-        self._last_status = status
+        actors: dict[str, Message] = status["actors"]
+        figures = {name: actor.pop("figures") for name, actor in actors.items()}
+        changed = {name for name, given in figures.items() if given != self._sent_figures.get(name)}
+        if status == self._last_status:
+            wait = self._status_at + FIGURES_SECONDS - time.monotonic()
+            if changed and wait > 0 and not self._figures_due:
+                self._figures_due = True
+                self._loop.call_later(wait, self._send_figures)
+            if not changed or wait > 0:
+                return
+        told = {
+            name: {**actor, "figures": figures[name]} if name in changed else actor for name, actor in actors.items()
+        }
+        self._trainer.send(self._stamped({**status, "actors": told}))
+        self._last_status, self._sent_figures, self._status_at = status, figures, time.monotonic()
+
+    def _send_figures(self) -> None:
+        self._figures_due = False
+        self._send_status()
 
     def _write(self, event: str, fields: Message) -> None:
-        line = {"time": time.time(), "term": self.machine.term, "event": event, **fields}
-        try:
-            self._journal.write(json.dumps(line) + "\n")
-        except OSError as error:
-            # A full disk costs lines of the journal, not the synchronisation.
-            logger.error("the journal lacks a line about %s: %s", event, error)
+        self._journal.write(event, fields)
 
 
 def main() -> int:

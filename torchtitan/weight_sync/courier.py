@@ -16,6 +16,8 @@ import selectors
 import socket
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,14 @@ RETRY_SECONDS = 0.1
 PARENT_CHECK_SECONDS = 1.0
 
 
+@dataclass
+class _Egress:
+    """What one attempt has cost so far: told when the last of its connections is done with it."""
+
+    going_on: int = 0
+    sent_bytes: int = 0
+
+
 class Courier:
     """Everything between one rank's slots, the coordinator and the actors."""
 
@@ -54,12 +64,12 @@ class Courier:
         self._token = token
         self._layout_json = json.loads(Path(arguments["layout_file"]).read_text())
         self.layout = Layout.from_json(self._layout_json)
-        # In the trainer's process (see courier_thread.py) these are the slots themselves.
+        # In the trainer's process (see courier_thread.py) these are the slots and the bell themselves.
         self._slots: Slots = arguments.get("slots") or SharedSlots(
             arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], self.layout.ranks[0].slot_bytes
         )
         self._keeper = self._slots.keeper()
-        self._bell = socket.socket(fileno=arguments["bell_fd"])
+        self._bell: socket.socket = arguments.get("bell") or socket.socket(fileno=arguments["bell_fd"])
         self._bell.setblocking(False)
         self._loop = EventLoop()
         self._settings = self._link_settings(arguments)
@@ -67,7 +77,10 @@ class Courier:
         self._deltas = DeltaEncoder(self._loop, self._keeper, self.layout.bucket_bytes, element_bytes(self.layout))
         self._control: Connection | None = None
         self._term = 0
+        self._heard_at = 0.0
         self._links: dict[tuple[str, int, int], Link] = {}
+        self._open_deliveries: dict[int, _Egress] = {}
+        """By attempt"""
         self._checksums: dict[int, list[str]] = {}
         self._hashing: set[int] = set()
         self._to_hash: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
@@ -102,6 +115,7 @@ class Courier:
         threading.Thread(target=self._hash, name="checksums", daemon=True).start()
         self._loop.watch(self._bell, selectors.EVENT_READ, self._rung)
         self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
+        self._loop.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
         self._dial()
         self._look()
         try:
@@ -200,8 +214,28 @@ class Courier:
         logger.info("coordinator out of reach: %s", reason)
         self._loop.call_later(RETRY_SECONDS, self._dial)
 
+    def _heartbeat(self) -> None:
+        self._loop.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
+        if self._control is None:
+            return
+        # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been seen.
+        if time.monotonic() - self._heard_at > wire.SILENCE_SECONDS:
+            self._control.close(f"the coordinator said nothing for {wire.SILENCE_SECONDS:g} s")
+        else:
+            self._tell({"type": "ping"})
+
     def _welcomed(self, connection: Connection, fields: Message) -> None:
-        self._term = int(fields["term"])
+        term = fields.get("term")
+        if type(term) is not int or term < self._term:
+            # One that was replaced, and does not know it yet.
+            connection.close("an old term")
+            self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
+            return
+        if term > self._term:
+            # A new coordinator does not know whom the old one would have had forgotten.
+            self._drop_links(list(self._links))
+        self._term = term
+        self._heard_at = time.monotonic()
         self._control = connection
         connection.on_message, connection.on_close = self._on_message, self._on_control_lost
         self._tell({"type": "layout", "layout": self._layout_json})
@@ -220,6 +254,7 @@ class Courier:
         self._loop.call_later(RETRY_SECONDS, self._dial)
 
     def _on_message(self, _connection: Connection, message: Message) -> None:
+        self._heard_at = time.monotonic()
         if message.get("epoch") != self.epoch or message.get("term") != self._term:
             logger.warning("dropped a %s of another epoch or term", message["type"])
             return
@@ -243,7 +278,9 @@ class Courier:
             self._abort(message["attempt"])
         elif kind == "release":
             self._keeper.end_lease(message["attempt"])
-        else:
+        elif kind == "forget":
+            self._drop_links([key for key in self._links if key[0] == message["actor"]])
+        elif kind != "pong":
             raise ProtocolError(f"a coordinator does not send {kind!r} to a courier")
 
     def _write_file(self, message: Message) -> None:
@@ -293,7 +330,12 @@ class Courier:
             self._links[actor, worker, stream] = link
         return link
 
+    def _drop_links(self, keys: list[tuple[str, int, int]]) -> None:
+        for key in keys:
+            self._links.pop(key).disconnect()
+
     def _hold(self, delivery: Delivery, worker: int, stream: int) -> None:
+        self._open_deliveries.setdefault(delivery.attempt, _Egress()).going_on += 1
         for serial in delivery.serials:
             self._keeper.hold(serial, f"attempt {delivery.attempt} to {worker}.{stream}")
         if delivery.base_serial is not None:
@@ -304,7 +346,13 @@ class Courier:
             self._keeper.let_go(serial, f"attempt {delivery.attempt} to {link.worker}.{link.stream}")
         if delivery.base_serial is not None:
             self._deltas.end_use((delivery.serial, delivery.base_serial))
-        self._tell(link.sent(delivery))
+        egress = self._open_deliveries[delivery.attempt]
+        sent = link.sent(delivery)
+        egress.going_on -= 1
+        egress.sent_bytes += sent["bytes"]
+        if not egress.going_on:
+            del self._open_deliveries[delivery.attempt]
+            self._tell({**sent, "bytes": egress.sent_bytes})
         if error:
             self._tell({"type": "broken", "attempt": delivery.attempt, "reason": error})
 

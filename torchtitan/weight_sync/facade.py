@@ -336,8 +336,10 @@ class WeightSync:
         }
         self._snapshot_s = self._stall_s = 0.0
         if self._observer is not None:
-            actors = self._observer.status()["actors"]
-            figures["weight_sync/evictions"] = sum(actor["evictions"] for actor in actors.values())
+            status = self._observer.status()
+            actors = status["actors"]
+            evictions = sum(actor["evictions"] for actor in actors.values())
+            figures["weight_sync/evictions"] = evictions + status.get("forgotten_evictions", 0)
             for name, actor in actors.items():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
                 given = actor["figures"]

@@ -14,6 +14,8 @@ from torchtitan.weight_sync.wire import Message
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
+# A condition may look at more than the status, such as whether the coordinator was given up.
+LOOK_SECONDS = 1.0
 
 
 class Observer:
@@ -36,14 +38,17 @@ class Observer:
         return self._status
 
     def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> bool:
-        """Wait until `condition(status)` holds; False when it did not within `timeout` seconds, or after close()."""
+        """Wait until `condition(status)` holds; False when it did not within `timeout` seconds, or after close().
+
+        It is asked whenever a status arrives, and once per LOOK_SECONDS without one.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             while not condition(self._status):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closed:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(min(left, LOOK_SECONDS))
         return True
 
     def pin(self, version: int | None) -> None:
@@ -103,6 +108,10 @@ class Observer:
 
     def _on_message(self, _connection: Connection, message: Message) -> None:
         if message["type"] == "status" and message.get("epoch") == self._epoch:
+            known = self._status["actors"]
+            for name, actor in message["actors"].items():
+                # What has not changed since the last status is not sent again.
+                actor.setdefault("figures", known.get(name, {}).get("figures", {}))
             with self._changed:
                 self._status = message
                 self._changed.notify_all()

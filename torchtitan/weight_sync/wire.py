@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import secrets
 import struct
@@ -18,6 +19,10 @@ Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
 MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
+# Actors and couriers show the coordinator so often that they live; it answers.
+HEARTBEAT_SECONDS = 0.5
+# A coordinator that says nothing for this long is taken for dead.
+SILENCE_SECONDS = 10.0
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 
 # magic, attempt, rank whose bucket it is, bucket index, encoding, payload bytes
@@ -37,13 +42,16 @@ MAXIMUM_REFERENCE_BYTES = 4096
 
 # What each message must hold; a field that may be None may be left out. Every message may also carry epoch and term.
 _NUMBER, _TEXT, _LIST, _OBJECT, _FLAG = int, str, list, dict, bool
+# Fields that are lists of texts, wherever they occur.
+_TEXT_LISTS = frozenset(("data", "parts"))
 _MAYBE_NUMBER, _MAYBE_TEXT, _MAYBE_LIST = (int, type(None)), (str, type(None)), (list, type(None))
 _MAYBE_FLAG = (bool, type(None))
 SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # handshake
     "challenge": {"nonce": _TEXT},
     "hello": {"role": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
-    "welcome": {"proof": _TEXT, "fields": _OBJECT},
+    "welcome": {"proof": _TEXT},
+    "admitted": {"fields": _OBJECT},
     "refuse": {"reason": _TEXT},
     # courier -> coordinator
     "layout": {"layout": _OBJECT},
@@ -61,6 +69,8 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"attempt": _NUMBER, "actor": _TEXT, "data": _LIST, "serial": _NUMBER, "base_serial": _MAYBE_NUMBER},
     # keep this published snapshot's slot as a base of deltas, and no other
     "retain": {"serial": _MAYBE_NUMBER},
+    # this actor will not come back: close what is open to it
+    "forget": {"actor": _TEXT},
     # coordinator -> courier or the actor that serves the attempt (abort: to the receiving actor too)
     "release": {"attempt": _NUMBER},
     # coordinator -> actor that is to pass on the version it holds
@@ -78,7 +88,6 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "abort": {"attempt": _NUMBER, "reason": _TEXT},
     "apply": {"attempt": _NUMBER},
     "evict": {"reason": _TEXT},
-    "pong": {},
     # actor -> coordinator, and worker of an actor -> its leader; base: whether the offered base is held
     "ready": {"layout_id": _TEXT, "parts": _MAYBE_LIST},
     "accept": {"attempt": _NUMBER, "base": _MAYBE_FLAG},
@@ -88,8 +97,10 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "refused": {"attempt": _NUMBER, "reason": _TEXT},
     "applied": {"attempt": _NUMBER, "version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
     "poisoned": {"attempt": _NUMBER, "reason": _TEXT},
+    # actor or courier -> coordinator, and its answer
     "ping": {},
-    # trainer (rank 0) <-> coordinator
+    "pong": {},
+    # trainer (rank 0) <-> coordinator; status: an actor has "figures" only where they have changed
     "pin": {"version": _NUMBER},
     "unpin": {},
     "status": {"actors": _OBJECT, "newest": (_NUMBER, type(None)), "dropped": _LIST},
@@ -100,9 +111,20 @@ class ProtocolError(Exception):
     """A peer sent something that the protocol does not allow: its connection is closed."""
 
 
+class Encoded:
+    """A long value that goes into many messages: encoded once."""
+
+    def __init__(self, value: Any):
+        self.text = _json(value)
+
+
+def _json(value: Any) -> str:
+    return value.text if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
+
+
 def encode(message: Message) -> bytes:
-    """Bytes of one framed message."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    """Bytes of one framed message; its values may be Encoded."""
+    body = ("{" + ",".join(f"{_json(name)}:{_json(value)}" for name, value in message.items()) + "}").encode()
     return LENGTH.pack(len(body)) + body
 
 
@@ -116,6 +138,8 @@ def validate(message: Any) -> Message:
     for name, kind in fields.items():
         if not isinstance(message.get(name), kind):
             raise ProtocolError(f"message {message['type']!r} needs field {name!r} of type {kind}")
+        if name in _TEXT_LISTS and not all(type(element) is str for element in message.get(name) or ()):
+            raise ProtocolError(f"message {message['type']!r} needs a list of texts as {name!r}")
     return message
 
 
@@ -190,6 +214,16 @@ def parse_address(address: str) -> tuple[str, int]:
     if not separator or not host or not digits or not 0 < int(port) < 65536:
         raise ProtocolError(f"not an address of the form host:port: {address!r}")
     return host.strip("[]"), int(port)
+
+
+def parse_data_address(address: str) -> tuple[str, int]:
+    """A data port's address: its host is numeric, because who connects looks nothing up. Raises ProtocolError."""
+    host, port = parse_address(address)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ProtocolError(f"a data address needs a numeric host: {address!r}") from None
+    return host, port
 
 
 def format_address(host: str, port: int) -> str:
