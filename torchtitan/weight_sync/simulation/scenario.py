@@ -90,7 +90,7 @@ class Scenario:
     prompt_tokens: float = _key(200.0, "mean length of a prompt (counts as trained only)", NOT_NEGATIVE)
     completion_tokens: float = _key(600.0, "mean length of a completion before the limit", Range(1))
     completion_spread: float = _key(0.5, "spread of its length (sigma of its logarithm)", NOT_NEGATIVE)
-    max_completion_tokens: int = _key(2048, "longest completion", COUNT)
+    max_completion_tokens: int = _key(Rollout.max_completion_tokens, "longest completion", COUNT)
     max_staleness: int = _key(Rollout.max_staleness, "as [rollout] max_staleness", RANGES["rollout.max_staleness"])
     gate_on: Literal["oldest", "mean"] = _key(Rollout.gate_on, "as [rollout] gate_on")
     max_groups_in_flight: int = _key(Rollout.max_groups_in_flight, "as [rollout] max_groups_in_flight", NOT_NEGATIVE)
