@@ -24,7 +24,8 @@ HEALTHY_SECONDS = 60.0
 class CourierThread:
     """Runs a courier, and a new one up to `max_restarts` times in a row when it fails.
 
-    arguments(): asked anew for each start; what the Courier takes, with the slots themselves instead of descriptors.
+    arguments(): asked anew for each start; what the Courier takes, with the slots instead of descriptors and a bell of
+    its own, which is closed with it.
     """
 
     def __init__(self, name: str, arguments: Callable[[], dict[str, Any]], token: str, max_restarts: int):
@@ -32,11 +33,26 @@ class CourierThread:
         self.failure = ""
         self.restarts = 0
         self._closing = threading.Event()
-        self._courier = Courier(arguments(), token)
+        self._courier = self._create()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def _create(self) -> Courier:
+        arguments = self._arguments()
+        try:
+            return Courier(arguments, self._token)
+        except Exception:
+            arguments["bell"].close()
+            raise
+
     def _run(self) -> None:
+        try:
+            self._restart_until_closed()
+        except Exception as error:
+            self.failure = f"the {self.name} cannot be started again: {error!r}"
+            logger.exception("%s", self.failure)
+
+    def _restart_until_closed(self) -> None:
         in_a_row = 0
         while True:
             begun = time.monotonic()
@@ -55,7 +71,7 @@ class CourierThread:
             if self._closing.wait(RESTART_SECONDS * in_a_row):
                 return
             self.restarts += 1
-            self._courier = Courier(self._arguments(), self._token)
+            self._courier = self._create()
             if self._closing.is_set():
                 self._courier.stop()
 
