@@ -204,6 +204,15 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
         )
         for key, value in (("delta", "true"), ("relay", "true"), ("streams", "2"))
     ),
+    *(
+        (
+            f"offload with {transport}",
+            f'[weight_sync]\ntransport = "{transport}"\n',
+            ["--training.enable_cpu_offload"],
+            ["enable_cpu_offload = true", "weight_sync.transport tcp or disk"],
+        )
+        for transport in ("nccl", "ipc")
+    ),
     ("mode", "", ["--inference.mode", "servers"], ["inference.mode = servers", "colocate", "nearest: server"]),
     ("mode of this engine", "", ["--inference.mode", "colocate"], ['inference.mode = "colocate"', "server only"]),
     ("reward", "", ["--rewards.functions", "acuracy"], ['"acuracy"', "package.module:function", "nearest: accuracy"]),

@@ -20,6 +20,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.cores import actor_cores
 from torchtitan.rewards import BUILTIN
 from torchtitan.weight_sync.faults import Fault, FaultError
+from torchtitan.weight_sync.transports import IN_TRAINER
 
 FILE_ENDINGS = (".jsonl", ".parquet")
 
@@ -296,6 +297,10 @@ def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
             if asked:
                 text = f"weight_sync.transport {sync.transport} does not have that, only tcp does"
                 yield refuse(config, f"weight_sync.{key}", text)
+    if config.training.enable_cpu_offload and sync.transport in IN_TRAINER:
+        # Between parameters in host memory and actors on a GPU such a transport would never deliver anything.
+        text = f"needs weight_sync.transport tcp or disk, {sync.transport} reads the parameters on their device"
+        yield refuse(config, "training.enable_cpu_offload", text)
     if config.inference.update_mode == "drain" and sync.apply_timeout_s <= config.inference.drain_timeout_s:
         text = f"must be greater than inference.drain_timeout_s = {config.inference.drain_timeout_s:g}, which is in it"
         yield refuse(config, "weight_sync.apply_timeout_s", text)
