@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.weight_sync_streams import DelayedStream
+from torchtitan.distributed.device import side_stream
+from torchtitan.weight_sync import publisher as publisher_module
 from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
 from torchtitan.weight_sync.parameters import placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
@@ -92,6 +96,68 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Pa
         keeper.publish(version + 1)
     publisher.close()
     assert found == [with_fence] * 4
+
+
+def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done(tmp_path: Path) -> None:
+    parameter, go, past = torch.ones(1000), threading.Event(), threading.Event()
+    publisher = Publisher({"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path)
+    side_stream(torch.device("cpu")).run(lambda: go.wait(30))  # the copy comes after it
+    publisher.reserve()
+    publisher.snapshot(0, 1)
+
+    def step() -> None:
+        publisher.fence()
+        past.set()
+        parameter.fill_(-1.0)
+
+    trainer = threading.Thread(target=step)
+    trainer.start()
+    assert not past.wait(0.3), "parameters change before they are copied"
+    go.set()
+    trainer.join(30)
+    keeper = publisher.slots.keeper()
+    wait_for(lambda: 1 in keeper.filled())
+    index, _ = keeper.filled()[1]
+    held = torch.frombuffer(bytearray(publisher.slots.slot(index)), dtype=torch.float32)
+    assert bool((held == 1.0).all()) and bool((parameter == -1.0).all())
+    publisher.close()
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_closing_leaves_memory_that_is_still_written_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpinned = []
+    monkeypatch.setattr(publisher_module, "unpin", unpinned.append)
+    stream = DelayedStream()
+    publisher = Publisher(
+        {"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=stream
+    )
+    publisher.reserve()
+    publisher.snapshot(0, 1)
+    publisher.close(timeout=0.05)
+    assert not unpinned and not is_open(publisher.slots.words_fd)
+    stream.go.set()
+    wait_for(lambda: len(publisher.snapshots) == 1)
+    assert publisher._waiter.close(20)
+    assert publisher.failure == ""
+
+
+def test_closing_closes_everything_where_unpinning_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_slots: object) -> None:
+        raise RuntimeError("cannot unpin")
+
+    monkeypatch.setattr(publisher_module, "unpin", fail)
+    publisher = Publisher({"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=64, folder=tmp_path)
+    with pytest.raises(RuntimeError, match="cannot unpin"):
+        publisher.close()
+    assert not is_open(publisher.slots.words_fd)
+    assert publisher.doorbell.fileno() == publisher.courier_bell.fileno() == -1
 
 
 def test_a_snapshot_takes_no_trainer_time_for_its_copy(tmp_path: Path) -> None:

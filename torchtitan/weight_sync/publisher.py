@@ -1,7 +1,8 @@
 """The trainer-thread part: reserve a slot, fill it at the step boundary, ring the courier's bell. Nothing else.
 
-It takes no lock, sends nothing that could block, computes no checksum, and waits for no device: a slot becomes READY
-when its fence has been reached, which another thread waits for.
+It takes no lock, sends nothing that could block, and computes no checksum. A slot becomes READY when its copy is done,
+which another thread waits for. What changes parameters waits for it too, in fence(): on a GPU that is the compute
+stream, on the CPU the trainer thread itself.
 """
 
 from __future__ import annotations
@@ -77,10 +78,11 @@ class FenceWaiter:
             self.failure = f"a snapshot has failed: {error!r}"
             logger.exception("%s", self.failure)
 
-    def close(self, timeout: float) -> None:
-        """Wait for the fences that are out, at most so many seconds."""
+    def close(self, timeout: float) -> bool:
+        """Wait for the fences that are out, at most so many seconds. Returns whether none is out any more."""
         self._fences.put(None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
 
 class Publisher:
@@ -176,7 +178,10 @@ class Publisher:
         self.snapshot_seconds = time.perf_counter() - begun
 
     def fence(self) -> None:
-        """Right before parameters change: what the device is given from now on waits for the last snapshot."""
+        """Right before parameters change: what the device is given from now on waits for the last snapshot.
+
+        On the CPU this thread waits.
+        """
         self._fence.hold()
 
     @property
@@ -203,9 +208,15 @@ class Publisher:
             self.doorbell.send(b"!")
 
     def close(self, timeout: float = 1.0) -> None:
-        """Let go of files and sockets. Waits at most `timeout` seconds for a snapshot that is under way."""
-        self._waiter.close(timeout)
-        unpin(self.slots)
-        self.doorbell.close()
-        self.courier_bell.close()
-        self.slots.close_files()
+        """Let go of files and sockets. Waits at most `timeout` seconds for a snapshot that is under way.
+
+        One that takes longer keeps its memory, which is still written, and the bell that it will ring.
+        """
+        with contextlib.ExitStack() as closing:
+            closing.callback(self.slots.close_files)
+            closing.callback(self.courier_bell.close)
+            if self._waiter.close(timeout):
+                closing.callback(self.doorbell.close)
+                closing.callback(unpin, self.slots)
+            else:
+                logger.warning("a snapshot was under way for more than %g s at the end", timeout)
