@@ -9,6 +9,7 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.weight_sync.slots import SharedSlots, SlotWords
+from torchtitan.weight_sync.wire import Message
 
 
 class DeviceSlots(SlotWords):
@@ -17,6 +18,8 @@ class DeviceSlots(SlotWords):
     def __init__(self, words_fd: int, tensors: list[torch.Tensor]):
         super().__init__(words_fd, len(tensors), len(tensors[0]))
         self.tensors = tensors
+        self.exports: list[Message] | None = None
+        """What names each tensor's memory to other processes, once a transport has asked for it (ipc)"""
 
     @classmethod
     def create(cls, count: int, slot_bytes: int, folder: Path, where: torch.device) -> DeviceSlots:

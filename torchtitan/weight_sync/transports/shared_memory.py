@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import queue
@@ -33,8 +34,12 @@ from torchtitan.weight_sync.transports.base import (
 )
 from torchtitan.weight_sync.wire import FULL, MAXIMUM_REFERENCE_BYTES, Message, ProtocolError
 
+logger = logging.getLogger(__name__)
+
 # Buckets that may wait for their acknowledgement: enough for the copy of one to hide the verifying of another.
 WINDOW = 4
+# Sizes, offsets, inodes: what fits the system's own unsigned type.
+MAXIMUM_NUMBER = 2**64 - 1
 
 
 class SharedMemorySendCarrier:
@@ -126,8 +131,10 @@ class SharedMemoryReceiveCarrier:
         try:
             for memory in self._opened.values():
                 memory.finish()
-        except RuntimeError as failure:
-            broken = f"a copy has failed: {failure}"
+        except Exception as failure:
+            # Whatever it is: the orders are answered, and the thread serves the next ones.
+            logger.exception("copying from a sender's memory failed")
+            broken = f"a copy has failed: {failure!r}"
         for order, error in zip(orders, errors, strict=True):
             order.done(error or broken)
 
@@ -136,8 +143,9 @@ class SharedMemoryReceiveCarrier:
             return "the connection is over"
         try:
             self._launch(order.reference, order.target)
-        except (ProtocolError, OSError, RuntimeError) as failure:
-            return f"cannot read the sender's memory: {failure}"
+        except Exception as failure:
+            # Numbers of another process go into system calls and torch: what they raise is not for us to list.
+            return f"cannot read the sender's memory: {failure!r}"
         return None
 
     def _launch(self, reference: bytes, target: Area) -> None:
@@ -174,16 +182,17 @@ class _Memory(Protocol):
 
 
 def _open(fields: Any) -> _Memory:
-    """Raises ProtocolError for what is no handle, OSError or RuntimeError for one that does not open."""
+    """Raises ProtocolError for what is no handle, and whatever the system raises for one that does not open."""
     if not isinstance(fields, dict) or fields.get("kind") not in ("file", "cuda"):
         raise ProtocolError("unknown kind of memory")
     return _FileMemory(fields) if fields["kind"] == "file" else _CudaMemory(fields)
 
 
 def _field(fields: Message, name: str, kind: type) -> Any:
-    if type(fields.get(name)) is not kind or (kind is int and fields[name] < 0):
+    value = fields.get(name)
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= MAXIMUM_NUMBER):
         raise ProtocolError(f"a memory needs field {name!r} of type {kind.__name__}")
-    return fields[name]
+    return value
 
 
 # On the CPU: the slots' unnamed file, opened through the sender's entry in /proc
@@ -234,24 +243,19 @@ class _FileMemory:
 
 
 def _cuda_exports(slots: DeviceSlots) -> _CudaExports:
-    # Once per process: every export of a tensor adds to what torch keeps for it.
-    exports = _cuda_exports_of.get(id(slots))
-    if exports is None:
-        exports = _cuda_exports_of[id(slots)] = _CudaExports(slots)
-    return exports
-
-
-_cuda_exports_of: dict[int, _CudaExports] = {}
+    # Once for all receivers: every export of a tensor adds to what torch keeps for it.
+    if slots.exports is None:
+        uuid = str(torch.cuda.get_device_properties(slots.device).uuid)
+        slots.exports = [_exported(tensor, uuid) for tensor in slots.tensors]
+    return _CudaExports(slots.tensors, slots.exports)
 
 
 class _CudaExports:
-    def __init__(self, slots: DeviceSlots):
-        self._slots = slots
-        uuid = str(torch.cuda.get_device_properties(slots.device).uuid)
-        self._fields = [_exported(tensor, uuid) for tensor in slots.tensors]
+    def __init__(self, tensors: list[torch.Tensor], fields: list[Message]):
+        self._tensors, self._fields = tensors, fields
 
     def find(self, bucket: torch.Tensor) -> tuple[Message, int]:
-        for tensor, fields in zip(self._slots.tensors, self._fields, strict=True):
+        for tensor, fields in zip(self._tensors, self._fields, strict=True):
             offset = bucket.data_ptr() - tensor.data_ptr()
             if 0 <= offset < len(tensor):
                 return fields, offset
