@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import queue
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.parameters import placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.transports import receive_carrier, send_carrier
+from torchtitan.weight_sync.transports import collective, communicator, receive_carrier, send_carrier, shared_memory
 from torchtitan.weight_sync.transports.base import Delivery, ReceiveContext, SendContext
+from torchtitan.weight_sync.transports.communicator import Broken, PairStore
 from torchtitan.weight_sync.wire import ProtocolError
 
 BUCKET = 1000
@@ -147,6 +152,101 @@ def test_a_receiver_that_never_meets_is_given_up(make_pair: Callable[..., Pair])
     assert pair.failures.get(timeout=10)
 
 
+@pytest.mark.parametrize("abort_fails", [False, True])
+def test_an_error_of_the_communicator_answers_every_fetch(
+    abort_fails: bool, make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it raises: staging memory that waits for an answer would never be quiet again."""
+    connect, aborted = collective.connect, threading.Event()
+
+    class Failing:
+        def __init__(self, whole: Any):
+            self._whole, self.send, self.give_up = whole, whole.send, whole.give_up
+
+        def receive(self, tensor: torch.Tensor) -> Any:
+            if len(tensor) > 1:
+                raise RuntimeError("device-side assert")
+            return self._whole.receive(tensor)
+
+        def abort(self) -> None:
+            self._whole.abort()
+            if abort_fails and not aborted.is_set():
+                aborted.set()
+                raise RuntimeError("nor does it end")
+            aborted.set()
+
+    def failing(store: PairStore, rank: int, where: torch.device) -> Any:
+        whole = connect(store, rank, where)
+        return Failing(whole) if rank == 1 else whole
+
+    monkeypatch.setattr(collective, "connect", failing)
+    pair = make_pair("nccl")
+    delivery = pair.delivery(0)
+    error, _ = pair.fetch(pair.reference(delivery, (0, 0)), BUCKET)
+    assert error and "device-side assert" in error and aborted.is_set()
+    assert pair.fetch(pair.reference(delivery, (0, 1)), BUCKET)[0]
+
+
+def test_a_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
+    for _ in range(4):  # which of the two has to dial is up to chance
+        ours = PairStore(lambda key, value: None, 0.2)
+        peers = PairStore(ours.heard, 60.0)  # it says where it is, and then hears nothing: it stays in its store
+        ends: queue.Queue[Any] = queue.Queue()
+
+        def meet(store: PairStore, rank: int, ends: queue.Queue[Any]) -> None:
+            try:
+                ends.put(communicator.connect(store, rank, torch.device("cpu")))
+            except Broken as error:
+                ends.put(error)
+
+        threads = [threading.Thread(target=meet, args=(store, n, ends)) for n, store in enumerate((ours, peers))]
+        for thread in threads:
+            thread.start()
+        end = ends.get(timeout=20)
+        peers.close()
+        for thread in threads:
+            thread.join(20)
+        if isinstance(end, Broken):
+            return
+        end.abort()
+    raise AssertionError("it was never our turn to wait for the peer")
+
+
+def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before, inside, first_left = os.environ[name], threading.Event(), threading.Event()
+    seen = []
+
+    def second() -> None:
+        with communicator._errors_are_ours():
+            inside.set()
+            first_left.wait(20)
+            seen.append(os.environ[name])
+
+    thread = threading.Thread(target=second)
+    with communicator._errors_are_ours():
+        thread.start()
+        assert not inside.wait(0.2), "two threads change it at a time"
+    first_left.set()
+    thread.join(20)
+    assert seen == ["0"] and os.environ[name] == before
+
+
+@pytest.mark.parametrize("method", ["send", "receive"])
+def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def send(self, *_arguments: Any) -> None:
+            raise RuntimeError("NCCL communicator was aborted")
+
+        recv = send
+
+    nccl = object.__new__(communicator.NcclCommunicator)
+    nccl._group, nccl._stream, nccl._peer = Group(), None, 1  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    with pytest.raises(Broken, match="aborted"):
+        getattr(nccl, method)(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     "hello",
     [
@@ -194,6 +294,9 @@ def test_ipc_opens_only_what_was_named_and_stays_inside(make_pair: Callable[...,
         {"memory": {**memory, "descriptor": descriptor}},
         {"memory": {**memory, "descriptor": 10**6}},
         {"memory": {**memory, "process": "1/../self"}},
+        {"memory": {**memory, "process": 10**400}},
+        {"memory": {**memory, "device": 2**64}},
+        {"memory": {**memory, "kind": ["file"]}},
         {"memory": {**memory, "kind": "pickle"}},
         {"memory": None},
         {"memory": {"kind": "cuda", "gpu": "GPU-none"}},
@@ -226,3 +329,42 @@ def test_ipc_leaves_no_descriptor_open(make_pair: Callable[..., Pair]) -> None:
     for _ in range(20):
         assert pair.fetch(pair.reference(delivery, (0, 0)), BUCKET)[0] is None
     assert open_slots() == before
+
+
+@pytest.mark.parametrize("error", [OverflowError, TypeError, ValueError, KeyError])
+def test_whatever_opening_memory_raises_is_an_answer(
+    error: type[Exception], make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair("ipc")
+    reference = pair.reference(pair.delivery(0), (0, 0))
+
+    def fail(_fields: Any) -> None:
+        raise error("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_open", fail)
+        assert "on purpose" in str(pair.fetch(reference, BUCKET)[0])
+    assert pair.fetch(reference, BUCKET)[0] is None, "the thread has ended"
+
+
+def test_device_slots_are_exported_once_and_go_when_they_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = []
+
+    def export(tensor: torch.Tensor, uuid: str) -> dict[str, Any]:
+        exported.append(len(tensor))
+        return {"kind": "cuda", "gpu": uuid, "number": len(exported)}
+
+    monkeypatch.setattr(shared_memory, "_exported", export)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: types.SimpleNamespace(uuid="GPU-1"))
+    slots = DeviceSlots.create(2, SIZE, tmp_path, torch.device("cpu"))
+    memory = weakref.ref(slots.tensors[1])
+    for _ in range(3):
+        exports = shared_memory._cuda_exports(slots)
+        assert exports.find(slots.slot(1)[7:]) == ({"kind": "cuda", "gpu": "GPU-1", "number": 2}, 7)
+    assert exported == [SIZE, SIZE]
+    slots.close_files()
+    del slots, exports
+    gc.collect()
+    assert memory() is None

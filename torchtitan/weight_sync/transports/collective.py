@@ -152,9 +152,23 @@ class CollectiveSendCarrier:
     # The carrier's thread
 
     def _run(self) -> None:
-        communicator: Communicator | None = None
         try:
-            communicator = self._communicator = self._meeting.communicator()
+            self._send_all()
+            return
+        except Broken as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("sending to %s failed", self._context.actor)
+            reason = repr(error)
+        self._context.fail(f"communicator with {self._context.actor}: {reason}")
+        # What is delivered ends by that, and its memory is not touched any more.
+        for item in self._items():
+            if isinstance(item, _End):
+                item.released()
+
+    def _send_all(self) -> None:
+        communicator = self._communicator = self._meeting.communicator()
+        try:
             self._first_chunk(communicator)
             self._ready = True
             self._context.wake()
@@ -163,20 +177,8 @@ class CollectiveSendCarrier:
                     self._send(communicator, item.delivery, item.memory)
                 else:
                     item.released()
-            return
-        except Broken as error:
-            reason = str(error)
-        except Exception as error:
-            logger.exception("sending to %s failed", self._context.actor)
-            reason = repr(error)
         finally:
-            if communicator is not None:
-                communicator.abort()
-        self._context.fail(f"communicator with {self._context.actor}: {reason}")
-        # What is delivered ends by that, and its memory is not touched any more.
-        for item in self._items():
-            if isinstance(item, _End):
-                item.released()
+            communicator.abort()
 
     def _items(self) -> Iterator[_Bucket | _End]:
         while (item := self._work.get()) is not None:
@@ -273,30 +275,42 @@ class CollectiveReceiveCarrier:
     # The carrier's thread
 
     def _run(self) -> None:
-        communicator: Communicator | None = None
         try:
-            communicator = self._communicator = self._meeting.communicator()
-            self._receive(communicator, torch.zeros(1, dtype=torch.uint8, device=self._where))
-            for reference, target, done in iter(self._work.get, None):
-                try:
-                    if self._closed:
-                        raise Broken("the connection is over")
-                    if len(reference) != _LENGTH.size or _LENGTH.unpack(reference) != (len(target),):
-                        raise Broken("a bucket of another size was announced")
-                    self._receive(communicator, target)
-                except Broken as error:
-                    communicator.abort()  # before it nobody may say that the target is not written any more
-                    done(str(error))
-                    raise
-                done(None)
+            self._receive_all()
             return
         except Broken as error:
             reason = str(error)
-        finally:
-            if communicator is not None:
-                communicator.abort()
+        except Exception as error:
+            logger.exception("receiving from rank %d failed", self._context.rank)
+            reason = repr(error)
         # The sender finds its end broken, or gets no credit: both end this connection.
         self._refuse_rest(reason)
+
+    def _receive_all(self) -> None:
+        communicator = self._communicator = self._meeting.communicator()
+        try:
+            self._receive(communicator, torch.zeros(1, dtype=torch.uint8, device=self._where))
+            for order in iter(self._work.get, None):
+                self._fetch(communicator, *order)
+        finally:
+            communicator.abort()
+
+    def _fetch(
+        self, communicator: Communicator, reference: bytes, target: torch.Tensor, done: Callable[[str | None], None]
+    ) -> None:
+        try:
+            if self._closed:
+                raise Broken("the connection is over")
+            if len(reference) != _LENGTH.size or _LENGTH.unpack(reference) != (len(target),):
+                raise Broken("a bucket of another size was announced")
+            self._receive(communicator, target)
+        except Exception as error:
+            try:
+                communicator.abort()  # before it nobody may say that the target is not written any more
+            finally:
+                done(str(error) if isinstance(error, Broken) else repr(error))
+            raise
+        done(None)
 
     def _receive(self, communicator: Communicator, target: torch.Tensor) -> None:
         posted: deque[Pending] = deque()

@@ -20,11 +20,12 @@ import torch.distributed as dist
 # NCCL's kernels share the GPU with training or generation: a few blocks saturate a link.
 MAXIMUM_CTAS = 4
 POLL_SECONDS = 50e-6
-# Deadlines are the carrier's. A group's own would have torch end the whole process.
+# Deadlines are the carrier's. NCCL's own would have torch end the whole process.
 _NO_TIMEOUT = timedelta(days=365)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # torch's own default. What is set already can be exchanged without growing the environment under other threads.
-os.environ.setdefault(_ERROR_HANDLING, "3")
+_USUAL_ERROR_HANDLING = os.environ.setdefault(_ERROR_HANDLING, "3")
+_error_handling_switch = threading.Lock()
 
 
 class Broken(Exception):
@@ -59,7 +60,7 @@ class PairStore(dist.Store):  # type: ignore[name-defined]
 
     def __init__(self, tell: Callable[[str, bytes], None], seconds: float):
         super().__init__()
-        self._tell, self._seconds = tell, seconds
+        self._tell, self.seconds = tell, seconds
         self._entries: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -87,9 +88,9 @@ class PairStore(dist.Store):  # type: ignore[name-defined]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         with self._changed:
-            there = self._changed.wait_for(lambda: self._closed or self.check(keys), self._seconds)
+            there = self._changed.wait_for(lambda: self._closed or self.check(keys), self.seconds)
         if not there or self._closed:
-            raise Broken(f"the other side did not set {keys} within {self._seconds:g} s")
+            raise Broken(f"the other side did not set {keys} within {self.seconds:g} s")
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._entries for key in keys)
@@ -102,10 +103,8 @@ def backend_for(where: torch.device) -> str:
 
 def connect(store: PairStore, rank: int, where: torch.device) -> Communicator:
     """One end, rank 0 or 1. Blocks until the other end has come; raises Broken when it does not."""
-    try:
+    with _broken_for("no communicator: "):
         return NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
-    except RuntimeError as error:
-        raise Broken(f"no communicator: {error}") from error
 
 
 class GlooCommunicator:
@@ -115,7 +114,8 @@ class GlooCommunicator:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         create = dist.ProcessGroupGloo.create_device
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = _NO_TIMEOUT
+        # Counts for connecting only, in each of gloo's few attempts: what is sent is waited for with another deadline.
+        options._timeout = timedelta(seconds=store.seconds)
         options._devices = [create(interface=interface) if interface else create(hostname="127.0.0.1")]
         options._threads = 1
         self._group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
@@ -139,17 +139,13 @@ class GlooCommunicator:
 class _GlooPending:
     def __init__(self, communicator: GlooCommunicator, launch: Callable[[], dist.Work]):
         self._communicator = communicator
-        try:
+        with _broken_for():
             self._work = launch()
-        except RuntimeError as error:
-            raise Broken(str(error)) from error
 
     def wait(self, seconds: float) -> None:
-        try:
+        with _broken_for():
+            # Where it fails gloo has closed the pair: what comes late is not written.
             self._work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            # gloo has closed the pair: what comes late is not written.
-            raise Broken(str(error)) from error
 
 
 class NcclCommunicator:
@@ -168,11 +164,11 @@ class NcclCommunicator:
         self.given_up = threading.Event()
 
     def send(self, tensor: torch.Tensor) -> Pending:
-        with torch.cuda.stream(self._stream):
+        with _broken_for(), torch.cuda.stream(self._stream):
             return _NcclPending(self._group.send([tensor], self._peer, 0), self)
 
     def receive(self, tensor: torch.Tensor) -> Pending:
-        with torch.cuda.stream(self._stream):
+        with _broken_for(), torch.cuda.stream(self._stream):
             return _NcclPending(self._group.recv([tensor], self._peer, 0), self)
 
     def give_up(self) -> None:
@@ -203,11 +199,20 @@ class _NcclPending:
 
 
 @contextlib.contextmanager
-def _errors_are_ours() -> Iterator[None]:
-    """A group made in this block does not end the process when its peer dies. torch reads this once per group."""
-    before = os.environ[_ERROR_HANDLING]
-    os.environ[_ERROR_HANDLING] = "0"
+def _broken_for(what: str = "") -> Iterator[None]:
+    """What torch raises in this block means that the communicator is of no use any more."""
     try:
         yield
-    finally:
-        os.environ[_ERROR_HANDLING] = before
+    except RuntimeError as error:
+        raise Broken(f"{what}{error}") from error
+
+
+@contextlib.contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """A group made in this block does not end the process when its peer dies. torch reads this once per group."""
+    with _error_handling_switch:
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            os.environ[_ERROR_HANDLING] = _USUAL_ERROR_HANDLING
