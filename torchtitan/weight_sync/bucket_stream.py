@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 from collections import deque
@@ -19,6 +20,8 @@ from torchtitan.weight_sync.wire import (
     NOTE_MAGIC,
     ProtocolError,
 )
+
+logger = logging.getLogger(__name__)
 
 # One connection gives the loop back after this much, so that other ranks and the control connection are served too.
 READ_BYTES = 8 << 20
@@ -132,6 +135,10 @@ class BucketStream:
             return
         except (OSError, ProtocolError) as error:
             self.close(str(error))
+        except Exception as error:
+            # It ends this connection, not the loop that serves everybody.
+            logger.exception("a data connection failed")
+            self.close(repr(error))
 
     def _read_some(self, budget: int) -> int:
         if self.frame is None:

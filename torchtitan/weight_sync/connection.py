@@ -9,6 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
+from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.wire import Message, MessageReader, ProtocolError
@@ -46,6 +47,7 @@ class Connection:
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._watches_write = False
+        self._when_sent: Callable[[], None] | None = None
         loop.watch(sock, selectors.EVENT_READ, self._ready)
 
     def trust(self) -> None:
@@ -73,6 +75,13 @@ class Connection:
         self._unsent.clear()
         self.on_close(self, reason)
 
+    def when_sent(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when everything that is queued has left; never where the connection ends first."""
+        if self._unsent:
+            self._when_sent = callback
+        else:
+            callback()
+
     def detach(self) -> socket.socket:
         """Give the socket away (to be used for raw frames); this connection is over, without on_close."""
         if self.reader.pending_bytes or self._unsent:
@@ -90,9 +99,9 @@ class Connection:
         except ProtocolError as error:
             logger.warning("closing a connection: %s", error)
             self.close(f"protocol error: {error}")
-        except (ValueError, TypeError, RecursionError) as error:
+        except Exception as error:
             # Something of an unforeseen shape: it ends its sender's connection, not the loop that serves everybody.
-            logger.warning("closing a connection", exc_info=True)
+            logger.exception("closing a connection: its message could not be handled")
             self.close(f"protocol error: {error!r}")
 
     def _flush(self) -> None:
@@ -109,6 +118,7 @@ class Connection:
         except OSError as error:
             # Not now: whoever is sending does not expect to be told from within send().
             self._unsent.clear()
+            self._when_sent = None
             reason = f"connection lost: {error}"
             self.loop.call_from_thread(lambda: self.close(reason))
             return
@@ -116,6 +126,9 @@ class Connection:
             self._watches_write = bool(self._unsent)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._watches_write else 0)
             self.loop.watch(self.socket, events, self._ready)
+        if not self._unsent and self._when_sent is not None:
+            callback, self._when_sent = self._when_sent, None
+            callback()
 
     def _read(self) -> None:
         try:
@@ -140,8 +153,9 @@ def _ignore_message(_connection: Connection, _message: Message) -> None:
 class Server:
     """Accepts connections and makes each prove that it knows the token.
 
-    Then `admit(role, fields)` returns the fields of the welcome, or raises ProtocolError to refuse; after the welcome
-    `on_peer(connection, role, fields)` takes the connection over (and must set its callbacks).
+    Then this end proves that it knows the token too, with a short welcome, and `admit(role, fields)` returns the fields
+    of the admission, which may be long, or raises ProtocolError to refuse; `on_peer(connection, role, fields)` takes
+    the connection over (and must set its callbacks).
     """
 
     def __init__(
@@ -196,13 +210,13 @@ class Server:
                 peer.send({"type": "refuse", "reason": "wrong token"})
                 raise ProtocolError("a peer does not know the token")
             peer.trust()
+            peer.send({"type": "welcome", "proof": wire.server_proof(self.token, role, nonce, client_nonce)})
             try:
                 fields = self.admit(role, message["fields"])
             except ProtocolError as error:
                 peer.send({"type": "refuse", "reason": str(error)})
                 raise
-            proof = wire.server_proof(self.token, role, nonce, client_nonce)
-            peer.send({"type": "welcome", "proof": proof, "fields": fields})
+            peer.send({"type": "admitted", "fields": fields})
             self.on_peer(peer, role, message["fields"])
 
         connection.on_message = hello
@@ -224,9 +238,26 @@ def reachable_host(host: str, peer: str) -> str:
         return host
 
 
+def numeric_host(host: str, family: socket.AddressFamily = socket.AF_INET) -> str:
+    """The address of a host name, which others are told: only the host itself looks it up, before its loop runs.
+
+    Raises UserError for a name that nobody knows.
+    """
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError) as error:
+        raise UserError(f"weight synchronisation: no address of the host {host!r} is known: {error}") from error
+
+
 def listen(host: str, advertised_host: str) -> tuple[socket.socket, str]:
     """(a listening socket on a free port of `host`, the address to say to others)."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    advertised_host = numeric_host(advertised_host, family)
+    listener = socket.create_server((host, 0), family=family)
     return listener, wire.format_address(advertised_host, listener.getsockname()[1])
 
 
@@ -240,12 +271,13 @@ def dial(
     on_failure: Callable[[str], None],
     timeout: float = HANDSHAKE_SECONDS,
 ) -> Callable[[], None]:
-    """Connect and shake hands without blocking. Calls exactly one of `on_ready(connection, welcome fields)` (which must
-    set the connection's callbacks) and `on_failure(reason)`, unless the returned function cancels the attempt first."""
-    host, port = wire.parse_address(address)
+    """Connect and shake hands without blocking, as long as the address is numeric: a name is looked up. Calls exactly
+    one of `on_ready(connection, fields)` (which must set the connection's callbacks) and `on_failure(reason)`, unless
+    the returned function cancels the attempt first."""
     try:
+        host, port = wire.parse_address(address)
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ProtocolError) as error:
         no_socket = f"no socket for a connection to {address}: {error}"
         return loop.call_later(0.0, lambda: on_failure(no_socket)).cancel
     sock.setblocking(False)
@@ -274,6 +306,9 @@ def dial(
         if finish():
             close("cancelled")
 
+    def lost(_connection: Connection, reason: str) -> None:
+        fail(reason)
+
     def connected(_events: int) -> None:
         nonlocal connection
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -281,7 +316,10 @@ def dial(
             fail(f"cannot connect to {address}: {OSError(code, '').errno}")
             return
         loop.forget(sock)
-        connection = Connection(loop, sock, challenged, lambda _connection, reason: fail(reason))
+        try:
+            connection = Connection(loop, sock, challenged, lost)
+        except OSError as error:
+            fail(f"the connection to {address} ended at once: {error}")
 
     client_nonce = wire.new_nonce()
 
@@ -297,21 +335,34 @@ def dial(
             expected = wire.server_proof(token, role, server_nonce, client_nonce)
             if reply["type"] != "welcome" or not wire.check_proof(expected, reply["proof"]):
                 raise ProtocolError(f"{address} does not know the token")
-            finish()
             same.trust()
-            same.on_message = _ignore_message
-            on_ready(same, reply["fields"])
+            same.on_message = admitted
 
         peer.on_message = welcomed
         proof = wire.client_proof(token, role, server_nonce, client_nonce)
         peer.send({"type": "hello", "role": role, "nonce": client_nonce, "proof": proof, "fields": fields})
+
+    def admitted(peer: Connection, reply: Message) -> None:
+        if reply["type"] != "admitted":
+            fail(f"{address} refused: {reply.get('reason', reply['type'])}")
+            return
+        finish()
+        peer.on_message = _ignore_message
+        try:
+            on_ready(peer, reply["fields"])
+        except Exception as error:
+            if peer.on_close is not lost:
+                raise  # whoever has taken it over hears of its end
+            logger.exception("closing a connection: the answer of %s could not be handled", address)
+            peer.close(repr(error))
+            on_failure(f"{address} answered what could not be handled: {error!r}")
 
     timer = loop.call_later(timeout, lambda: fail(f"{address} did not answer within {timeout:g} s"))
     try:
         sock.connect((host, port))
     except BlockingIOError:
         pass
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver takes
+    except (OSError, ValueError, TypeError) as error:  # ValueError, TypeError: a host name that no resolver takes
         reason = f"cannot connect to {address}: {error}"
         loop.call_from_thread(lambda: fail(reason))
         return cancel

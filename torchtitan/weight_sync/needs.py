@@ -133,11 +133,15 @@ def all_keys(layout: Layout, needs: Needs) -> list[tuple[int, int]]:
     ]
 
 
-def needs_to_json(needs: Needs) -> dict[str, list[list[int]]] | None:
-    """For the welcome of a data connection."""
+def needs_to_json(needs: Needs, of_rank: int | None = None) -> dict[str, list[list[int]]] | None:
+    """For whoever sends on a data connection: of one rank, or of all."""
     if needs is None:
         return None
-    return {str(rank): [list(bounds) for bounds in ranges] for rank, ranges in needs.items()}
+    return {
+        str(rank): [list(bounds) for bounds in ranges]
+        for rank, ranges in needs.items()
+        if of_rank is None or rank == of_rank
+    }
 
 
 def needs_from_json(data: Any) -> Needs:

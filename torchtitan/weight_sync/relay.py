@@ -15,6 +15,7 @@ from torchtitan.weight_sync.staging import Staging
 from torchtitan.weight_sync.states.receiver import BeginRelay
 from torchtitan.weight_sync.transports.base import Delivery
 from torchtitan.weight_sync.transports.link import Link, LinkSettings
+from torchtitan.weight_sync.wire import ProtocolError
 
 
 class RelaySender:
@@ -39,7 +40,10 @@ class RelaySender:
         self._staging: Staging | None = None
 
     def begin(self, order: BeginRelay, version: int, staging: Staging) -> None:
-        """Send everything that the child's worker needs, in full."""
+        """Send everything that the child's worker needs, in full. Raises ProtocolError where the child has no such
+        worker."""
+        if self._worker >= len(order.data):
+            raise ProtocolError(f"a relay to {order.actor} has no address for worker {self._worker}")
         child, address = order.actor, order.data[self._worker]
         if staging is not self._staging:
             self.close()

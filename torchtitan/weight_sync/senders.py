@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from torchtitan.weight_sync.bucket_stream import ANY_RANK, BucketSink, BucketStream
-from torchtitan.weight_sync.connection import Connection, Server
+from torchtitan.weight_sync.connection import HANDSHAKE_SECONDS, Connection, Server
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.needs import Needs, needs_to_json
@@ -27,7 +27,7 @@ class _Peer:
     key: tuple[int, str, int]
     carrier: ReceiveCarrier
     stream: BucketStream | None = None
-    """None until the welcome is out"""
+    """None until the admission is out"""
 
 
 class Senders:
@@ -121,7 +121,8 @@ class Senders:
         except ValueError as error:
             raise ProtocolError(str(error)) from error
         peer = self._admitted = _Peer((rank, source if rank == ANY_RANK else "", stream), carrier)
-        return {"buckets": needs_to_json(self._needs), "carrier": carrier.welcome()}
+        needs = needs_to_json(self._needs, None if rank == ANY_RANK else rank)
+        return {"buckets": needs, "carrier": carrier.welcome()}
 
     def _on_sender(self, connection: Connection, _role: str, _fields: Message) -> None:
         peer, self._admitted = self._admitted, None
@@ -132,7 +133,7 @@ class Senders:
         self._peers[peer.key] = peer
 
         def begin() -> None:
-            # The welcome has to be out before the socket changes its use.
+            late.cancel()
             if self._peers.get(peer.key) is not peer or connection.closed:
                 connection.close("replaced")
                 return
@@ -145,11 +146,14 @@ class Senders:
                 self._forget(peer)
 
         def gone(_connection: Connection, _reason: str) -> None:
+            late.cancel()
             if peer.stream is None:
                 self._forget(peer)
 
         connection.on_message, connection.on_close = _no_messages, gone
-        self._loop.call_from_thread(begin)
+        late = self._loop.call_later(HANDSHAKE_SECONDS, lambda: connection.close("it does not read what is needed"))
+        # What is needed has to be out before the socket changes its use.
+        self._loop.call_from_thread(lambda: connection.when_sent(begin))
 
     def _forget(self, peer: _Peer) -> None:
         if self._peers.get(peer.key) is peer:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+_SUMMED = ("verify_s", "bytes_full", "bytes_delta", "bytes_relayed", "bytes_resulting")
+_TIMES = ("transfer_begin", "transfer_end")
 
 
 @dataclass
@@ -38,10 +42,16 @@ class TransferFigures:
         )
 
 
+def check_figures(figures: Any) -> Message:
+    """A worker's figures, as they came. Raises ProtocolError for what together() could not put together."""
+    if not isinstance(figures, dict) or any(type(figures.get(name)) not in (int, float) for name in _SUMMED + _TIMES):
+        raise ProtocolError("a worker's figures lack numbers")
+    return figures
+
+
 def together(figures: list[Message]) -> Message:
     """Figures of an actor from those of its workers, which transfer at the same time."""
-    summed = ("verify_s", "bytes_full", "bytes_delta", "bytes_relayed", "bytes_resulting")
-    total: Message = {name: sum(one[name] for one in figures) for name in summed}
+    total: Message = {name: sum(one[name] for one in figures) for name in _SUMMED}
     total["transfer_begin"] = min(one["transfer_begin"] for one in figures)
     total["transfer_end"] = max(one["transfer_end"] for one in figures)
     return _with_rates(total)

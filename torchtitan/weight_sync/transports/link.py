@@ -5,6 +5,7 @@ Senders are couriers (role "courier", buckets of one rank) and actors that relay
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 from collections import deque
@@ -30,6 +31,8 @@ from torchtitan.weight_sync.wire import (
     Message,
     ProtocolError,
 )
+
+logger = logging.getLogger(__name__)
 
 # One connection gives the loop back after this much, so that a fast actor does not keep the others waiting.
 SEND_BYTES = 4 << 20
@@ -222,12 +225,17 @@ class Link:
     def _connected(self, connection: Connection, fields: Message) -> None:
         assert self._carrier is not None
         self._cancel_dial = None
-        self._socket = connection.detach()
         try:
+            self._socket = connection.detach()
             self._needs = needs_from_json(fields.get("buckets"))
             self._carrier.connected(fields.get("carrier", {}))
         except ProtocolError as error:
+            connection.close(str(error))  # where it was not detached
             self._fail(str(error))
+            return
+        except Exception as error:
+            logger.exception("%s: the actor's answer could not be handled", self.address)
+            self._fail(repr(error))
             return
         self._begin()
 
@@ -285,6 +293,10 @@ class Link:
             return
         except (OSError, ProtocolError) as error:
             self._fail(str(error))
+        except Exception as error:
+            # It ends this connection, not the loop that serves everybody.
+            logger.exception("%s: a data connection failed", self.address)
+            self._fail(repr(error))
 
     def _read(self, sock: socket.socket) -> None:
         assert self._carrier is not None
