@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from torchtitan.weight_sync import coverage, faults, wire
 from torchtitan.weight_sync.applying import ApplyFunction, ApplyResult, apply_on_thread
@@ -134,7 +135,7 @@ class Receiver:
             )
         self._control: Connection | None = None
         self._heard_at = 0.0
-        self._reported_bytes = 0
+        self._reported_progress = 0
         self._last_seen = time.monotonic()
         self._applied = 0
         self._failure: str | None = None
@@ -250,16 +251,18 @@ class Receiver:
 
     def _dial(self) -> None:
         self._redial = None
-        missing = self._data.missing()
-        if missing:
-            self._out_of_reach(missing)
+        if self._data.missing():
+            # Nobody was asked: what `retry_for_s` bounds is the coordinator's absence.
+            self._last_seen = time.monotonic()
+            self._redial = self._loop.call_later(RETRY_SECONDS, self._dial)
             return
         self._data.settle()
         fields = {**self._machine.hello_fields(), "actor": self.actor, "data": self._data.addresses()}
         role = "actor"
         if self._worker is not None:
             role, fields["worker"] = "worker", self._worker
-        dial(self._loop, self.coordinator, self._token, role, fields, self._welcomed, self._out_of_reach)
+        welcomed = partial(self._welcomed, self._data.generation)
+        dial(self._loop, self.coordinator, self._token, role, fields, welcomed, self._out_of_reach)
 
     def _out_of_reach(self, reason: str) -> None:
         silent = time.monotonic() - self._last_seen
@@ -269,7 +272,13 @@ class Receiver:
             return
         self._redial = self._loop.call_later(RETRY_SECONDS, self._dial)
 
-    def _welcomed(self, connection: Connection, fields: Message) -> None:
+    def _welcomed(self, generation: int, connection: Connection, fields: Message) -> None:
+        if self._data.missing() or self._data.generation != generation:
+            # What the hello said of the workers is not so any more.
+            connection.close("a worker was lost meanwhile")
+            self._last_seen = time.monotonic()
+            self._redial = self._loop.call_later(RETRY_SECONDS, self._dial)
+            return
         try:
             self._machine.connected(int(fields["term"]))
         except (KeyError, ValueError) as error:
@@ -369,7 +378,7 @@ class Receiver:
             self._execute([Send({**one, **changes}) for one in answers])
 
         if self._machine.wants(attempt):
-            self._reported_bytes = 0
+            self._reported_progress = 0
             self._data.begin(attempt, offered, message, lambda delta: answer({"base": delta}))
         else:
             answer({})
@@ -378,9 +387,9 @@ class Receiver:
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
         if self._machine.state is not ReceiverState.RECEIVING:
             return
-        received = self._data.received_bytes
-        if received > self._reported_bytes:
-            self._reported_bytes = received
+        received = self._data.progress_bytes
+        if received > self._reported_progress:
+            self._reported_progress = received
             self._execute([Send({"type": "progress", "attempt": self._machine.attempt, "bytes": received})])
 
     # Workers (see GroupOwner)
@@ -405,9 +414,9 @@ class Receiver:
         self._execute(self._machine.bucket(attempt, (worker, 0), True))
         self._execute(self._machine.staged(attempt))
 
-    def relay_finished(self, attempt: int, error: str | None) -> None:
+    def relay_finished(self, attempt: int, error: str | None, shadow: bool = True) -> None:
         """All workers have sent their parts to another actor, or one cannot."""
-        self._execute(self._machine.relay_finished(attempt, error))
+        self._execute(self._machine.relay_finished(attempt, error, shadow))
 
     def tell(self, message: Message) -> None:
         """Pass a worker's message on to the coordinator."""

@@ -20,7 +20,7 @@ from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import Layout, Manifest
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import BeginRelay, ReceiverMachine, Served
-from torchtitan.weight_sync.transfer_figures import together
+from torchtitan.weight_sync.transfer_figures import check_figures, together
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class GroupOwner(Protocol):
     def part_staged(self, attempt: int, worker: int) -> None:
         """A worker has everything, verified."""
 
-    def relay_finished(self, attempt: int, error: str | None) -> None:
-        """All workers have sent their parts, or one cannot."""
+    def relay_finished(self, attempt: int, error: str | None, shadow: bool = True) -> None:
+        """All workers have sent their parts, or one cannot; without `shadow` because it does not hold its part."""
 
     def tell(self, message: Message) -> None:
         """Pass a worker's message on to the coordinator."""
@@ -67,7 +67,7 @@ class _Worker:
     part: str = ""
     accepted: bool | None = None
     """Answer to the current offer: whether the base of a delta is held; None: none yet"""
-    received_bytes: int = 0
+    progress_bytes: int = 0
     figures: Message = field(default_factory=dict)
     applied: str | None = None
     """How the current attempt's apply ended: "" well, otherwise why not; None: not yet"""
@@ -104,7 +104,7 @@ class WorkerGroup:
         self._when_accepted: Callable[[bool], None] | None = None
         self._changed = threading.Condition()
         self._generation = 0
-        """Counts lost workers: an apply that began before fails"""
+        """Counts lost workers: an apply, or a joining, that began before fails"""
 
     def start(self) -> None:
         """Begin to accept workers."""
@@ -126,6 +126,11 @@ class WorkerGroup:
         """Why the actor cannot join yet, or nothing."""
         absent = [str(worker) for worker in range(self._count) if worker not in self._workers]
         return f"worker {', '.join(absent)} of {self._count} is not there" if absent else ""
+
+    @property
+    def generation(self) -> int:
+        """Changes with every worker that is lost or replaced."""
+        return self._generation
 
     def addresses(self) -> list[str]:
         """Where couriers send to, worker by worker."""
@@ -173,7 +178,7 @@ class WorkerGroup:
         offer["poisoned"] = self._machine.poisoned
         for worker in self._workers.values():
             worker.accepted, worker.applied, worker.refused = None, None, False
-            worker.received_bytes, worker.figures = 0, {}
+            worker.progress_bytes, worker.figures = 0, {}
             self._send(worker, offer)
 
     def discard(self, attempt: int) -> None:
@@ -185,6 +190,8 @@ class WorkerGroup:
 
     def begin_relay(self, order: BeginRelay, shadow: Served) -> None:
         """Have every worker send its part to the same worker of another actor."""
+        if len(order.data) != self._count:
+            raise ProtocolError(f"a relay to {order.actor} has {len(order.data)} addresses for {self._count} workers")
         self._relays[order.attempt] = set(self._workers)
         fields = {"attempt": order.attempt, "actor": order.actor, "data": order.data}
         for worker in self._workers.values():
@@ -206,16 +213,17 @@ class WorkerGroup:
             return
         waiting.discard(number)
         if message["type"] == "broken":
-            self._owner.relay_finished(attempt, f"worker {number}: {message['reason']}")
+            shadow = bool(message.get("shadow", True))
+            self._owner.relay_finished(attempt, f"worker {number}: {message['reason']}", shadow)
             self.end_relay(attempt)
         elif not waiting:
             del self._relays[attempt]
             self._owner.relay_finished(attempt, None)
 
     @property
-    def received_bytes(self) -> int:
+    def progress_bytes(self) -> int:
         """Of the current attempt, all workers together."""
-        return sum(worker.received_bytes for worker in self._workers.values())
+        return sum(worker.progress_bytes for worker in self._workers.values())
 
     def figures(self) -> Message:
         """Of the attempt that all have staged: from the first begin to the last end, sums of bytes."""
@@ -284,8 +292,8 @@ class WorkerGroup:
             raise ProtocolError(f"no worker {number!r} among {self._count}")
         if not isinstance(data, list) or [type(address) for address in data] != [str]:
             raise ProtocolError("a worker says one data address")
-        wire.parse_address(data[0])
-        if served is not None and [type(part) for part in served] != [str, int, str]:
+        wire.parse_data_address(data[0])
+        if served is not None and not (isinstance(served, list) and list(map(type, served)) == [str, int, str]):
             raise ProtocolError("served is [epoch, version, digest]")
         return {"term": LEADER_TERM}
 
@@ -294,7 +302,7 @@ class WorkerGroup:
         old = self._workers.get(number)
         if old is not None:
             old.connection.close("replaced")
-        served = None if fields["served"] is None else Served(*fields["served"])
+        served = None if fields.get("served") is None else Served(*fields["served"])
         poisoned = bool(fields.get("poisoned"))
         worker = _Worker(connection, fields["data"][0], served, poisoned, time.monotonic())
         with self._changed:
@@ -325,7 +333,10 @@ class WorkerGroup:
         if kind == "ping":
             self._send(worker, {"type": "pong"})
         elif kind == "ready":
-            worker.layout_id, (worker.part,) = message["layout_id"], message["parts"]
+            parts = message.get("parts")
+            if parts is None or len(parts) != 1:
+                raise ProtocolError("a worker says the one part that it needs")
+            worker.layout_id, (worker.part,) = message["layout_id"], parts
             self._look_whether_ready()
         elif kind in ("sent", "broken"):
             self._relay_message(number, message)
@@ -337,9 +348,9 @@ class WorkerGroup:
         elif kind == "decline":
             self._owner.part_declined(message["attempt"], f"worker {number}: {message['reason']}")
         elif kind == "progress":
-            worker.received_bytes = message["bytes"]
+            worker.progress_bytes = message["bytes"]
         elif kind == "staged":
-            worker.figures = message["figures"]
+            worker.figures = check_figures(message.get("figures"))
             self._owner.part_staged(message["attempt"], number)
         elif kind in ("refused", "applied", "poisoned"):
             self._on_end(number, worker, message)

@@ -278,12 +278,17 @@ class ReceiverMachine:
         self.relays.add(attempt)
         return [BeginRelay(attempt, actor, data)]
 
-    def relay_finished(self, attempt: int, error: str | None) -> list[Command]:
-        """Everything of a relay is sent and its memory not touched any more, or it has failed."""
+    def relay_finished(self, attempt: int, error: str | None, shadow: bool = True) -> list[Command]:
+        """Everything of a relay is sent and its memory not touched any more, or it has failed; without `shadow` because
+        a part of what is to be passed on is not in staging memory."""
         if attempt not in self.relays:
             return []
         self.relays.discard(attempt)
-        return [] if error is None else [Send({"type": "broken", "attempt": attempt, "reason": error})]
+        if error is None:
+            return []
+        if not shadow:
+            self.shadow = None
+        return [Send({"type": "broken", "attempt": attempt, "reason": error, "shadow": shadow})]
 
     def release(self, attempt: int) -> list[Command]:
         """The other actor has everything."""
