@@ -37,31 +37,34 @@ def apply_on_thread(
     """Calls apply(make()), then check(), which raises where the version is not whole in the engine after all."""
 
     def work() -> None:
-        faults.at("apply", version=version, actor=actor)
         begun, begun_at = time.monotonic(), time.time()
         error: str | None = None
         refused = False
-        cost: float | Mapping[str, float] | None = None
+        cost: dict[str, float] = {}
         try:
-            cost = apply(make())
+            faults.at("apply", version=version, actor=actor)
+            cost = _in_seconds(apply(make()))
             check()
         except WeightsRefused as failure:
             logger.error("%s: version %d refused: %s", actor, version, failure)
             error, refused = str(failure), True
-        except Exception as failure:
-            # Half a version may be in the engine now: never served, and said so to everybody.
+        except BaseException as failure:
+            # Half a version may be in the engine now: never served, and said so to everybody. Whatever was raised: the
+            # receiver waits for this thread's word.
             logger.exception("%s: applying version %d failed", actor, version)
             error = repr(failure)
         elapsed = time.monotonic() - begun
-        figures = {
-            "apply_s": elapsed,
-            "apply_begin": begun_at,
-            "apply_end": begun_at + elapsed,
-            "pause_s": elapsed,
-            **({} if cost is None else cost if isinstance(cost, Mapping) else {"pause_s": float(cost)}),
-        }
-        report(ApplyResult(error, refused, figures))
+        figures = {"apply_s": elapsed, "apply_begin": begun_at, "apply_end": begun_at + elapsed, "pause_s": elapsed}
+        report(ApplyResult(error, refused, {**figures, **cost}))
 
     thread = threading.Thread(target=work, name=f"weight-apply-{actor}", daemon=True)
     thread.start()
     return thread
+
+
+def _in_seconds(cost: float | Mapping[str, float] | None) -> dict[str, float]:
+    """What an engine returned, as figures by name that can be sent."""
+    if cost is None:
+        return {}
+    named = cost if isinstance(cost, Mapping) else {"pause_s": cost}
+    return {str(name): float(value) for name, value in named.items()}
