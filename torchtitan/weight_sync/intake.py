@@ -46,6 +46,8 @@ class _Incoming:
     attempt: int
     manifest: Manifest
     placed: set[tuple[int, int]] = field(default_factory=set)
+    streams: set[BucketStream] = field(default_factory=set)
+    """Over which they came"""
     hashers: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Of the buckets that arrive inline"""
     figures: TransferFigures = field(default_factory=TransferFigures)
@@ -133,12 +135,17 @@ class Intake:
     def _make_staging(self, layout: Layout, layout_id: str) -> None:
         self._senders.close("the layout changed")
         try:
-            self._checksum = checksum_function(layout.checksum)
+            checksum = checksum_function(layout.checksum)
         except ValueError as error:
             raise LayoutError(str(error)) from error
-        self.needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
-        self._staged_on = self._where if reads_devices(layout.checksum) else "cpu"
-        self.staging, self.layout_id = Staging(layout, self._boxes, self._staged_on), layout_id
+        needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
+        staged_on = self._where if reads_devices(layout.checksum) else "cpu"
+        try:
+            staging = Staging(layout, self._boxes, staged_on)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise LayoutError(f"no staging memory of {layout.total_bytes} bytes on {staged_on}: {error}") from error
+        self.staging, self.layout_id, self.needs = staging, layout_id, needs
+        self._staged_on, self._checksum = staged_on, checksum
         self._senders.take(layout, self.needs, self._staged_on)
         self.element_bytes = delta.element_bytes(layout)
 
@@ -170,9 +177,15 @@ class Intake:
         self._senders.close("the attempt is over", attempt, fetching=bool(self._unfinished[attempt]))
 
     @property
-    def received_bytes(self) -> int:
-        """Of the current attempt."""
-        return 0 if self._incoming is None else self._incoming.figures.received_bytes
+    def generation(self) -> int:
+        """Of the workers: there is one, and it stays."""
+        return 0
+
+    @property
+    def progress_bytes(self) -> int:
+        """Of the current attempt: those that have come and those that are verified, for either may take its time."""
+        figures = TransferFigures() if self._incoming is None else self._incoming.figures
+        return figures.received_bytes + figures.bytes_resulting
 
     def figures(self) -> Message:
         """Of the attempt that is or was received last."""
@@ -229,6 +242,7 @@ class Intake:
                 f"bucket {frame.bucket} of rank {frame.rank} has {frame.length} bytes instead of {len(area)}"
             )
         incoming.placed.add(frame.key)
+        incoming.streams.add(stream)
         if direct and isinstance(area, memoryview):
             incoming.hashers[frame.key] = streaming_checksum(staging.layout.checksum)
             return area
@@ -267,7 +281,7 @@ class Intake:
             error = "" if hasher.hexdigest() == expected else "checksum differs"
             self._loop.call_from_thread(partial(self._checked, stream, frame, error, 0.0))
             return
-        check = partial(self._check, stream, frame, payload, area, expected, "corrupt" in asked)
+        check = partial(self._check, incoming, stream, frame, payload, area, expected, "corrupt" in asked)
         if stream.carrier.inline:
             self._jobs.put(check)
             return
@@ -287,9 +301,15 @@ class Intake:
         self._senders.gone(stream)
         frame, incoming = stream.frame, self._incoming
         stream.frame = None
-        # Between two frames a connection may come and go; within one, its bytes are lost.
-        if frame is not None and incoming is not None and frame.attempt == incoming.attempt:
-            self._execute(self._machine.refuse(frame.attempt, f"connection of {_sender(stream, frame)} lost: {reason}"))
+        if incoming is None or (frame is not None and frame.attempt != incoming.attempt):
+            return
+        # A sender sends an attempt's buckets over one connection: what has not come over it does not come any more.
+        never = self._machine.missing - incoming.placed
+        if frame is not None or (
+            stream in incoming.streams and any(stream.rank in (ANY_RANK, rank) for rank, _ in never)
+        ):
+            sender = "a peer" if stream.rank == ANY_RANK else f"rank {stream.rank}"
+            self._execute(self._machine.refuse(incoming.attempt, f"connection of {sender} lost: {reason}"))
 
     # Verifying
 
@@ -299,6 +319,7 @@ class Intake:
 
     def _check(
         self,
+        incoming: _Incoming,
         stream: BucketStream,
         frame: Frame,
         payload: memoryview,
@@ -307,6 +328,10 @@ class Intake:
         corrupt: bool,
     ) -> None:
         """On the verifying thread."""
+        if incoming is not self._incoming:
+            # Its attempt is over, and the next one waits until nothing writes any more.
+            self._loop.call_from_thread(partial(self._checked, stream, frame, "", 0.0))
+            return
         begun = time.monotonic()
         error = ""
         try:
