@@ -64,22 +64,17 @@ class Job:
         )
         self.version = -1
         self.receivers: list[Receiver] = []
-        self.stalls: list[float] = []
-        """Seconds that each step spent on the synchronisation"""
         self.work: list[float] = []
-        """The same in processor time: what a busy machine does not change"""
+        """Seconds of processor time that each step spent on the synchronisation: what a busy machine does not change"""
 
     def step(self) -> str:
         """The optimizer makes the next version, and it is published or skipped."""
-        begun = time.perf_counter()
         no = not self.sync.reserve()
-        stall = time.perf_counter() - begun
         self.version += 1
         for index, parameter in enumerate(self.parameters.values()):
             parameter.copy_(self.values(self.version, index))
-        begun, worked = time.perf_counter(), time.thread_time()
+        worked = time.thread_time()
         outcome = self.sync.commit(self.version, int(no))
-        self.stalls.append(stall + time.perf_counter() - begun)
         self.work.append(time.thread_time() - worked)
         self.sync.fence()
         for parameter in self.parameters.values():
@@ -233,6 +228,10 @@ def test_poisoned_engine_does_not_serve_until_it_applied(tmp_path: Path) -> None
     assert engine.versions == [0, 1]
 
 
+def joins_of(job: Job, name: str) -> list[dict[str, Any]]:
+    return [record for record in job.journal("join") if record["actor"] == name]
+
+
 def test_actor_that_always_fails_costs_blocking_mode_one_wait(tmp_path: Path) -> None:
     def fail(_staged: StagedVersion) -> None:
         raise MemoryError("never fits")
@@ -244,14 +243,26 @@ def test_actor_that_always_fails_costs_blocking_mode_one_wait(tmp_path: Path) ->
         job.step()
         outcome = job.sync.wait_until_applied(0, 20, at_least=1)
         assert outcome.applied == {"healthy"} and "never fits" in outcome.missing["bad"]
-        failures = []
-        for version in range(1, 20):
+        deadline = time.monotonic() + 60
+        while len(job.journal("poisoned")) < 5 or job.version < 10:
+            assert time.monotonic() < deadline
             job.step()
-            outcome = job.sync.wait_until_applied(version, 20)
+            outcome = job.sync.wait_until_applied(job.version, 20)
             assert outcome.applied == {"healthy"} and not outcome.missing, "told once, then left out"
-            failures.append(len(job.journal("poisoned")))
             time.sleep(0.1)
-        assert failures[0] >= 3 and failures[-1] <= 6, "it is offered something less and less often"
+        job.wait_for(lambda: len(joins_of(job, "bad")) >= 4)
+        joins = joins_of(job, "bad")[:4]
+        assert [record["backoff_s"] for record in joins] == [0, 0.5, 1, 2], (
+            "it is offered something less and less often"
+        )
+        for joined in joins[1:3]:
+            offered = next(
+                record["time"]
+                for record in job.journal("offer")
+                if record["actor"] == "bad" and record["time"] >= joined["time"]
+            )
+            # The journal's clock is not the one that was waited by.
+            assert offered - joined["time"] > 0.9 * joined["backoff_s"]
 
 
 def test_an_engine_that_refuses_a_version_goes_on_with_its_own(tmp_path: Path) -> None:
@@ -300,22 +311,23 @@ def test_other_epoch_or_token_is_refused(tmp_path: Path) -> None:
 
 def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Path) -> None:
     engine = Served()
+    frozen = {"frozen-0", "frozen-1"}
     with running_job(tmp_path, num_slots=2) as job:
         job.receive("healthy", engine)
-        for name in ("frozen-0", "frozen-1"):
+        for name in sorted(frozen):
             freeze(job, name)
         job.wait_for(lambda: [actor.state for actor in job.sync.actors().values()].count("READY") == 3)
-        outcomes = []
-        begun = time.monotonic()
-        while time.monotonic() - begun < 3.5:
-            outcomes.append(job.step())
-            assert (job.sync.owed == job.version) is (outcomes[-1] == "skipped")
+        deadline = time.monotonic() + 60
+        while any(job.sync.actors()[name].state != "EVICTED" for name in frozen):
+            assert time.monotonic() < deadline, job.sync.actors()
+            outcome = job.step()
+            assert (job.sync.owed == job.version) is (outcome == "skipped")
             time.sleep(0.03)
-        assert max(job.stalls) < 1.0, "a step waited for a frozen actor"
-        states = {name: actor.state for name, actor in job.sync.actors().items()}
-        assert states["frozen-0"] == states["frozen-1"] == "EVICTED"
-        phases = {(record["actor"], record["phase"]) for record in job.journal("suspect")}
-        assert phases == {("frozen-0", "OFFERED"), ("frozen-1", "OFFERED")}
+        suspected = [record for record in job.journal("suspect") if record["actor"] in frozen]
+        assert {(record["actor"], record["phase"]) for record in suspected} == {(name, "OFFERED") for name in frozen}
+        # While nothing was known against them.
+        unharmed = [record for record in job.journal("applied") if record["time"] < suspected[0]["time"]]
+        assert len({record["version"] for record in unharmed}) > 2, "frozen actors kept versions from a healthy one"
         # The trainer runs out of data: whoever hands it out has the owed version snapshotted.
         deadline = time.monotonic() + 10
         while job.sync.owed is not None and time.monotonic() < deadline:
@@ -324,9 +336,9 @@ def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Pat
                     parameter.copy_(parameter_values(job.version, index))
                 job.sync.snapshot_owed(job.version)
             time.sleep(0.01)
-        outcome = job.sync.wait_until_applied(job.version, 10)
+        outcome = job.sync.wait_until_applied(job.version, 20, at_least=1)
         assert outcome.applied == {"healthy"}
-    assert len(engine.versions) > len(outcomes) // 4 and None not in engine.versions
+    assert None not in engine.versions
     assert engine.versions == sorted(engine.versions)  # type: ignore[type-var]
 
 
@@ -381,12 +393,14 @@ def test_frozen_process_is_replaced_and_stalls_no_step(
         supervised = job.sync._courier if which == "courier" else job.sync._coordinator.supervised
         frozen = supervised.process
         frozen.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 60
         while supervised.restarts == 0:
             job.step()
             time.sleep(0.05)
-            assert job.version < 400
-        assert frozen.wait(1) == -signal.SIGKILL
-        assert max(job.stalls) < 1.0 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
+            assert time.monotonic() < deadline
+        assert frozen.wait(20) == -signal.SIGKILL
+        # Three seconds pass until it is noticed: whoever waits for the process comes one or two steps far.
+        assert job.version > 5 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
         deadline = time.monotonic() + 20
         while job.sync.owed is not None and time.monotonic() < deadline:
             if job.sync.has_free_slot:
@@ -460,6 +474,7 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
             job.wait_for(lambda: len(actors.log("healthy")) > before)
 
         actors.signal("frozen", signal.SIGSTOP)
+        before = job.version
         for _ in range(2):
             progress_of_healthy(0.5 + random_numbers.random() * 0.3)
             actors.signal("killed", signal.SIGKILL)
@@ -469,6 +484,8 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
         progress_of_healthy(1.5)
         sync._coordinator.supervised.process.kill()
         progress_of_healthy(1.5)
+        # Seven seconds, each deadline more than one: whoever waits for one of these processes comes a few steps far.
+        assert job.version - before > 20, "the trainer waited"
         given_up = job.journal("suspect") + job.journal("evict")
         assert any(record["actor"] == "frozen" and record["phase"] == "OFFERED" for record in given_up)
         actors.signal("frozen", signal.SIGCONT)
@@ -491,8 +508,7 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
                 assert line["held"] == line["announced"] == published[line["digest"]], f"{name} served torn weights"
         healthy = [line["announced"] for line in actors.log("healthy")]
         assert healthy == sorted(set(healthy)), "a healthy actor never goes back, whoever dies beside it"
-        # Every deadline is longer than a second: whoever waits for one of these processes shows.
-        assert max(job.stalls) < 1.0 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
+        assert sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer worked for the others"
 
 
 def halves_of(shapes: dict[str, Any], half: int) -> dict[str, Box]:
