@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import secrets
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +123,22 @@ def start_receiver(
     return common.Child(Path(__file__), arguments, prefix, {TOKEN_VARIABLE: token})
 
 
-def copying_engine() -> Callable[[StagedVersion], None]:
-    """What an engine does with a version: it copies it into its own tensors."""
+def copying_engine(threads: int) -> Callable[[StagedVersion], None]:
+    """What an engine does with a version: it copies it into its own tensors, with so many threads."""
     served: dict[str, torch.Tensor] = {}
+    pool = ThreadPoolExecutor(threads)
+
+    def copy(names: list[str], tensors: dict[str, torch.Tensor]) -> None:
+        torch._foreach_copy_([served[name] for name in names], [tensors[name] for name in names])
 
     def apply(staged: StagedVersion) -> None:
         if served.keys() != staged.tensors.keys():
             served.update({name: tensor.clone() for name, tensor in staged.tensors.items()})
-        else:
-            torch._foreach_copy_(list(served.values()), list(staged.tensors.values()))
+            return
+        # Not torch's own threads: they wait for each other at every tensor.
+        by_size = sorted(served, key=lambda name: served[name].numel())
+        for copied in [pool.submit(copy, by_size[part::threads], staged.tensors) for part in range(threads)]:
+            copied.result()
 
     return apply
 
@@ -138,13 +146,13 @@ def copying_engine() -> Callable[[StagedVersion], None]:
 def run_receiver(arguments: dict[str, Any]) -> None:
     """The actor's process."""
     common.run_on(*arguments["cores"])
-    torch.set_num_threads(len(arguments["cores"]))
+    torch.set_num_threads(1)
     receiver = Receiver(
         arguments["coordinator"],
         arguments["actor"],
         arguments["epoch"],
         os.environ[TOKEN_VARIABLE],
-        copying_engine(),
+        copying_engine(len(arguments["cores"])),
         host=arguments["host"],
     )
     receiver.start()

@@ -185,7 +185,7 @@ def actor_turns(
     """What the actor does: its receiver works by itself."""
     address: list[Any] = [None]
     dist.broadcast_object_list(address, src=0)
-    receiver = Receiver(address[0], ACTOR, "1-benchmark", "token", copying_engine())
+    receiver = Receiver(address[0], ACTOR, "1-benchmark", "token", copying_engine(os.cpu_count() or 1))
     receiver.start()
     stack.callback(receiver.close)
     served = [torch.zeros(shape, dtype=torch.bfloat16) for shape in sizes]
