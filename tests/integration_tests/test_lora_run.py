@@ -1,0 +1,86 @@
+"""A live run with adapters: few bytes per version, an actor that has them, a resumed run, and what is exported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
+from torchtitan.components.events import read_json_lines
+from torchtitan.config.job_config import Lora
+from torchtitan.models import export_policy, load_policy
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import add_adapters
+from torchtitan.models.peft_checkpoint import load_adapter
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = Lora(rank=4, alpha=8.0)
+
+
+def run(checkpoint: Path, dump: Path, steps: int, *overrides: str) -> Path:
+    """A few steps of the debug run; returns its folder."""
+    command = [
+        sys.executable, "-m", "torchtitan.grpo_train",
+        "--job.config_file", str(ROOT / "train_configs" / "debug_cpu.toml"),
+        "--job.dump_folder", str(dump),
+        "--model.hf_assets_path", str(checkpoint),
+        "--lora.rank", str(SETTINGS.rank),
+        "--lora.alpha", str(SETTINGS.alpha),
+        "--training.steps", str(steps),
+        "--training.global_batch_size", "64",
+        "--training.threads", "1",
+        "--grpo.kl_coefficient", "0.01",
+        "--optimizer.lr", "2e-3",
+        "--rewards.functions", "tests.unit_tests.reward_examples:share_of_digits",
+        "--eval.enable", "false",
+        "--inference.num_actors", "1",
+        "--inference.threads_per_actor", "1",
+        "--checkpoint.last_save_in_hf", "true",
+        *overrides,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return (dump / "latest").resolve()
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def test_a_run_with_adapters(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    policy = Decoder(debug_model_args())
+    policy.initialize_weights(0)
+    export_policy(policy, checkpoint)
+    write_tokenizer(checkpoint)
+    run_dir = run(checkpoint, tmp_path, 3)
+    run_dir = run(checkpoint, tmp_path, 6, "--checkpoint.resume", str(run_dir))
+    rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    # What the actor sampled with is what the trainer trains.
+    assert all(row["mismatch_kl/same_version"] < 1e-6 for row in rows if row["mismatch_kl/same_version"] is not None)
+    assert 0 <= rows[0]["reference_kl"] < 1e-5 < rows[-1]["reference_kl"]
+    norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
+    assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
+    whole = 4 * sum(parameter.numel() for parameter in policy.parameters())
+    assert all(0 < row["weight_sync/bytes_full"] < 0.1 * whole for row in rows if row["weight_sync/bytes_full"])
+    # The base is in no checkpoint; merged, it is base + adapter.
+    stored = sum(path.stat().st_size for path in (run_dir / "checkpoint" / "step-6").iterdir())
+    assert stored < 0.5 * whole
+    adapted = load_policy(checkpoint)
+    add_adapters(adapted, SETTINGS)
+    load_adapter(adapted, run_dir / "adapter" / "step-6")
+    tokens = torch.arange(2, 14).view(2, 6)
+    merged = load_policy(run_dir / "hf" / "step-6")
+    torch.testing.assert_close(adapted.logits(tokens), merged.logits(tokens), rtol=0, atol=1e-5)
+    assert not torch.equal(merged.logits(tokens), policy.logits(tokens))
+    names = load_file(run_dir / "adapter" / "step-6" / "adapter_model.safetensors")
+    assert len(names) == 2 * 7 * policy.args.num_hidden_layers
