@@ -70,6 +70,28 @@ def test_an_admission_may_be_long() -> None:
     assert meet({"buckets": "x" * (8 << 20)}, ready) == [] and got == [8 << 20]
 
 
+def test_a_socket_changes_its_use_when_everything_has_left() -> None:
+    loop = EventLoop()
+    ours, theirs = socket.socketpair()
+    connection = Connection(loop, ours, lambda *_: None, lambda *_: None)
+    message = {"type": "admitted", "fields": {"buckets": "x" * (4 << 20)}}
+    connection.send(message)
+    left: list[socket.socket] = []
+    connection.when_sent(lambda: (left.append(connection.detach()), loop.stop()))
+    assert left == [], "the other end has read nothing yet"
+    with pytest.raises(ProtocolError, match="pending"):
+        connection.detach()
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    missing = len(wire.encode(message))
+    while missing:
+        missing -= len(theirs.recv(1 << 20))
+    thread.join(10)
+    assert left == [ours]
+    ours.close()
+    theirs.close()
+
+
 def test_needs_longer_than_a_hello_arrive() -> None:
     layout = layout_of("fsdp", [(4000, 4)], 2)
     boxes = {"p0": Box((0, 1), (4000, 1))}

@@ -74,7 +74,7 @@ class Receiver:
 
     coordinator: `host:port`; actor: unique name; epoch: the trainer's; token: the job's secret; host: address that the
     data port binds to (and that couriers connect to, unless advertised_host says otherwise, or it is a wildcard and the
-    address that the coordinator sees is said); served: what the engine
+    address that the coordinator sees is said; a name is looked up at once); served: what the engine
     holds already from an earlier receiver (its `served`); where: device of the staging memory; boxes: parameter name ->
     the part that is wanted (None: all of everything). The coordinator may be out of reach for `retry_for_s`.
 
