@@ -72,7 +72,8 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
     norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
     whole = 4 * sum(parameter.numel() for parameter in policy.parameters())
-    assert all(0 < row["weight_sync/bytes_full"] < 0.1 * whole for row in rows if row["weight_sync/bytes_full"])
+    # A step may deliver two versions.
+    assert all(0 < row["weight_sync/bytes_full"] < 0.2 * whole for row in rows if row["weight_sync/bytes_full"])
     # The base is in no checkpoint; merged, it is base + adapter.
     stored = sum(path.stat().st_size for path in (run_dir / "checkpoint" / "step-6").iterdir())
     assert stored < 0.5 * whole
