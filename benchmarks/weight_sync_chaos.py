@@ -292,7 +292,8 @@ class Run:
         published = {(record["version"], record["digest"]) for record in records}
         count = wrong = 0
         for name in ACTORS:
-            for line in map(_json_or_none, (self.folder / f"{name}.jsonl").read_text().splitlines()):
+            log = self.folder / f"{name}.jsonl"
+            for line in map(_json_or_none, log.read_text().splitlines() if log.exists() else []):
                 if line is None:
                     continue  # cut off by a kill
                 count += line["tokens"]
@@ -321,17 +322,17 @@ def run(folder: Path, transport: str, count: int, seed: int, options: dict[str, 
     """`count` faults of one transport; the figures."""
     chaos = Run(folder, transport, seed, options)
     try:
-        for name in ACTORS:
-            chaos.start_actor(name)
-        chaos.step()
-        chaos.sync.wait_until_applied(0, RECOVERY_SECONDS, at_least=len(ACTORS))
-        chaos.train(1.0)
-        if not chaos.settle():
-            raise RuntimeError(f"the actors did not come up: {chaos.sync.actors()}, see {folder}")
-        descriptors = chaos.descriptors()
         memory = number = done = 0
         recovered, more = False, {}
         try:
+            for name in ACTORS:
+                chaos.start_actor(name)
+            chaos.step()
+            chaos.sync.wait_until_applied(0, RECOVERY_SECONDS, at_least=len(ACTORS))
+            chaos.train(1.0)
+            if not chaos.settle():
+                raise RuntimeError(f"the actors did not come up: {chaos.sync.actors()}, see {folder}")
+            descriptors = chaos.descriptors()
             while done < count and number < 3 * count + 10:
                 number += 1
                 done += chaos.inject(number)
