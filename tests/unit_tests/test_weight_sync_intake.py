@@ -168,7 +168,8 @@ def test_any_part_arrives_over_any_streams_in_any_order(
     assert staged.keys() == expected.keys()
     assert all(torch.equal(staged[name], value) for name, value in expected.items())
     needed = sum(len(intake.staging.bucket(key)) for key in intake.awaited()) if intake.staging is not None else 0
-    assert intake.progress_bytes == 2 * needed == 2 * intake.figures()["bytes_full"], "no bucket comes that is not needed"
+    received = intake.figures()["bytes_full"]
+    assert intake.progress_bytes == 2 * needed == 2 * received, "a bucket came that is not needed"
 
 
 @pytest.mark.parametrize("streams", [1, 3])

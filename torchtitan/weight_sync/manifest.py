@@ -78,7 +78,11 @@ class Layout:
             parameters = ParameterTable.from_json(data["parameters"])
             ranks = tuple(RankLayout(slot_bytes, ShardTable.from_json(shards)) for slot_bytes, shards in data["ranks"])
             bucket_bytes, slots = data["bucket_bytes"], [rank.slot_bytes for rank in ranks]
-            if {type(number) for number in (bucket_bytes, *slots)} != {int} or bucket_bytes < 1 or min(slots, default=0) < 0:
+            if (
+                {type(number) for number in (bucket_bytes, *slots)} != {int}
+                or bucket_bytes < 1
+                or min(slots, default=0) < 0
+            ):
                 raise ValueError("sizes that are none")
             layout = cls(bucket_bytes, parameters, ranks, data["checksum"])
         except (KeyError, TypeError, ValueError) as error:
