@@ -146,16 +146,21 @@ class PolicyTrainer:
             device=self.device,
         )
 
-    def _log_probs(self, policy: Decoder, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs, entropy = policy(
+    def _forward(
+        self, policy: Decoder, micro_batch: MicroBatch, objective: MicroBatchLoss | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective."""
+        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
+        outputs: tuple[torch.Tensor, ...] = policy(
             micro_batch.token_ids,
             micro_batch.layout,
             micro_batch.targets,
-            self._temperature,
+            self.config.rollout.temperature or 1.0,
             micro_batch.kept,
             rows=micro_batch.active,
+            objective=objective,
         )
-        return log_probs, entropy
+        return outputs
 
     @torch.no_grad()
     def _fixed_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[FixedLogProbs]]:
@@ -167,12 +172,12 @@ class PolicyTrainer:
             for micro_batch, one in zip(part, ours, strict=True):
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
-                        one.old, entropy = self._log_probs(self.policy, micro_batch)
+                        one.old, entropy = self._forward(self.policy, micro_batch)
                     entropies.append(entropy)
                     totals.add_mismatch(one.old, micro_batch)
                 if self.reference is not None:
                     with self.reference.active():
-                        one.reference, _ = self._log_probs(self.reference.policy, micro_batch)
+                        one.reference, _ = self._forward(self.reference.policy, micro_batch)
         if grpo.entropy_top_share < 1:
             # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
             values = gather_values(torch.cat(entropies)).sort().values
@@ -191,17 +196,9 @@ class PolicyTrainer:
         for micro_batch, known in zip(part, fixed, strict=True):
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             if self.config.model.logprob_head == "one_pass" and loss_of.separable:
-                loss, log_probs, _ = self.policy(
-                    micro_batch.token_ids,
-                    micro_batch.layout,
-                    micro_batch.targets,
-                    self._temperature,
-                    micro_batch.kept,
-                    rows=micro_batch.active,
-                    objective=loss_of,
-                )
+                loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
             else:
-                log_probs, entropy = self._log_probs(self.policy, micro_batch)
+                log_probs, entropy = self._forward(self.policy, micro_batch)
                 loss = loss_of(log_probs, entropy, slice(0, len(log_probs))).sum()
             if known.old is None and measure_mismatch:
                 totals.add_mismatch(log_probs.detach(), micro_batch)
@@ -209,11 +206,6 @@ class PolicyTrainer:
             total += loss.detach()
             totals.add(loss.detach(), loss_of)
         return total
-
-    @property
-    def _temperature(self) -> float:
-        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
-        return self.config.rollout.temperature or 1.0
 
     def _count_skips(self, applied: bool, version: int) -> None:
         if applied:

@@ -28,8 +28,8 @@ class MemoryEstimate:
     - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
       projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
-    - logits: T × vocabulary in fp32, four such tensors alive at the peak (scaled logits, log-probs, their exponential
-      and the entropy's terms), over the tensor-parallel ranks.
+    - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
+      vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
     - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, and one more for deltas.
     """
 

@@ -43,9 +43,6 @@ from torchtitan.weight_sync.workers import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 0.5
-# A coordinator that says nothing for this long (it answers every heartbeat) is taken for dead.
-SILENCE_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 PROGRESS_SECONDS = 0.2
 
@@ -199,7 +196,7 @@ class Receiver:
     def _run(self) -> None:
         self._data.start()
         self._loop.call_later(PROGRESS_SECONDS, self._report_progress)
-        self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+        self._loop.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
         self._dial()
         try:
             self._loop.run()
@@ -303,12 +300,12 @@ class Receiver:
             self._redial = self._loop.call_later(RETRY_SECONDS, self._dial)
 
     def _heartbeat(self) -> None:
-        self._loop.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+        self._loop.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
         if self._control is None:
             return
         # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been seen.
-        if time.monotonic() - self._heard_at > SILENCE_SECONDS:
-            self._control.close(f"the coordinator said nothing for {SILENCE_SECONDS:g} s")
+        if time.monotonic() - self._heard_at > wire.SILENCE_SECONDS:
+            self._control.close(f"the coordinator said nothing for {wire.SILENCE_SECONDS:g} s")
         else:
             self._execute([Send({"type": "ping"})])
 

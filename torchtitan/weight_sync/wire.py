@@ -19,9 +19,9 @@ Message = dict[str, Any]
 LENGTH = struct.Struct("!I")
 MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
-# Actors and couriers show the coordinator so often that they live; it answers.
+# Actors and couriers show the coordinator, and workers their leader, so often that they live; the coordinator answers.
 HEARTBEAT_SECONDS = 0.5
-# A coordinator that says nothing for this long is taken for dead.
+# A coordinator or a worker that says nothing for this long is taken for dead.
 SILENCE_SECONDS = 10.0
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 

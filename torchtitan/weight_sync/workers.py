@@ -25,8 +25,6 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-# A worker says something every half second; one that is silent for so long is taken for lost.
-SILENCE_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # To its workers the leader is a coordinator that never changes: an order comes over the one connection that there is.
 LEADER_TERM = 0
@@ -324,8 +322,8 @@ class WorkerGroup:
     def _look(self) -> None:
         self._loop.call_later(LOOK_SECONDS, self._look)
         for worker in list(self._workers.values()):
-            if time.monotonic() - worker.heard_at > SILENCE_SECONDS:
-                worker.connection.close(f"it said nothing for {SILENCE_SECONDS:g} s")
+            if time.monotonic() - worker.heard_at > wire.SILENCE_SECONDS:
+                worker.connection.close(f"it said nothing for {wire.SILENCE_SECONDS:g} s")
 
     def _on_message(self, number: int, worker: _Worker, _connection: Connection, message: Message) -> None:
         worker.heard_at = time.monotonic()
