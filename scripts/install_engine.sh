@@ -35,6 +35,9 @@ esac
 # What an engine's process needs of ours: the checkout itself comes on PYTHONPATH, beside what it imports.
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 
+# A colocated run's trainer lives in vLLM's environment: what else it imports. None of it asks for a torch.
+if [[ "$engine" == vllm* ]]; then requirements+=("tyro>=0.9" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
+
 # Another list of requirements is another environment.
 recipe="$(cat "${BASH_SOURCE[0]}" "$overrides" 2>/dev/null | cksum | cut -d' ' -f1)"
 place="$HOME_OF_ENGINES/$engine"
