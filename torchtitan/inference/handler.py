@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan.inference.types import Completion, GenerateRequest
 
@@ -22,6 +22,52 @@ class ActorNotReady(ActorError):
 
 class RequestRefused(ActorError):
     """The actor found fault with the request itself; no other actor will like it better. Ends the run."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an actor can do beyond sampling, as its /health says it."""
+
+    engine: str
+    """embedded, vllm or sglang"""
+    version: str = ""
+    """Of the engine's package"""
+    spans: bool = True
+    """It says which weights version sampled each token"""
+    score: bool = False
+    """It gives the log-probs of tokens that it is given"""
+    seeds: bool = True
+    """A request's samples depend on its seed and on nothing that runs beside it"""
+    kept_tokens: bool = False
+    """With top-p, top-k or min-p it says which tokens were kept"""
+    digest: bool = False
+    """It recomputes the checksums of a version from the tensors that it computes with"""
+    route: str = ""
+    """How weights get into a foreign engine: direct, agent or engine"""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Capabilities:
+        """Unknown keys of a newer actor are passed over. Raises ValueError where a value is of the wrong type."""
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        for name, value in known.items():
+            wanted = type(getattr(cls, name, ""))
+            if type(value) is not wanted:
+                raise ValueError(f"capability {name} is {value!r}")
+        if "engine" not in known:
+            raise ValueError("capabilities name no engine")
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probs at temperature 1 of all tokens but the first, each given those before it, under one version."""
+
+    log_probs: list[float]
+    epoch: str
+    version: int
 
 
 @dataclass
@@ -50,7 +96,13 @@ class ActorHandler(Protocol):
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]: ...
 
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        """Log-probs of given tokens under the weights that are served now. Raises ActorError also where the actor
+        cannot (capabilities().score)."""
+
     async def health(self, timeout_s: float) -> ActorHealth: ...
+
+    async def capabilities(self, timeout_s: float) -> Capabilities: ...
 
     async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
         """Have the actor fetch its weights from this coordinator under this name; replaces an earlier connection."""

@@ -16,7 +16,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState
 from torchtitan.inference.actor_process import TOKEN_VARIABLE, ActorProcess
-from torchtitan.inference.embedded_handling import EmbeddedHandler
+from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorError, ActorHandler, ActorNotReady, RequestRefused
 from torchtitan.inference.types import Completion, GenerateRequest
 
@@ -48,17 +48,18 @@ class InferencePool:
         token: str,
         run_dir: Path,
         events: EventLog,
-        make_handler: Callable[[str, str, str], ActorHandler] = EmbeddedHandler,
+        make_handler: Callable[[str, str, str], ActorHandler] | None = None,
     ):
         """`token` authorises us at the actors that we start, and all actors at the weight coordinator; servers that run
-        already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one."""
+        already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one.
+        make_handler: of another engine than inference.backend names."""
         self._config = config
         self._epoch = epoch
         self._job_token = token
         self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
         self._run_dir = run_dir
         self._events = events
-        self._make_handler = make_handler
+        self._make_handler = make_handler or find_engine(config.inference.backend).make_handler
         self._actors: list[Actor] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: list[_Waiter] = []

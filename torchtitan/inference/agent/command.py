@@ -1,0 +1,95 @@
+"""The command line of an agent, which starts a foreign engine and stands beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor_process import TOKEN_VARIABLE
+from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.cores import threads_per_actor
+
+# What an apply asks of the engine has to be over before the coordinator takes the actor for stuck.
+SHARE_OF_APPLY_TIMEOUT = 0.9
+
+
+def agent_command(engine: str, config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
+    """The command line of actor `number` with `engine`; the agent reports its own port in `port_file`.
+
+    Raises UserError where the engine is not installed, or has no such route.
+    """
+    inference, sync = config.inference, config.weight_sync
+    routes = load_engine(engine).routes
+    route = routes[0] if sync.route == "auto" else sync.route
+    if route not in routes:
+        raise UserError(f"weight_sync.route = {route!r}: {engine} takes weights by {' or '.join(routes)}")
+    name = f"actor-{number}"
+    command = [
+        sys.executable, "-m", "torchtitan.inference.agent",
+        "--engine", engine,
+        "--route", route,
+        "--name", name,
+        "--model", config.model.hf_assets_path,
+        "--python", find_python(engine, inference.engine_python),
+        "--host", inference.host,
+        "--port", "0",
+        "--port-file", str(port_file),
+        "--log-file", str(port_file.with_name(f"{name}.engine.log")),
+        "--max-sequences", str(inference.max_sequences),
+        "--max-length", str(config.training.seq_len),
+        "--tensor-parallel-size", str(inference.tensor_parallel_size),
+        "--memory-gb", str(inference.engine_memory_gb),
+        "--dtype", inference.dtype,
+        "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
+        "--in-flight-kv", inference.in_flight_kv,
+        "--update-mode", inference.update_mode,
+        "--drain-timeout", str(inference.drain_timeout_s),
+        "--update-timeout", str(sync.apply_timeout_s * SHARE_OF_APPLY_TIMEOUT),
+        "--startup-timeout", str(inference.startup_timeout_s),
+        "--token-env", TOKEN_VARIABLE,
+        "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+    if sync.disk_path:
+        command += ["--disk-path", sync.disk_path]
+    # The pool may add options of ours behind these, so the engine's own travel as one value.
+    return [*command, "--engine-arguments", json.dumps(engine_arguments(inference.engine_args))]
+
+
+def engine_arguments(table: dict[str, Any]) -> list[str]:
+    """inference.engine_args as a command line: a name gets two dashes; true is the option alone, false leaves it out, a
+    list is several values, a table is JSON."""
+    arguments: list[str] = []
+    for name, value in table.items():
+        if value is False:
+            continue
+        arguments.append(f"--{name}")
+        if value is True:
+            continue
+        values = value if isinstance(value, list) else [value]
+        arguments += [json.dumps(one) if isinstance(one, dict | list | bool) else str(one) for one in values]
+    return arguments
+
+
+def find_python(engine: str, configured: str) -> str:
+    """The interpreter that runs the engine: the configured one, or that of the environment that
+    scripts/install_engine.sh made, the CPU build where only that is there. Raises UserError without one."""
+    if configured:
+        found = shutil.which(str(Path(configured).expanduser()))
+        if found is None:
+            raise UserError(f"inference.engine_python = {configured!r} is not a program")
+        return found
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("TORCHTITAN_ENGINES") or cache / "torchtitan" / "engines")
+    for name in (engine, f"{engine}-cpu"):
+        if (home / name / ".complete").exists():
+            return str(home / name / "bin" / "python")
+    raise UserError(
+        f"{engine} is not installed: run scripts/install_engine.sh {engine} (or {engine}-cpu), or set "
+        f"inference.engine_python to the Python of an environment that has it"
+    )
