@@ -49,7 +49,8 @@ def make_inputs(directory: Path, prompts: int) -> None:
     assets = directory / "assets"
     assets.mkdir()
     tokenizer.save(str(assets / "tokenizer.json"))
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    # No end token: every completion has all its tokens.
+    names = {"pad_token": "<pad>", "unk_token": "<unk>"}
     (assets / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
     args = ModelArgs(
         family="qwen3",

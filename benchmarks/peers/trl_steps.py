@@ -39,6 +39,8 @@ def main() -> None:
     folder = Path(options["folder"])
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    # TRL asks for an end token; this one lies beyond the model's vocabulary, so that none is ever sampled.
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     # No token ends a completion: both generate the same number of tokens.
     model.generation_config.eos_token_id = None
