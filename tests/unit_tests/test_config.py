@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from torchtitan.config import load_config
 from torchtitan.config.__main__ import main
+from torchtitan.config.engine_args import command_line
 from torchtitan.config.fields import config_to_toml, key_types
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.manager import apply_tables, parse_command_line
 from torchtitan.config.plan import describe_plan, make_plan
 from torchtitan.config.ranges import NAMES, RANGES
 from torchtitan.config.reference import field_documentation, markdown
+from torchtitan.config.servers import nodes, slurm_urls
 from torchtitan.errors import ConfigError
 from torchtitan.grpo.names import LOSS_TYPES
 from torchtitan.models.model_args import ModelArgs
@@ -215,6 +217,81 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("mode", "", ["--inference.mode", "servers"], ["inference.mode = servers", "colocate", "nearest: server"]),
     ("mode of this engine", "", ["--inference.mode", "colocate"], ['inference.mode = "colocate"', "server only"]),
+    *(
+        (f"{words[0]} of the embedded engine", "", [f"--{key}", *words[1:]], [".".join(key.split(".")[:2]), part])
+        for key, part, *words in (
+            ("inference.tensor_parallel_size", "needs inference.backend vllm or sglang", "tensor parallel", "2"),
+            ("inference.engine_args.max-model-len", "needs inference.backend vllm or sglang", "options", "8"),
+            ("inference.engine_python", "needs inference.backend vllm or sglang", "Python", "/usr/bin/python3"),
+            ("inference.engine_memory_gb", "needs inference.backend vllm or sglang", "cache", "2"),
+            ("weight_sync.route", "inference.backend embedded has auto only", "route", "agent"),
+            ("inference.sleep_level", "needs inference.mode = colocate", "sleep", "1"),
+            ("inference.offload_optimizer", "needs inference.mode = colocate", "offload", "true"),
+        )
+    ),
+    *(
+        (f"{name} with {engine}", f'[inference]\nbackend = "{engine}"\n', words, parts)
+        for engine, name, words, parts in (
+            (
+                "sglang",
+                "direct",
+                ["--weight_sync.route", "direct"],
+                ['route = "direct"', "auto or agent or engine only"],
+            ),
+            ("sglang", "colocate", ["--inference.mode", "colocate"], ['mode = "colocate"', "colocate is for vllm"]),
+            ("vllm", "digest", ["--weight_sync.verify", "digest"], ['verify = "digest"', "take probe"]),
+            ("vllm", "exact", ["--inference.exact"], ["inference.exact = true", "backend = embedded"]),
+            ("vllm", "adapters", ["--lora.rank", "4"], ["lora.rank = 4", "whole weights only"]),
+            ("vllm", "no Python", ["--inference.engine_python", "/no/python"], ['"/no/python"', "no such file"]),
+            ("vllm", "our option", ["--inference.engine_args.tp", "2"], ["tp = 2", "inference.tensor_parallel_size"]),
+            ("vllm", "no option", ["--inference.engine_args.=2"], ["an option's name"]),
+            ("vllm", "nothing launched", ["--inference.launch", "false"], ["launch = false", "inference.servers"]),
+            (
+                "vllm",
+                "colocate and servers",
+                ["--inference.mode", "colocate", "--inference.servers", "http://127.0.0.1:1"],
+                ["inference.servers", "must be empty"],
+            ),
+            (
+                "vllm",
+                "colocate and tensor parallel",
+                ["--inference.mode", "colocate", "--inference.tensor_parallel_size", "2"],
+                ["tensor_parallel_size = 2", "must divide the 1 rank (NGPU)"],
+            ),
+            (
+                "vllm",
+                "colocate and a route",
+                ["--inference.mode", "colocate", "--weight_sync.route", "direct"],
+                ['weight_sync.route = "direct"', "stay in the process"],
+            ),
+            (
+                "vllm",
+                "colocate and offload twice",
+                [
+                    *("--inference.mode", "colocate", "--inference.offload_optimizer"),
+                    "--training.enable_cpu_offload",
+                ],
+                ["offload_optimizer = true", "already"],
+            ),
+        )
+    ),
+    (
+        "one option twice",
+        '[inference]\nbackend = "vllm"\n[inference.engine_args]\nmax-model-len = 8\nmax_model_len = 9\n',
+        [],
+        ["max_model_len = 9", "same option as max-model-len"],
+    ),
+    ("options without a name", "", ["--inference.engine_args", "x"], ["--inference.engine_args.max-model-len 1024"]),
+    (
+        "a date as an option",
+        '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n',
+        [],
+        ["inference.engine_args", "takes a table"],
+    ),
+    ("server twice", "", ["--inference.servers", "http://localhost:1", "http://localhost:1"], ["named once"]),
+    ("Slurm without a port", "", ["--inference.servers", "slurm:gpu[1-2]"], ["slurm:gpu[1-2]", "slurm:NODES:PORT"]),
+    ("Slurm nodes backwards", "", ["--inference.servers", "slurm:gpu[3-2]:80"], ["3 to 2 is no range"]),
+    ("Slurm port", "", ["--inference.servers", "slurm:gpu1:70000"], ["70000 is no port"]),
     ("reward", "", ["--rewards.functions", "acuracy"], ['"acuracy"', "package.module:function", "nearest: accuracy"]),
     ("reward path", "", ["--rewards.functions", "my module:f"], ['"my module:f"', "package.module:function"]),
     ("rewards twice", "", ["--rewards.functions", "format", "format"], ["rewards.functions", "once"]),
@@ -353,6 +430,98 @@ def test_servers_elsewhere_need_a_coordinator_that_they_reach(write_config: Writ
 def test_servers_on_this_machine_are_allowed(write_config: WriteConfig) -> None:
     servers = ["http://127.0.0.1:8000", "http://localhost:8001/", "http://[::1]:8002"]
     assert load_config([*write_config(), "--inference.servers", *servers]).inference.servers == servers
+
+
+def test_slurm_node_lists_become_urls(write_config: WriteConfig) -> None:
+    servers = ["slurm:gpu[01-03,7],login:8000-8001", "http://10.0.0.5:1"]
+    config = load_config([*write_config(), "--weight_sync.host", "10.0.0.1", "--inference.servers", *servers])
+    nodes = ["gpu01", "gpu02", "gpu03", "gpu7", "login"]
+    assert config.inference.servers == [
+        *(f"http://{node}:{port}" for node in nodes for port in (8000, 8001)),
+        "http://10.0.0.5:1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("a", "a"),
+        ("a,b.cluster", "a b.cluster"),
+        ("a[9-11]", "a9 a10 a11"),
+        ("r[1-2]n[08-10]x", "r1n08x r1n09x r1n10x r2n08x r2n09x r2n10x"),
+        ("a[1,3-4],b[007]", "a1 a3 a4 b007"),
+    ],
+)
+def test_slurm_notation(expression: str, expected: str) -> None:
+    # What `scontrol show hostnames` says of the same expressions.
+    assert list(nodes(expression)) == expected.split()
+
+
+@pytest.mark.parametrize("expression", ["", "a,", "a[1", "a]1", "a[]", "a[x]", "a b", "a[1-99999]", "a[[1]]", "a/b"])
+def test_wrong_slurm_notation(expression: str) -> None:
+    with pytest.raises(ValueError, match="no node|no list|no range"):
+        list(nodes(expression))
+
+
+def test_more_servers_than_anyone_has_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="more than 4096 servers"):
+        slurm_urls("slurm:a[1-4000]b[1-4000]c[1-4000]:8000")
+
+
+def test_options_of_the_engine_pass_through(write_config: WriteConfig) -> None:
+    arguments = write_config(
+        more="""
+[inference]
+backend = "vllm"
+[inference.engine_args]
+max_model_len = 1024
+enforce-eager = true
+enable-log-requests = false
+served-model-name = ["a", "b"]
+compilation-config = {level = 0, "custom.ops" = ["none"]}
+"""
+    )
+    words = ["--inference.engine_args.max-model-len", "64", "--inference.engine_args.no-enable_prefix-caching"]
+    words += [
+        "--inference.engine-args.seed=-1",
+        "--inference.engine_args.load-format",
+        "dummy",
+        "--training.steps",
+        "3",
+    ]
+    config = load_config([*arguments, *words])
+    assert config.training.steps == 3
+    assert command_line(config.inference.engine_args) == [
+        *("--max-model-len", "64", "--enforce-eager", "--served-model-name", "a", "b"),
+        *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),
+        *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),
+    ]
+    again = JobConfig()
+    assert apply_tables(again, tomllib.loads(config_to_toml(config)), "x.toml") == []
+    assert again == config
+
+
+def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*write_config(), "--inference.backend", "vllm", "--inference.mode", "colocate"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for size, fits in ((1, True), (2, True), (4, True), (3, False), (8, False)):
+        words = [*arguments, "--inference.tensor_parallel_size", str(size)]
+        if fits:
+            assert load_config(words).inference.tensor_parallel_size == size
+        else:
+            with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size} .* must divide the 4 ranks"):
+                load_config(words)
+
+
+def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*write_config(), "--inference.backend=vllm", "--inference.mode=colocate", "--inference.sleep_level=2"]
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    assert load_config(words).inference.sleep_level == 2
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
+        load_config(words)
+    # Plans are made on any machine.
+    assert parse_command_line([*words, "--dry-run"])[0].inference.sleep_level == 2
 
 
 def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +703,15 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values_of(int), max_size=3)
     if kind == list[float]:
         return st.lists(values_of(float), max_size=3)
+    if kind == dict[str, Any]:
+        scalars = st.one_of(*map(values_of, (bool, int, float, str)))
+        deeper = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | tables(inner), max_leaves=5)
+        return tables(deeper)
     return st.sampled_from(kind.__args__)
+
+
+def tables(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(values_of(str), values, max_size=3)
 
 
 @settings(max_examples=25, deadline=None)

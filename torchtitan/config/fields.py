@@ -69,6 +69,8 @@ def describe_type(kind: Any) -> str:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) is list:
         return f"a list, each element {describe_type(typing.get_args(kind)[0])}"
+    if typing.get_origin(kind) is dict:
+        return "a table of options, each a string, a number, true, false, a list or a table of these"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return words[kind]
 
@@ -77,6 +79,8 @@ def short_type(kind: Any) -> str:
     """The type as a reference table shows it."""
     if typing.get_origin(kind) is Literal:
         return " \\| ".join(f"`{choice}`" for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is dict:
+        return "table"
     if isinstance(kind, types.GenericAlias):
         return f"list of {short_type(typing.get_args(kind)[0])}"
     return {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]
@@ -91,14 +95,27 @@ def convert(value: Any, kind: Any) -> tuple[Any, bool]:
             return value, False
         converted = [convert(element, typing.get_args(kind)[0]) for element in value]
         return [element for element, _ in converted], all(fits for _, fits in converted)
+    if typing.get_origin(kind) is dict:
+        return value, isinstance(value, dict) and is_free(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value), True
     # bool is a subclass of int, and `steps = true` is a mistake.
     return value, type(value) is kind
 
 
+def is_free(value: Any) -> bool:
+    """Whether a free table may hold this: strings, numbers, booleans, lists and tables of them (TOML has dates too)."""
+    if isinstance(value, dict):
+        return all(map(is_free, value.values()))
+    if isinstance(value, list):
+        return all(map(is_free, value))
+    return isinstance(value, (str, int, float))
+
+
 def show(value: Any) -> str:
     """A value as TOML writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show_key(name)} = {show(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(show, value)) + "]"
     if isinstance(value, float):
@@ -107,12 +124,23 @@ def show(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007F")
 
 
+def show_key(name: str) -> str:
+    """A key as TOML writes it: quoted where it must be."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else show(name)
+
+
 def config_to_toml(config: JobConfig) -> str:
     """The whole configuration as TOML that loads to the same configuration."""
     lines: list[str] = []
     for table in fields(config):
         section = getattr(config, table.name)
         lines.append(f"[{table.name}]")
-        lines += [f"{key.name} = {show(getattr(section, key.name))}" for key in fields(section)]
+        values = {key.name: getattr(section, key.name) for key in fields(section)}
+        # What follows a table's own table would belong to that.
+        inner = {name: value for name, value in values.items() if isinstance(value, dict)}
+        lines += [f"{name} = {show(value)}" for name, value in values.items() if name not in inner]
+        for name, value in inner.items():
+            lines += ["", f"[{table.name}.{name}]"]
+            lines += [f"{show_key(key)} = {show(item)}" for key, item in value.items()]
         lines.append("")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass
@@ -371,6 +371,12 @@ class GRPO:
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss"""
 
+    mismatch_kl_alarm: float = 0.1
+    """Warn in a step whose divergence of the trainer's from the engine's log-probs (mismatch_kl) is above; 0: never"""
+
+    mismatch_kl_stop: float = 0.0
+    """Save a checkpoint and stop the run after a step whose mismatch_kl is above; 0: never"""
+
 
 @dataclass
 class Rollout:
@@ -453,16 +459,39 @@ class Rewards:
 @dataclass
 class Inference:
     backend: str = "embedded"
-    """Engine that samples: embedded (vllm and sglang come with their own issue)"""
+    """Engine that samples: embedded (part of this package), vllm or sglang (see docs/engines.md)"""
 
     mode: Literal["server", "colocate"] = "server"
-    """Actors as separate processes, or on the trainer's own devices"""
+    """Actors as separate processes, or on the trainer's own devices (vllm only)"""
 
     num_actors: int = 2
     """Inference actors that are started"""
 
+    launch: bool = True
+    """Start num_actors actors where no servers are named; false: never start one, servers have to be named"""
+
     servers: list[str] = field(default_factory=list)
-    """URLs of actors that run already; then none is started"""
+    """Actors that run already, none is started then: URLs, or slurm:NODES:PORT with Slurm's notation of nodes, such as
+    slurm:gpu[01-04,7]:8000 (a range 8000-8003 of ports is several actors per node)"""
+
+    tensor_parallel_size: int = 1
+    """Devices that share the model of one vllm or sglang actor; with colocate neighbouring ranks"""
+
+    engine_python: str = ""
+    """Python that runs the engine; empty takes the environment that scripts/install_engine.sh made"""
+
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine itself, handed on as they are: max-model-len = 1024 is --max-model-len 1024, true is the
+    option alone, false leaves it out, a list is several values, a table is JSON"""
+
+    engine_memory_gb: float = 0.0
+    """Memory for one vllm or sglang actor's KV cache, in GiB; 0 decides from what there is"""
+
+    sleep_level: int = 0
+    """colocate on GPUs: while training, 1 keeps the engine's weights in host memory and 2 drops them; 0 keeps all"""
+
+    offload_optimizer: bool = False
+    """colocate: the optimizer's state is in host memory while the engine generates"""
 
     host: str = "127.0.0.1"
     """Address that started actors bind to"""
@@ -518,6 +547,21 @@ class WeightSync:
     transport: str = "tcp"
     """How weights travel: tcp (host memory and sockets), disk (safetensors files), ipc (memory of the same machine),
     nccl (a communicator of its own per actor worker; gloo without CUDA)"""
+
+    route: Literal["auto", "direct", "agent", "engine"] = "auto"
+    """How a vllm or sglang server gets them: by our code inside the engine (direct), by an agent beside it that hands
+    over whole verified versions (agent), or by the engine's own broadcast group (engine, weaker promises); auto is
+    direct for vllm and agent for sglang"""
+
+    verify: Literal["auto", "digest", "probe", "off"] = "auto"
+    """Proof that actors hold what the trainer sent: checksums over the engine's live weights (digest), log-probs of a
+    fixed prompt against the trainer's (probe), or none; auto is digest for embedded and probe for the others"""
+
+    verify_every: int = 1
+    """Versions from one such proof to the next"""
+
+    probe_tolerance: float = 0.0
+    """probe: largest mean difference of log-probs, in nats; 0 takes 0.001, or 0.03 where anything is bfloat16"""
 
     streams: int = 1
     """tcp: parallel connections per trainer rank and actor worker"""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.engine_args import PREFIX, option_name, value_of_words
 from torchtitan.config.fields import (
     Problem,
     convert,
@@ -22,6 +23,7 @@ from torchtitan.config.fields import (
     table_types,
 )
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.servers import expand_servers
 from torchtitan.config.validate import validate
 from torchtitan.errors import ConfigError
 
@@ -34,6 +36,7 @@ else:
 # Everybody takes these values as they are, so `~` is resolved once, here.
 PATHS = (
     "job.dump_folder", "model.hf_assets_path", "checkpoint.resume", "rollout.dataset", "rollout.replay", "eval.dataset",
+    "inference.engine_python",
 )  # fmt: skip
 
 
@@ -59,6 +62,7 @@ def load(command: CommandLine, planning: bool) -> JobConfig:
     """The validated configuration. Raises ConfigError with all problems together."""
     config, problems, complete = read_config(command)
     expand_user(config)
+    config.inference.servers = expand_servers(config.inference.servers)
     if complete:
         # A key that was just reported holds its default now.
         reported = {problem.key for problem in problems}
@@ -106,8 +110,11 @@ def split_command_line(argv: Sequence[str]) -> CommandLine:
                 current.append(token)
             continue
         name, equals, inline = token[2:].partition("=")
-        name = name.replace("-", "_")
         current = [inline] if equals else []
+        if name.replace("-", "_").startswith(PREFIX):
+            command.overrides.append((PREFIX + option_name(name[len(PREFIX) :]), current))
+            continue
+        name = name.replace("-", "_")
         if name == "dry_run" and not equals:
             command.dry_run, current = True, None
             continue
@@ -116,6 +123,9 @@ def split_command_line(argv: Sequence[str]) -> CommandLine:
         if name not in key_types() and key.startswith("no_") and key_types().get(switched_off) is bool and not equals:
             command.overrides.append((switched_off, ["false"]))
             current = None
+        elif name == PREFIX[:-1]:
+            text = f"command line: --{name} needs the name of an option, such as --{PREFIX}max-model-len 1024"
+            command.problems.append(Problem(name, text))
         elif name not in key_types():
             known = nearest_key(name) if "." in name else nearest(name, ["dry_run", "help", *key_types()])
             command.problems.append(Problem(name, f"command line: --{name} is not a known key{known}"))
@@ -189,6 +199,18 @@ def wrong_value(name: str, shown: str, place: str) -> Problem:
 
 def _apply_overrides(config: JobConfig, overrides: list[tuple[str, list[str]]], problems: list[Problem]) -> JobConfig:
     """The configuration with the overrides on top; appends to `problems` those that do not fit."""
+    # Free tables are not for tyro, which wants to know all keys.
+    engine_args = {option_name(key): value for key, value in config.inference.engine_args.items()}
+    if len(engine_args) < len(config.inference.engine_args):
+        engine_args = dict(config.inference.engine_args)  # one option twice, which validation reports
+    engine_args |= {name[len(PREFIX) :]: value_of_words(words) for name, words in overrides if name.startswith(PREFIX)}
+    config.inference.engine_args = {}
+    config = _apply_typed(config, [one for one in overrides if not one[0].startswith(PREFIX)], problems)
+    config.inference.engine_args = engine_args
+    return config
+
+
+def _apply_typed(config: JobConfig, overrides: list[tuple[str, list[str]]], problems: list[Problem]) -> JobConfig:
     arguments = [(name, _tyro_arguments(name, values)) for name, values in overrides]
     try:
         return _parse_with_tyro(config, [word for _, words in arguments for word in words])

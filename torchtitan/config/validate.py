@@ -11,13 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan.config.fields import Problem, nearest, show
+from torchtitan.config.inference import check_inference
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.lora import check_lora
 from torchtitan.config.model_shape import check_model
 from torchtitan.config.ranges import NAMES, OWN_FUNCTIONS, RANGES
 from torchtitan.config.reward_names import reward_problem
-from torchtitan.errors import UserError
-from torchtitan.inference.cores import actor_cores
 from torchtitan.rewards import BUILTIN
 from torchtitan.weight_sync.faults import Fault, FaultError
 from torchtitan.weight_sync.transports import IN_TRAINER
@@ -53,7 +52,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *check_lora(config),
         *_check_rollout(config),
         *_check_rewards(config),
-        *_check_inference(config),
+        *check_inference(config, ranks, planning),
         *_check_weight_sync(config, ranks),
         *_check_faults(config, ranks),
         *_check_evaluation(config),
@@ -247,38 +246,6 @@ def _check_rewards(config: JobConfig) -> Iterator[Problem]:
         yield refuse(config, "rewards.weights", "every weight must be a finite number")
     if config.eval.enable and config.eval.reward_function and (problem := reward_problem(config.eval.reward_function)):
         yield Problem("eval.reward_function", f"eval.reward_function: {problem}")
-
-
-def _check_inference(config: JobConfig) -> Iterator[Problem]:
-    inference = config.inference
-    if inference.mode == "colocate" and inference.backend == "embedded":
-        yield refuse(config, "inference.mode", "inference.backend embedded runs with inference.mode server only")
-    for server in inference.servers:
-        url = re.fullmatch(r"https?://([^/\s:]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?", server)
-        text = f"inference.servers: {show(server)} is not allowed: must be"
-        if url is None:
-            yield Problem("inference.servers", f"{text} a URL such as http://127.0.0.1:8000")
-        elif not _is_loopback(url[1].strip("[]")) and _is_loopback(config.weight_sync.host):
-            # The coordinator, from which servers fetch their weights, listens there only.
-            text += " on this machine, such as http://127.0.0.1:8000"
-            yield Problem("inference.servers", f"{text}, unless weight_sync.host is an address that others reach")
-    if not inference.host.strip():
-        yield refuse(config, "inference.host", "must be an address of this machine, such as 127.0.0.1")
-    if inference.pin_cores and not inference.servers and not config.rollout.replay:
-        try:
-            actor_cores(inference, 0)
-        except UserError as error:
-            yield refuse(config, "inference.pin_cores", str(error))
-    if inference.health_timeout_s <= inference.health_interval_s:
-        text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
-        yield refuse(config, "inference.health_timeout_s", text)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _is_wildcard(host: str) -> bool:
