@@ -223,7 +223,8 @@ class Desk:
     """One coordinator with one rank, driven by hand."""
 
     def __init__(self, **settings: Any):
-        self.machine = CoordinatorMachine(Settings(world_size=1, **settings), term=1)
+        self.machine = CoordinatorMachine(Settings(**{"world_size": 1, **settings}), term=1)
+        self.ranks = range(settings.get("world_size", 1))
         self.now = 0.0
         self.out: list[Any] = self.machine.layout_known({}, "layout", str, 0.0)
         self.serial = 0
@@ -250,10 +251,10 @@ class Desk:
     def publish(self, version: int) -> list[Any]:
         self.serial += 1
         message = {"type": "snapped", "serial": self.serial, "version": version, "checksums": [str(version)]}
-        return self.take(self.machine.courier_message(0, message, self.now))
+        return self.take([one for rank in self.ranks for one in self.machine.courier_message(rank, message, self.now)])
 
-    def need_slot(self) -> list[Any]:
-        return self.take(self.machine.courier_message(0, {"type": "need_slot"}, self.now))
+    def need_slot(self, rank: int = 0) -> list[Any]:
+        return self.take(self.machine.courier_message(rank, {"type": "need_slot"}, self.now))
 
     def wait(self, seconds: float, pings: tuple[str, ...] = ()) -> list[Any]:
         events: list[Any] = []
@@ -607,6 +608,20 @@ def test_shortage_aborts_the_least_progress_but_each_actor_once_in_a_row() -> No
     desk.say("b", "progress", bytes=1)
     desk.need_slot()
     assert not desk.records("abort"), "b has been aborted once, its turn protects the slot it shares with a"
+
+
+def test_ranks_that_lack_a_slot_at_one_boundary_cost_one_slot() -> None:
+    desk = Desk(world_size=2)
+    for version, name in enumerate(("a", "b", "c")):
+        desk.publish(version)
+        desk.join(name)
+        desk.say(name, "accept")
+        desk.say(name, "progress", bytes=10 + version)
+    desk.publish(3)
+    aborted = [[r["actor"] for r in desk.records("abort")] for rank in (0, 1) if desk.need_slot(rank) is not None]
+    assert aborted == [["a"], []], "the second rank tells of the same shortage"
+    aborted = [[r["actor"] for r in desk.records("abort")] for rank in (1, 0) if desk.need_slot(rank) is not None]
+    assert aborted == [["b"], []], "a rank that tells again has come to the next boundary"
 
 
 def test_frozen_actor_that_answers_no_offer_is_not_protected() -> None:

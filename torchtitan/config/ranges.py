@@ -136,7 +136,8 @@ RANGES: dict[str, Range] = {
     "weight_sync.num_slots": Range(2),
     "weight_sync.bucket_bytes": Range(1024, 2**30),
     "weight_sync.join_timeout_s": POSITIVE,
-    "weight_sync.offer_timeout_s": POSITIVE,
+    # Also the silence after which a courier is lost: two of its heartbeats.
+    "weight_sync.offer_timeout_s": Range(1),
     "weight_sync.progress_timeout_s": POSITIVE,
     "weight_sync.apply_timeout_s": POSITIVE,
     "weight_sync.blocking_timeout_s": POSITIVE,
