@@ -10,16 +10,11 @@ import os
 import secrets
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 from torchtitan.errors import UserError
+from torchtitan.inference.parent_watch import end_with_parent
 from torchtitan.tools.cores import usable_cores
-
-PARENT_CHECK_SECONDS = 1.0
-# After SIGTERM the process ends by itself within this time, or is ended.
-EXIT_SECONDS = 5.0
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -70,32 +65,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def end_with_parent(parent: int) -> None:
-    """Watch a process from a thread; SIGTERM ourselves when it is gone, and end anyhow if that does not do."""
-    is_our_parent = os.getppid() == parent
-
-    def alive() -> bool:
-        if is_our_parent:
-            # Unlike the number, parenthood cannot be taken over by a new process.
-            return os.getppid() == parent
-        try:
-            os.kill(parent, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-
-    def watch() -> None:
-        while alive():
-            time.sleep(PARENT_CHECK_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(EXIT_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def pin(cores: str | None, threads: int) -> int:

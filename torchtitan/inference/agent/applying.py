@@ -1,0 +1,183 @@
+"""The turn of a foreign engine: it stands still, gets a version, forgets what it had cached, and goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torchtitan.inference.agent.control import EngineControl, EngineError
+from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.embedded.activity import ActivityLog
+from torchtitan.inference.labels import make_label
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+logger = logging.getLogger(__name__)
+
+
+class Applier:
+    """What the engine holds, and the only hand that changes it or makes it stand still.
+
+    Args:
+        control, hand_over: of the engine.
+        drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
+        timeout_s: of one order to the engine.
+        activity: notes when the engine stood still.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl,
+        hand_over: HandOver,
+        timeout_s: float,
+        drain_timeout_s: float = 0.0,
+        activity: ActivityLog | None = None,
+    ):
+        self._control, self._hand_over = control, hand_over
+        self._timeout_s, self._drain_timeout_s = timeout_s, drain_timeout_s
+        self._activity = activity or ActivityLog()
+        self._lock = threading.Lock()
+        self._receivers = 0
+        self.busy = False
+        """A version is being applied"""
+        self.holds: tuple[str, int] | None = None
+        """(epoch, version) that the engine serves; None: none of ours, or half of one"""
+        self.poisoned: str | None = None
+        """Why the engine may hold half a version"""
+        self.paused = False
+        """Somebody has asked for a pause"""
+        self.unsettled: str | None = None
+        """An order to stand still was given up: the engine may obey late. settle() makes it go on"""
+
+    def new_receiver(self) -> int:
+        """A number for a receiver; older ones are refused from here on. Waits for an apply that has begun."""
+        with self._lock:
+            self._receivers += 1
+            return self._receivers
+
+    def forget(self, check: Callable[[], bool]) -> bool:
+        """Count nothing as held if, while nothing is being applied, `check()` still holds. Returns whether it did."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self.holds is None or not check():
+                return False
+            self.holds = None
+            return True
+        finally:
+            self._lock.release()
+
+    def pause(self, abort: bool) -> None:
+        """Have the engine stand still until resume(); raises EngineError."""
+        with self._lock:
+            self.paused = True
+            self._stand_still("abort" if abort else "keep")
+
+    def resume(self) -> None:
+        """End pause(); an engine with half a version goes on standing still. Raises EngineError."""
+        with self._lock:
+            self.paused = False
+            if self.poisoned is None:
+                self._control.resume()
+                self.unsettled = None
+
+    def settle(self) -> None:
+        """After an order to stand still that was given up: have the engine go on. Raises EngineError."""
+        if self.unsettled is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self.unsettled is not None and not self.paused and self.poisoned is None:
+                self._control.resume()
+                self.unsettled = None
+        finally:
+            self._lock.release()
+
+    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
+        """Called by receiver number `receiver` in a thread of its own; returns what it cost, in seconds.
+
+        Raises WeightsRefused where the engine is as it was; anything else means that it may hold half a version: then
+        it stands still until a version has been applied whole.
+        """
+        label = make_label(staged.epoch, staged.version)
+        with self._lock:
+            if receiver != self._receivers:
+                raise WeightsRefused("another receiver has taken this one's place")
+            self.busy = True
+            try:
+                return self._apply(staged, label)
+            finally:
+                self.busy = False
+
+    def _apply(self, staged: StagedVersion, label: str) -> dict[str, float]:
+        try:
+            self._hand_over.prepare(staged, label)
+        except Exception as error:
+            raise WeightsRefused(f"could not be prepared for the engine: {error!r}") from error
+        ordered, ordered_at = time.monotonic(), time.time()
+        drained_by = self._stop_for_update()
+        begun, begun_at = time.monotonic(), time.time()
+        if drained_by:
+            self._activity.updated("drain", ordered_at, begun_at, staged.version)
+        try:
+            self._hand_over.load(staged, label)
+        except WeightsRefused:
+            self._go_on()
+            raise
+        except BaseException as error:
+            self._poison(f"version {staged.version} came into the engine only in part: {error}")
+            raise
+        try:
+            self._control.reset_prefix_cache()
+            if (said := self._control.weights_label()) != label:
+                raise EngineError(f"the engine says that it holds {said!r}, not {label!r}")
+            self.poisoned = None
+            if not self.paused:
+                self._control.resume()
+                self.unsettled = None
+        except BaseException as error:
+            self._poison(f"the engine did not go on with version {staged.version}: {error}")
+            raise
+        self.holds = (staged.epoch, staged.version)
+        self._activity.updated("apply", begun_at, time.time(), staged.version)
+        # Without a drain the seconds until the engine stood still count as its pause.
+        drain_s = begun - ordered if drained_by else 0.0
+        return {"pause_s": time.monotonic() - ordered - drain_s, "drain_s": drain_s}
+
+    def _stop_for_update(self) -> bool:
+        """Have the engine stand still; returns whether what ran got time to finish. Raises WeightsRefused."""
+        drains = self._drain_timeout_s > 0 and not self.paused and self.poisoned is None
+        try:
+            if drains and self._stand_still("wait"):
+                return True
+            self._stand_still("keep")
+            return drains
+        except EngineError as error:
+            # The order may still reach an engine that was slow to answer: then nobody would have it go on.
+            raise WeightsRefused(f"the engine did not stand still: {error}") from error
+
+    def _stand_still(self, mode: str) -> bool:
+        try:
+            if mode == "wait":
+                return self._control.pause("wait", self._drain_timeout_s)
+            return self._control.pause("abort" if mode == "abort" else "keep", self._timeout_s)
+        except EngineError as error:
+            self.unsettled = str(error)
+            raise
+
+    def _go_on(self) -> None:
+        if self.paused or self.poisoned is not None:
+            return
+        try:
+            self._control.resume()
+        except EngineError as error:
+            self.unsettled = str(error)
+
+    def _poison(self, reason: str) -> None:
+        self.poisoned, self.holds = reason, None
+        logger.error("poisoned: %s", reason)
+        try:
+            # What runs was begun with weights that no longer exist; others can redo it.
+            self._control.pause("abort", self._timeout_s)
+        except EngineError as error:
+            logger.warning("running requests could not be ended: %s", error)

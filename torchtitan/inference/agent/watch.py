@@ -1,0 +1,88 @@
+"""Whether the engine beside an agent lives, answers, and still holds what was put into it; asked from a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torchtitan.inference.agent.applying import Applier
+from torchtitan.inference.agent.control import EngineControl, EngineError
+from torchtitan.inference.labels import make_label
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+PROBE_S = 5.0
+
+
+class Watch:
+    """Asks the engine every second.
+
+    lost(reason) is called, from the thread, when the engine holds other weights than it was given: whoever runs it has
+    started it anew, or changed them.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl,
+        applier: Applier,
+        lost: Callable[[str], None],
+        interval_s: float = INTERVAL_S,
+        probe_s: float = PROBE_S,
+    ):
+        self._control, self._applier, self._lost = control, applier, lost
+        self._interval_s, self._probe_s = interval_s, probe_s
+        self._ended = threading.Event()
+        self._answered_at = time.monotonic()
+        self.trouble: str | None = None
+        """Why the last probe failed"""
+        self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop asking; a probe that hangs is left behind after `timeout_s`."""
+        self._ended.set()
+        self._thread.join(timeout_s)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds for which the engine has answered no probe; 0 while it answers, or applies a version (which has
+        deadlines of its own)."""
+        if self.trouble is None or self._applier.busy:
+            return 0.0
+        return time.monotonic() - self._answered_at
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                self._control.check_health(self._probe_s)
+                self._answered_at, self.trouble = time.monotonic(), None
+                self._applier.settle()
+                self._check_label()
+            except EngineError as error:
+                if self._applier.busy:
+                    self._answered_at = time.monotonic()
+                elif self.trouble is None:
+                    logger.warning("the engine does not answer: %s", error)
+                self.trouble = str(error)
+
+    def _check_label(self) -> None:
+        held = self._applier.holds
+        if held is None or self._applier.busy or self._control.weights_label() == make_label(*held):
+            return
+        said: list[str | None] = []
+
+        def differs() -> bool:
+            now = self._applier.holds
+            said.append(self._control.weights_label())
+            return now is not None and said[-1] != make_label(*now)
+
+        if self._applier.forget(differs):
+            reason = f"the engine holds {said[-1]!r} instead of version {held[1]}: it was started anew, or changed"
+            logger.error("%s", reason)
+            self._lost(reason)
