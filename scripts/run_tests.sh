@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, format, types, then the whole test suite. Arguments go to pytest: scripts/run_tests.sh tests/unit_tests -k config
-#   TEST_WORKERS=2   run tests in that many processes
+#   TEST_WORKERS=2                        processes that run tests; by default two where there are two cores, else one
+#   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave the tests of these engines out (they are installed on first use)
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,7 +18,12 @@ say "mypy"
 "$PYTHON" -m mypy
 say "pytest"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+if [[ -z "${TEST_WORKERS:-}" ]]; then
+    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.tools.cores import usable_cores; print(min(2, len(usable_cores())))')"
+fi
 workers=()
-[[ -n "${TEST_WORKERS:-}" ]] && workers=(-n "$TEST_WORKERS" --dist loadfile)
+# loadgroup: a file stays together, and everything that starts an engine (tests/conftest.py). The engines' tests are
+# collected first and are the longest: they have to begin first, too.
+((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadgroup --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).
 exec "$PYTHON" -m pytest "${workers[@]}" "$@"

@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random checkpoints as transformers writes them."""
+"""Shared fixtures: tiny random checkpoints as transformers writes them; how tests share workers; what the end says."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+ENGINES_FOLDER = Path(__file__).resolve().parent / "engines"
 
 FAMILIES = ("llama3", "qwen2", "qwen3")
 
@@ -78,3 +80,35 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return checkpoint
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file's tests stay together, and all that start engines run one after the other."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            engines = ENGINES_FOLDER in item.path.parents
+            item.add_marker(pytest.mark.xdist_group("engines" if engines else str(item.path)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which engines were run for real, and which were not: a skip must not pass for a success."""
+    counts: dict[str, dict[str, int]] = {}
+    reasons: dict[str, str] = {}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            for name, engine in getattr(report, "user_properties", ()):
+                if name != "engine" or (outcome == "passed" and report.when != "call"):
+                    continue
+                found = counts.setdefault(str(engine), {})
+                found[outcome] = found.get(outcome, 0) + 1
+                if outcome == "skipped" and isinstance(report.longrepr, tuple):
+                    reasons[str(engine)] = report.longrepr[2]
+    if not counts:
+        return
+    terminalreporter.section("engines")
+    for engine, found in sorted(counts.items()):
+        said = ", ".join(f"{count} {outcome}" for outcome, count in found.items())
+        ran = any(outcome != "skipped" for outcome in found)
+        terminalreporter.line(f"{engine}: {'exercised' if ran else 'NOT EXERCISED'} ({said})")
+        if engine in reasons:
+            terminalreporter.line(f"    {reasons[engine]}")

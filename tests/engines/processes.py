@@ -1,0 +1,113 @@
+"""Processes that tests start: each in a group of its own with a log, ended with everything that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+# What every engine here is run with: no downloads, no usage reports, one thread, a small KV cache.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+STOP_SECONDS = 15.0
+LOG_TAIL = 6000
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """Starts processes, waits for them, and kills at the end what is left. Use it as a context manager."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name in reversed(self._running):
+            self.stop(name)
+
+    def start(self, name: str, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
+        """Run a command from this checkout; its output goes to {name}.log in the folder."""
+        assert name not in self._running or self._running[name].poll() is not None, f"{name} runs already"
+        everything = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment}
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=everything,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        self._running[name] = process
+        return process
+
+    def start_server(
+        self, name: str, command: Sequence[str | Path], deadline_s: float = 180.0, **environment: str
+    ) -> int:
+        """Start a server with `--port-file`, and wait for the port that it writes there."""
+        port_file = self.folder / f"{name}.port"
+        port_file.unlink(missing_ok=True)
+        self.start(name, [*command, "--port-file", port_file], **environment)
+        self.wait(name, port_file.exists, deadline_s)
+        return int(port_file.read_text())
+
+    def wait(self, name: str, condition: Callable[[], bool], deadline_s: float) -> None:
+        """Until condition() holds; fails with the end of the log when the process ends or the deadline passes."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            code = self._running[name].poll()
+            assert code is None, f"{name} ended with {code}:\n{self.tail(name)}"
+            assert time.monotonic() < end, f"{name} took longer than {deadline_s:g} s:\n{self.tail(name)}"
+            time.sleep(0.1)
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def tail(self, name: str) -> str:
+        """The end of its log."""
+        return self.log(name).read_text(errors="replace")[-LOG_TAIL:]
+
+    def signal(self, name: str, number: int) -> None:
+        """To the process and all that it started (but for what left its session)."""
+        os.killpg(self._running[name].pid, number)
+
+    def stop(self, name: str) -> int:
+        """SIGTERM, and SIGKILL to what is left of its group; returns the exit code."""
+        process = self._running[name]
+        if process.poll() is None:
+            # A frozen one could not react.
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                _signal_group(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+        _signal_group(process.pid, signal.SIGKILL)
+        return process.wait(STOP_SECONDS)
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
