@@ -1,0 +1,107 @@
+"""How vLLM's /inference/v1/generate is asked for tokens, and how it answers. Pure functions; no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.inference.engine_handling import Call, Malformed, NoVersion
+from torchtitan.inference.handler import RequestRefused, ScoredTokens
+from torchtitan.inference.labels import parse_label
+from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+PATH = "/inference/v1/generate"
+REFUSED = (400, 413, 422)
+FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class VLLMDialect:
+    """Of version 0.32.0; see engine_handling.Dialect. The server runs with --enable-scale-out (which has this route) and
+    --logprobs-mode processed_logprobs (those that tokens were sampled with)."""
+
+    name = "vllm"
+
+    def generate(self, request: GenerateRequest) -> list[Call]:
+        """One call; vLLM seeds sample i with seed + i."""
+        sampling = request.sampling
+        body = {
+            "request_id": request.request_id,
+            "token_ids": request.prompt_ids,
+            "sampling_params": {
+                "n": sampling.n,
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "seed": sampling.seed,
+                "stop_token_ids": sampling.stop_token_ids,
+                # Only the stop tokens that are asked for, not also those of the checkpoint.
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+            # vLLM cannot reset its prefix cache while requests run, and those go on filling it with what the old
+            # weights computed. With a salt of its own a request shares a prefix among its own samples alone.
+            "cache_salt": request.request_id,
+        }
+        return [Call(PATH, body)]
+
+    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
+        (answer,) = answers
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [_completion(choice, request.sampling.truncated) for choice in choices]
+
+    def score(self, token_ids: list[int]) -> Call:
+        """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
+        return Call(PATH, {"token_ids": token_ids, "sampling_params": sampling})
+
+    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+        (choice,) = answer["choices"]
+        span = _spans(choice, 1)[0]
+        rows = answer["prompt_logprobs"]
+        if len(rows) != len(token_ids):
+            raise Malformed(f"{len(rows)} log-probs came for {len(token_ids)} tokens")
+        values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        return ScoredTokens(values, span.epoch, span.version)
+
+    def refused(self, status: int, reason: str) -> bool:
+        return status in REFUSED
+
+
+DIALECT = VLLMDialect()
+
+
+def _completion(choice: dict[str, Any], truncated: bool) -> Completion:
+    finished = FINISHED.get(choice["finish_reason"], "abort")
+    if finished == "abort":
+        # Whoever asked has to ask again: what there is of the answer means nothing.
+        return Completion([], [], "abort", [])
+    token_ids = [int(token) for token in choice["token_ids"]]
+    rows = choice["logprobs"]["content"]
+    if [row["token_id"] for row in rows] != token_ids:
+        raise Malformed("the log-probs are of other tokens than those of the answer")
+    kept = choice.get("sampling_mask")
+    if truncated and kept is None:
+        raise RequestRefused(
+            "generate",
+            "this vLLM does not say which tokens top-p, top-k or min-p kept, without which their log-probs mean "
+            "nothing: start it with --return-sampling-mask where it has that, or sample without truncation",
+        )
+    if kept is not None and len(kept) != len(token_ids):
+        raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
+    log_probs = [float(row["logprob"]) for row in rows]
+    return Completion(token_ids, log_probs, finished, _spans(choice, len(token_ids)), kept if truncated else None)
+
+
+def _spans(choice: dict[str, Any], tokens: int) -> list[VersionSpan]:
+    spans = []
+    for part in choice["weight_versions"] or []:
+        held = parse_label(part["version"])
+        if held is None:
+            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
+        if part["end"] > part["start"]:
+            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
+    if sum(span.end - span.start for span in spans) != tokens:
+        raise Malformed(f"the versions {choice['weight_versions']} are not those of {tokens} tokens")
+    return spans

@@ -1,0 +1,75 @@
+"""vLLM beside an agent: how its server is started, and how weights get into it."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from torchtitan.inference.agent.control import EngineControl
+from torchtitan.inference.agent.engine import EngineOptions, Route
+from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.vllm.control import VLLMControl
+from torchtitan.inference.vllm.hand_over import DirectHandOver
+
+GIGABYTE = 2**30
+
+
+class VLLM:
+    """See agent.engine.ForeignEngine."""
+
+    name = "vllm"
+    routes: tuple[Route, ...] = ("direct",)
+
+    def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
+        own = [
+            options.python, "-m", "torchtitan.inference.vllm.serve",
+            "--host", options.host,
+            "--port-file", str(options.port_file),
+            "--token-env", options.token_env,
+            "--parent-pid", str(options.parent_pid),
+            *(() if options.route == "direct" else ("--stock",)),
+            "--",
+        ]  # fmt: skip
+        theirs = [
+            "--model", options.model,
+            "--dtype", options.dtype,
+            "--tensor-parallel-size", str(options.tensor_parallel_size),
+            "--max-model-len", str(options.max_length),
+            "--max-num-seqs", str(options.max_sequences),
+            # Requests say all that matters; the checkpoint's own defaults would come on top.
+            "--generation-config", "vllm",
+            "--disable-uvicorn-access-log",
+        ]  # fmt: skip
+        memory_gb = options.memory_gb
+        environment = {}
+        if not has_gpu():
+            # vLLM would have every actor on the same cores, and take nearly all of the machine's memory for each.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            memory_gb = options.memory_gb or default_memory_gb()
+            # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
+            theirs.append("--enforce-eager")
+        if memory_gb:
+            theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
+        return [*own, *theirs, *options.arguments], environment
+
+    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
+        masks = "--return-sampling-mask" in options.arguments
+        return VLLMControl(url, token, options.update_timeout_s, options.in_flight_kv, kept_tokens=masks)
+
+    def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
+        assert isinstance(control, VLLMControl)
+        return DirectHandOver(control, options.host, options.update_timeout_s)
+
+
+def default_memory_gb() -> float:
+    """KV cache of an actor on a CPU, where nothing else is said: an eighth of what is free, at most 4 GiB."""
+    return min(4.0, psutil.virtual_memory().available / GIGABYTE / 8)
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that processes may use (without importing torch)."""
+    return os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+ENGINE = VLLM()

@@ -1,0 +1,27 @@
+"""What vLLM imports in each of its workers (--worker-extension-cls): importing it registers our backend there."""
+
+from __future__ import annotations
+
+import os
+
+from torchtitan.inference.parent_watch import end_with_parent
+from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE, register
+
+
+class WorkerExtension:
+    """Becomes a base class of vLLM's worker."""
+
+    def torchtitan_alive(self) -> bool:
+        """By /collective_rpc: every worker that answers is neither dead nor frozen."""
+        return True
+
+
+def _end_with_server() -> None:
+    """vLLM's other processes go on for ever where its server was killed; without a worker they end."""
+    server = int(os.environ.get(SERVER_PID_VARIABLE, 0))
+    if server not in (0, os.getpid()):
+        end_with_parent(server)
+
+
+register()
+_end_with_server()

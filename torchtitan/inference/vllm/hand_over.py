@@ -1,0 +1,83 @@
+"""The direct way into vLLM: our backend inside the engine has staged the version already, and loads it in place."""
+
+from __future__ import annotations
+
+import threading
+
+from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.vllm.control import VLLMControl
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+
+class DirectHandOver:
+    """See agent.hand_over.HandOver. host: address on which the engine receives weights; timeout_s: of a load."""
+
+    workers = 1
+
+    def __init__(self, control: VLLMControl, host: str, timeout_s: float):
+        self._control, self._host, self._timeout_s = control, host, timeout_s
+
+    def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
+        joining = {
+            "leader": leader,
+            "actor": actor,
+            "epoch": epoch,
+            "token": token,
+            "host": self._host,
+            "load_timeout_s": self._timeout_s,
+        }
+        self._control.order("/init_weight_transfer_engine", {"init_info": joining})
+
+    def prepare(self, staged: StagedVersion, label: str) -> None:
+        """Nothing: the engine has it."""
+
+    def load(self, staged: StagedVersion, label: str) -> None:
+        assert staged.apply_on_workers is not None
+        try:
+            self._begin()
+        except EngineError as error:
+            raise WeightsRefused(f"the engine takes no weights: {error}") from error
+        # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
+        offering = _Offer(staged)
+        wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
+        try:
+            self._control.order("/update_weights", {"update_info": wanted}, self._timeout_s)
+        finally:
+            offering.join(self._timeout_s)
+        if offering.error is not None:
+            raise offering.error
+        self._control.order("/finish_weight_update", {"weight_version": label})
+
+    def close(self) -> None:
+        """Nothing: the engine's receiver ends with the engine, or with the agent that leads it."""
+
+    def _begin(self) -> None:
+        try:
+            self._control.order("/start_weight_update", {})
+        except EngineError:
+            # An agent that ended in the middle has left one open; what our backend loads it loads in a single step.
+            self._control.order("/finish_weight_update", {})
+            self._control.order("/start_weight_update", {})
+
+
+class _Offer:
+    """staged.apply_on_workers() on a thread of its own."""
+
+    def __init__(self, staged: StagedVersion):
+        self.error: BaseException | None = None
+        self._staged = staged
+        self._thread = threading.Thread(target=self._run, name="offer-weights", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end; `error` says why it failed."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.error = TimeoutError(f"the engine's receiver did not report within {timeout_s:g} s")
+
+    def _run(self) -> None:
+        assert self._staged.apply_on_workers is not None
+        try:
+            self._staged.apply_on_workers()
+        except BaseException as error:
+            self.error = error

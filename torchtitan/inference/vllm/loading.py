@@ -1,0 +1,54 @@
+"""New weights into a vLLM model that runs already: whole checkpoint tensors, layer by layer. Runs inside vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+NAMES_SHOWN = 5
+
+
+class IncompleteVersion(RuntimeError):
+    """Parameters of the model got nothing: it holds parts of two versions now."""
+
+
+def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace all weights of `model` by `weights`: (checkpoint name, whole tensor), which must stay as they are until
+    this returns. The engine must stand still. After an exception the model is half loaded, until a later call returns.
+
+    Raises:
+        IncompleteVersion: something is missing in `weights`.
+    """
+    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+        # An earlier load broke off. What it left would be counted as part of this one.
+        finalize_layerwise_reload(model, model_config)
+    expected = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(iter(weights))
+    finalize_layerwise_reload(model, model_config)
+    repack_tied_heads(model)
+    missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
+    if missing:
+        shown = ", ".join(missing[:NAMES_SHOWN])
+        raise IncompleteVersion(f"{len(missing)} of {len(expected)} parameters got no weights: {shown}")
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """A head that shares the embedding's parameter is given no weights of its own, but on some devices it computes with
+    a packed copy, which would stay that of the old weights for ever."""
+    embeddings = {id(parameter) for parameter in _embedding_parameters(model)}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module._parameters.get("weight")) in embeddings:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _embedding_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)
