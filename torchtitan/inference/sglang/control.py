@@ -1,0 +1,103 @@
+"""SGLang's admin routes, as an agent needs them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torchtitan.inference.agent.control import EngineError, EngineFacts, PauseMode
+from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.sglang.dialect import DIALECT
+
+
+class SGLangControl:
+    """Administers the server at `url`; see agent.control.EngineControl.
+
+    in_flight_kv: running requests keep their KV cache over a pause, or give it up and have it recomputed. timeout_s: of
+    each order that names none.
+    """
+
+    def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
+        self.client = AdminClient(url, token)
+        self.timeout_s = timeout_s
+        self._keeps = in_flight_kv == "keep"
+        self._paused = False
+
+    def describe(self) -> EngineFacts:
+        data = self._server_info(self.timeout_s)
+        if self._keeps and not data.get("disable_radix_cache"):
+            # Its prefix cache cannot be reset while requests hold a part of it.
+            raise EngineError(
+                'it runs with a prefix cache, which would outlive the weights under inference.in_flight_kv = "keep": '
+                'start it with --disable-radix-cache, or use "recompute"'
+            )
+        capabilities = Capabilities(
+            "sglang",
+            str(data.get("version", "")),
+            score=True,
+            seeds=bool(data.get("enable_deterministic_inference")),
+            kept_tokens=True,
+        )
+        return EngineFacts(capabilities, int(data.get("tp_size", 1)), can_wait=False)
+
+    def check_health(self, timeout_s: float) -> None:
+        # /health samples a token, which a paused engine does not; this question goes to its scheduler too.
+        self._server_info(timeout_s)
+
+    def pause(self, mode: PauseMode, timeout_s: float) -> bool:
+        if mode == "wait":
+            raise EngineError("SGLang cannot let requests finish while others wait")
+        if mode == "abort":
+            self._abort(timeout_s)
+            return True
+        self._order("/pause_generation", {"mode": "in_place" if self._keeps else "retract"}, timeout_s)
+        # The order is not acknowledged; the scheduler answers what was asked after it when it has obeyed.
+        self._server_info(timeout_s)
+        self._paused = True
+        return True
+
+    def _abort(self, timeout_s: float) -> None:
+        """End all requests, and let none begin. SGLang's own mode `abort` waits without an end where it stands still
+        already, so requests are aborted by themselves."""
+        self._order("/pause_generation", {"mode": "retract"}, timeout_s)
+        self._order("/abort_request", {"abort_all": True}, timeout_s)
+        self._server_info(timeout_s)
+        self._paused = True
+
+    def resume(self) -> None:
+        self._order("/continue_generation", {}, self.timeout_s)
+        self._paused = False
+
+    def is_paused(self) -> bool:
+        # The server does not tell; this is what it was last told.
+        return self._paused
+
+    def reset_prefix_cache(self) -> None:
+        if self._keeps:
+            return  # it has none: see describe()
+        status, text = self.client.exchange("POST", "/flush_cache?timeout=1", self.timeout_s)
+        if status != 200:
+            raise EngineError(f"the prefix cache could not be reset: {text[:300]}")
+
+    def weights_label(self) -> str | None:
+        label = self.client.call("GET", "/model_info", self.timeout_s)["weight_version"]
+        return None if label in (None, "default") else str(label)
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        call = DIALECT.score(token_ids)
+        return DIALECT.scored(token_ids, self.client.call("POST", call.path, self.timeout_s, call.body)).log_probs
+
+    def order(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        """Have it do something that it reports as {"success", "message"}. Raises EngineError where it did not."""
+        self._order(path, body, timeout_s)
+
+    def _order(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
+        answer = self.client.call("POST", path, timeout_s, body)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"{path}: {answer.get('message')}")
+
+    def _server_info(self, timeout_s: float) -> dict[str, Any]:
+        data = self.client.call("GET", "/server_info", timeout_s)
+        if not isinstance(data, dict):
+            raise EngineError("/server_info did not answer with a JSON object")
+        return data

@@ -1,0 +1,123 @@
+"""How SGLang's /generate is asked for tokens, and how it answers. Pure functions; no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torchtitan.inference.engine_handling import Call, Malformed, NoVersion
+from torchtitan.inference.handler import ScoredTokens
+from torchtitan.inference.labels import parse_label
+from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+
+# What SGLang takes for "all tokens".
+ALL_TOKENS = -1
+# It tells which tokens were kept only where there are at most so many (--sampling-mask-max-tokens); what top-p or min-p
+# would keep beyond is cut off too, and told so.
+MOST_KEPT = 4096
+# Its own parser answers 422 to a body of the wrong form, 400 to values that it cannot use.
+REFUSED = (400, 422)
+FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class SGLangDialect:
+    """Of version 0.5.20; see engine_handling.Dialect."""
+
+    name = "sglang"
+
+    def generate(self, request: GenerateRequest) -> list[Call]:
+        """One call: the same prompt n times, each with a seed of its own."""
+        sampling = request.sampling
+        most = MOST_KEPT if sampling.truncated else ALL_TOKENS
+        common = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": min(sampling.top_k, MOST_KEPT) if sampling.top_k else most,
+            "min_p": sampling.min_p,
+            "stop_token_ids": sampling.stop_token_ids,
+            # Without stop tokens nothing but the length ends a completion, also not those of the checkpoint.
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        body = {
+            "input_ids": [request.prompt_ids] * sampling.n,
+            "sampling_params": [{**common, "sampling_seed": _seed(sampling.seed, i)} for i in range(sampling.n)],
+            "return_logprob": True,
+            "return_sampling_mask": sampling.truncated,
+        }
+        return [Call("/generate", body)]
+
+    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
+        (samples,) = answers
+        if not isinstance(samples, list):
+            raise Malformed(f"a list of samples was asked for, got {type(samples).__name__}")
+        return [_completion(sample, request.sampling.truncated) for sample in samples]
+
+    def score(self, token_ids: list[int]) -> Call:
+        """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return Call("/generate", body)
+
+    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+        about = answer["meta_info"]
+        _check_finished(about)
+        rows = about["input_token_logprobs"]
+        if [row[1] for row in rows] != token_ids:
+            raise Malformed("the log-probs are of other tokens")
+        span = _spans(about, 1)[0]
+        return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)
+
+    def refused(self, status: int, reason: str) -> bool:
+        # Requests that were dropped, such as by a pause, may come as 400 too.
+        return status in REFUSED and "abort" not in reason.lower()
+
+
+DIALECT = SGLangDialect()
+
+
+def _seed(seed: int, sample: int) -> int:
+    """31 bits of (seed, sample)."""
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _check_finished(about: dict[str, Any]) -> FinishReason:
+    kind = about["finish_reason"]["type"]
+    return FINISHED.get(kind, "abort")
+
+
+def _completion(sample: Any, truncated: bool) -> Completion:
+    about = sample["meta_info"]
+    finished = _check_finished(about)
+    token_ids = [int(token) for token in sample["output_ids"]]
+    if finished == "abort":
+        # Whoever asked has to ask again: the rest of the answer means nothing.
+        return Completion([], [], "abort", [])
+    rows = about["output_token_logprobs"]
+    if [row[1] for row in rows] != token_ids:
+        raise Malformed("the log-probs are of other tokens than those of the answer")
+    log_probs, kept = [float(row[0]) for row in rows], None
+    if truncated:
+        log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
+        kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
+        if len(kept) != len(token_ids):
+            raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
+    return Completion(token_ids, log_probs, finished, _spans(about, len(token_ids)), kept)
+
+
+def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:
+    spans = []
+    for part in about.get("weight_versions") or [{"version": about["weight_version"], "start": 0, "end": tokens}]:
+        held = parse_label(part["version"])
+        if held is None:
+            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
+        if part["end"] > part["start"]:
+            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
+    return spans

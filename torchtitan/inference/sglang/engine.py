@@ -1,0 +1,76 @@
+"""SGLang beside an agent: how its server is started, and the two ways by which it takes weights."""
+
+from __future__ import annotations
+
+import os
+
+from torchtitan.inference.agent.control import EngineControl
+from torchtitan.inference.agent.engine import EngineOptions, Route
+from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.sglang.control import SGLangControl
+
+# Arguments with a meaning of their own to us, which the engine's own may still override.
+CPU_ARGUMENTS = (
+    "--device", "cpu",
+    "--attention-backend", "torch_native",
+    "--sampling-backend", "pytorch",
+    "--disable-overlap-schedule",
+    "--mem-fraction-static", "0.2",
+)  # fmt: skip
+
+
+class SGLang:
+    """See agent.engine.ForeignEngine."""
+
+    name = "sglang"
+    routes: tuple[Route, ...] = ("agent", "engine")
+
+    def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
+        on_cpu = not has_gpu()
+        own = [
+            options.python, "-m", "torchtitan.inference.sglang.serve",
+            "--host", options.host,
+            "--port-file", str(options.port_file),
+            "--token-env", options.token_env,
+            "--parent-pid", str(options.parent_pid),
+            "--",
+        ]  # fmt: skip
+        theirs = [
+            "--model-path", options.model,
+            "--dtype", options.dtype,
+            "--tp-size", str(options.tensor_parallel_size),
+            "--context-length", str(options.max_length),
+            "--max-running-requests", str(options.max_sequences),
+            "--skip-tokenizer-init",
+            "--skip-server-warmup",
+            "--log-level", "info",
+        ]  # fmt: skip
+        if options.in_flight_kv == "keep":
+            theirs.append("--disable-radix-cache")
+        if on_cpu:
+            theirs += CPU_ARGUMENTS
+            # It sizes the cache by what is free on the machine, which others use too.
+            theirs += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
+        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {"HF_HUB_OFFLINE": "1"}
+        return [*own, *theirs, *options.arguments], environment
+
+    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
+        return SGLangControl(url, token, options.update_timeout_s, options.in_flight_kv)
+
+    def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
+        assert isinstance(control, SGLangControl)
+        if options.route == "engine":
+            from torchtitan.inference.sglang.collective import CollectiveHandOver
+
+            return CollectiveHandOver(control, options)
+        from torchtitan.inference.sglang.disk import SGLangDiskHandOver
+
+        return SGLangDiskHandOver(control, options)
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU that processes may use (without importing torch)."""
+    return os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+ENGINE = SGLang()
