@@ -98,7 +98,7 @@ def sapo(
     positive = advantages > 0
     temperature = torch.where(positive, options.sapo_temperature_positive, options.sapo_temperature_negative)
     never = torch.zeros_like(positive)
-    return TokenLoss(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages, never, never)
+    return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, never, never)
 
 
 def per_token(lengths: list[int], max_length: int) -> list[float]:
