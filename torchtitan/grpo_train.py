@@ -26,6 +26,8 @@ def train(config: JobConfig) -> int:
         while (order := job.next_order()).kind is not Kind.STOP:
             if order.kind is Kind.SNAPSHOT:
                 job.snapshot_owed()
+            elif order.generation is not None:
+                job.generate(order.generation)
             elif order.kind is Kind.EXPORT:
                 job.export_on_demand()
             elif order.batch is not None:

@@ -21,6 +21,7 @@ from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.trace import write_trace
 from torchtitan.components.weights import WeightPath
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.colocated.rounds import Answer
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.types import Batch
@@ -127,12 +128,13 @@ class Director:
         while True:
             self._note_evictions(self.weights.actors())
             owed = self.weights.owed is not None
+            generates = self.rollout.rounds is not None and self.rollout.rounds.wanted(self._newest)
             if self.signals.stop_requested:
                 return Order(Kind.STOP)
             if self.signals.take_export_request():
                 return Order(Kind.EXPORT)
             if self._evaluation is not None:
-                self._look_at_evaluation(version)
+                self._look_at_evaluation(version, timeout=0 if generates else POLL_S)
             elif self._evaluation_due and not owed:
                 self._start_evaluation(version)
             elif self._evaluation_due:
@@ -141,15 +143,23 @@ class Director:
             elif version >= self.config.training.steps:
                 return Order(Kind.STOP)
             else:
-                batch = self.rollout.next_batch(version, timeout=OWED_POLL_S if owed else POLL_S)
+                poll = 0 if generates else OWED_POLL_S if owed else POLL_S
+                batch = self.rollout.next_batch(version, timeout=poll)
                 if batch is not None:
                     return Order(Kind.BATCH, batch)
+            if generates and self.rollout.rounds is not None:
+                return Order(Kind.GENERATE, generation=self.rollout.rounds.begin_round(self._newest))
             now = time.monotonic()
             if owed and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
                 self._last_snapshot_try = now
                 return Order(Kind.SNAPSHOT)
             if now > give_up:
                 return Order(Kind.WAIT)
+
+    def generated(self, answers: list[Answer]) -> None:
+        """The ranks have generated: what is finished goes back to the rollouts."""
+        assert self.rollout.rounds is not None
+        self.rollout.rounds.finish_round(answers)
 
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it."""
@@ -228,9 +238,9 @@ class Director:
         finally:
             self.weights.unpin()
 
-    def _look_at_evaluation(self, version: int) -> None:
+    def _look_at_evaluation(self, version: int, timeout: float) -> None:
         assert self._evaluation is not None
-        done, _ = concurrent.futures.wait([self._evaluation], timeout=POLL_S)
+        done, _ = concurrent.futures.wait([self._evaluation], timeout)
         if not done:
             return
         evaluation, self._evaluation = self._evaluation, None

@@ -28,6 +28,8 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
+from torchtitan.inference.colocated.colocation import open_replica
+from torchtitan.inference.colocated.rounds import Round
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.types import Batch
 from torchtitan.weight_sync.faults import switch_on
@@ -91,9 +93,21 @@ class Job:
         self._waited += time.perf_counter() - started
         self._recorder.add("data wait", begun)
         self._ordered_at = time.time()
+        if order.kind in (Kind.BATCH, Kind.STOP):
+            self.weights.make_room()
         if order.kind is Kind.STOP and self.version < self.config.training.steps:
             self.signals.start_deadline()
         return order
+
+    def generate(self, generation: Round) -> None:
+        """Have the engines on the trainer's own devices sample for a while; to a step that is waiting for its data."""
+        assert self.replica is not None
+        started, begun = time.perf_counter(), time.time()
+        answers = self.replica.run(generation)
+        if self.director is not None and answers is not None:
+            self.director.generated(answers)
+        self._waited += time.perf_counter() - started
+        self._recorder.add("rollout", begun)
 
     def publish(self, result: BatchResult) -> None:
         """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
@@ -188,7 +202,8 @@ class Job:
             # Before anything is started: every process inherits it.
             plan = self.run_dir / "weight_sync" / f"faults-{facts['epoch']}.txt"
             switch_on(faults.seed, faults.faults, plan, write=rank == 0)
-        actors = 0 if config.rollout.replay or config.inference.servers else config.inference.num_actors
+        elsewhere = config.rollout.replay or config.inference.servers or config.inference.mode == "colocate"
+        actors = 0 if elsewhere else config.inference.num_actors
         device.set_threads(config.training.threads, processes=ranks + actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
@@ -211,8 +226,9 @@ class Job:
                 self.director.resume(restored.version, restored.rollout)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
+        self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir, facts["epoch"]))
         self.weights = self._closing.enter_context(
-            open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir)
+            open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir, self.replica)
         )
         if self.director is not None:
             self.director.connect(self.weights)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.inference.colocated.rounds import Round
 from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch
 
@@ -19,6 +20,8 @@ class Kind(enum.Enum):
 
     BATCH = b"B"
     """train on the batch that comes with the order"""
+    GENERATE = b"G"
+    """generate on the trainer's own devices for a while, as the round that comes with the order says"""
     SNAPSHOT = b"S"
     """snapshot the owed version while there is no data"""
     WAIT = b"W"
@@ -33,6 +36,7 @@ class Kind(enum.Enum):
 class Order:
     kind: Kind
     batch: Batch | None = None
+    generation: Round | None = None
 
 
 def share_order(order: Order | None) -> Order:
@@ -42,6 +46,10 @@ def share_order(order: Order | None) -> Order:
     if order is None:
         payload = broadcast_bytes(None)
         kind = Kind(payload[:1])
-        return Order(kind, decode_batch(payload[1:]) if kind is Kind.BATCH else None)
-    broadcast_bytes(order.kind.value + (encode_batch(order.batch) if order.batch else b""))
+        batch = decode_batch(payload[1:]) if kind is Kind.BATCH else None
+        return Order(kind, batch, Round.decode(payload[1:]) if kind is Kind.GENERATE else None)
+    content = encode_batch(order.batch) if order.batch else b""
+    if order.generation is not None:
+        content = order.generation.encode()
+    broadcast_bytes(order.kind.value + content)
     return order

@@ -19,6 +19,7 @@ MOST_ACTORS = 6
 
 # Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
 COLORS = {label: color for _, label, color in TIMES} | {
+    "rollout": "#b7d3f2",
     "commit": "#5b2a86",
     "evaluation": "#8a97a8",
     "checkpoint": "#b9c0c9",

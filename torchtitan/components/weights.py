@@ -10,10 +10,13 @@ from typing import Protocol
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.inference.colocated.replica import Replica
+from torchtitan.inference.colocated.weights import ColocatedWeights
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
+from torchtitan.weight_sync.staging import TORCH_DTYPES
 
 
 class WeightPath(Protocol):
@@ -28,6 +31,9 @@ class WeightPath(Protocol):
     def reserve(self) -> bool: ...
 
     def fence(self) -> None: ...
+
+    def make_room(self) -> None:
+        """The trainer's state is needed next, so what generation holds of this device goes. Every rank."""
 
     def commit(self, version: int, noes: int) -> str: ...
 
@@ -63,6 +69,9 @@ class NoWeightSync:
     def fence(self) -> None:
         """No snapshot is under way."""
 
+    def make_room(self) -> None:
+        """Nothing is generated."""
+
     def commit(self, version: int, noes: int) -> str:
         self._skipped += 1
         return "skipped"
@@ -97,10 +106,19 @@ class NoWeightSync:
 
 
 @contextlib.contextmanager
-def open_weight_path(config: JobConfig, policy: Decoder, epoch: str, token: str, run_dir: Path) -> Iterator[WeightPath]:
-    """The weight path of this run, on every rank (collective); closed at the end."""
+def open_weight_path(
+    config: JobConfig, policy: Decoder, epoch: str, token: str, run_dir: Path, replica: Replica | None = None
+) -> Iterator[WeightPath]:
+    """The weight path of this run, on every rank (collective); closed at the end.
+
+    replica: this rank's part of the engines on the trainer's own devices, where they are.
+    """
     if config.rollout.replay:
         yield NoWeightSync()
+        return
+    if replica is not None:
+        replicas = device.world_size() // config.inference.tensor_parallel_size
+        yield ColocatedWeights(policy, replica, replicas, epoch, TORCH_DTYPES[config.inference.dtype])
         return
     # Rank 0 starts the coordinator, so it goes first; the others join at the address that it broadcasts.
     first = device.rank() == 0

@@ -8,11 +8,14 @@ from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.model_shape import read_shape
 from torchtitan.config.validate import global_batch_size, world_size
+from torchtitan.inference.colocated.memory import GIB, EngineMemory, device_bytes_of_driver, engine_memory
 from torchtitan.models.model_args import ModelArgs
 
 __all__ = ["MemoryEstimate", "Plan", "describe_plan", "make_plan", "world_size"]
 
 BYTES = {"float32": 4, "bfloat16": 2}
+# Where there is no GPU to ask, a colocated run is planned for one of this size.
+PLANNED_DEVICE = 80 * GIB
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class MemoryEstimate:
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
     - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
       vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
-    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, and one more for deltas.
+    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, and one more for deltas; none where
+      the engines are colocated.
     """
 
     parameters: int
@@ -117,8 +121,31 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
         logits=4 * tokens * args.vocab_size * 4 // tensor,
-        slots=config.weight_sync.slots_per_rank * share * BYTES[config.inference.dtype],
+        slots=0 if _colocated(config) else config.weight_sync.slots_per_rank * share * BYTES[config.inference.dtype],
     )
+
+
+def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) -> EngineMemory | None:
+    """The engine on a trainer's rank; None while the model's shape is not known. device_bytes: None on a CPU.
+
+    With a sleeping engine the trainer's activations and gradients are gone while the KV cache is there.
+    """
+    plan, args = make_plan(config, ranks), read_shape(config)
+    if plan.memory is None or args is None:
+        return None
+    return engine_memory(config, args, device_bytes, _beside_generation(config, plan.memory))
+
+
+def _beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
+    """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
+    kept = memory.total - memory.slots - memory.optimizer
+    if config.inference.sleep_level:
+        kept = memory.parameters
+    return kept + (0 if config.inference.offload_optimizer else memory.optimizer)
+
+
+def _colocated(config: JobConfig) -> bool:
+    return config.inference.mode == "colocate" and not config.rollout.replay
 
 
 def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
@@ -138,7 +165,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
     lines = [
         f"ranks: {plan.ranks}",
         f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel",
-        f"actors: {_actors(config)}",
+        f"actors: {_actors(config, world_size)}",
         f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
         f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
@@ -150,17 +177,55 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         lines += [
             f"model: {plan.parameters:,} parameters",
             f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
-            f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory",
+            *_slots(config, memory),
             f"memory estimate per rank: {_size(memory.total)}",
             *(f"  {part}: {_size(size)}" for part, size in vars(memory).items()),
         ]
+        if _colocated(config):
+            lines += _describe_colocated(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
 
-def _actors(config: JobConfig) -> str:
+def _slots(config: JobConfig, memory: MemoryEstimate) -> list[str]:
+    if _colocated(config):
+        return []
+    return [f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory"]
+
+
+def _describe_colocated(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
+    """The engine beside the trainer: what it takes, and what that makes of a device in the two halves of a step."""
+    device_bytes = device_bytes_of_driver()
+    planned = device_bytes or PLANNED_DEVICE
+    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
+    assert engine is not None
+    inference = config.inference
+    beside = _beside_generation(config, memory)
+    training = memory.total - memory.slots + (0 if inference.sleep_level else engine.total)
+    where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
+    fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, not one sequence has room"
+    cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
+    asleep = {0: "", 1: f", {_size(engine.weights)} of weights in host memory meanwhile", 2: ""}
+    return [
+        f"colocated engine per rank: {_size(engine.total)}{fits}",
+        f"  weights: {_size(engine.weights)}",
+        f"  kv_cache: {_size(engine.kv_cache)}{cut}",
+        f"  work: {_size(engine.work)}",
+        f"while training: {_size(training)}, the engine {'asleep' if inference.sleep_level else 'stays'}"
+        f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
+        f"while generating: {_size(beside + engine.total)}, the optimizer's state "
+        f"{'in host memory' if inference.offload_optimizer else 'stays'}",
+        f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
+    ]
+
+
+def _actors(config: JobConfig, ranks: int) -> str:
     inference = config.inference
     if config.rollout.replay:
         return f"none, rollouts are replayed from {config.rollout.replay}"
+    if _colocated(config):
+        size = inference.tensor_parallel_size
+        replicas = max(1, ranks // size)
+        return f"{replicas} × {inference.backend} (colocate, tensor parallel {size}, {inference.dtype}) on the ranks"
     if inference.servers:
         return f"{len(inference.servers)} running already: {', '.join(inference.servers)}"
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"

@@ -56,6 +56,27 @@ def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
     return payload.numpy().tobytes()
 
 
+def gather_bytes(data: bytes) -> list[bytes] | None:
+    """The bytes of all ranks, in their order, on rank 0; None on the others. Nothing is unpickled."""
+    if not dist.is_initialized():
+        return [data]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    # On the CPU: gloo carries these, also beside NCCL.
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64))
+    longest = max(int(length) for length in lengths)
+    if longest == 0:
+        return [b""] * ranks if rank == 0 else None
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
+    dist.gather(padded, gathered)
+    if gathered is None:
+        return None
+    return [one[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]
+
+
 @torch.no_grad()
 def gradient_norm_and_votes(
     parameters: Iterable[nn.Parameter], votes: torch.Tensor

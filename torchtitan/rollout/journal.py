@@ -105,6 +105,7 @@ class ReplaySource:
     """Hands out the batches of a recorded run, with the interface of RolloutProducer and without actors."""
 
     has_actors = False
+    rounds = None
 
     def __init__(self, run_dir: str | Path, journal: Journal | None = None):
         """What is handed out is recorded in `journal` again, so that a replay can be replayed.

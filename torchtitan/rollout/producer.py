@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.flow import RolloutFlow
@@ -47,8 +48,13 @@ class RolloutProducer:
         tokenizer: TextTokenizer,
         journal: Journal | None,
         epoch: str,
+        rounds: ColocatedPool | None = None,
     ):
-        """Raises UserError for a dataset or tokenizer that does not fit the configuration."""
+        """rounds: the pool again, where the trainer's own devices generate.
+
+        Raises UserError for a dataset or tokenizer that does not fit the configuration.
+        """
+        self.rounds = rounds
         train, self._held_out = load_datasets(config)
         self._config = config
         self._pool = pool

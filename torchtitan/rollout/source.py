@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.validate import world_size
+from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.rewards.pool import RewardPool
@@ -22,6 +24,10 @@ class RolloutSource(Protocol):
 
     @property
     def has_actors(self) -> bool: ...
+
+    @property
+    def rounds(self) -> ColocatedPool | None:
+        """What the trainer's own devices are to generate; None where actors do it by themselves."""
 
     def launch(self) -> None: ...
 
@@ -72,5 +78,8 @@ def open_rollouts(
     logs.mkdir(parents=True, exist_ok=True)
     extra = [config.eval.reward_function] if config.eval.reward_function else []
     rewards = RewardPool(config, extra_functions=extra, log_file=logs / "rewards.log")
+    if config.inference.mode == "colocate":
+        rounds = ColocatedPool(config, epoch, world_size() // config.inference.tensor_parallel_size)
+        return RolloutProducer(config, rounds, rewards, tokenizer, journal, epoch, rounds)
     pool = InferencePool(config, epoch, token, run_dir, events)
     return RolloutProducer(config, pool, rewards, tokenizer, journal, epoch)

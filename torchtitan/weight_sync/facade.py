@@ -200,6 +200,9 @@ class WeightSync:
         self._publisher.fence()
         self._stall_s += time.perf_counter() - begun
 
+    def make_room(self) -> None:
+        """Actors are processes of their own: nothing of theirs is on this device."""
+
     def release(self) -> None:
         """The step was dropped (non-finite): no version comes of it."""
         self._boundary.release()

@@ -1,0 +1,178 @@
+"""The rollouts' side of generation on the trainer's own devices: requests wait here until an order takes them along.
+
+Coroutines of the rollouts' loop ask and wait; the trainer's thread collects what waits into a round, has all ranks
+generate, and brings the answers back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.rounds import Answer, Round
+from torchtitan.inference.labels import make_label
+from torchtitan.inference.types import Completion, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+# A round is as many engine steps as take about so long: finished completions are scored between two rounds, and the
+# trainer looks for a batch then.
+ROUND_S = 0.25
+FIRST_STEPS = 4
+MOST_STEPS = 256
+
+
+@dataclass
+class _Waiting:
+    request: GenerateRequest
+    min_version: int
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Answer] = field(repr=False)
+    replica: int = 0
+
+
+class ColocatedPool:
+    """Stands where InferencePool does. `rounds` of the rollouts is this object, for the trainer's thread."""
+
+    def __init__(self, config: JobConfig, epoch: str, replicas: int):
+        self._max_sequences = config.inference.max_sequences
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._number = 0
+        self._waiting: dict[str, _Waiting] = {}
+        """Not handed to a replica yet, oldest first"""
+        self._under_way: dict[str, _Waiting] = {}
+        self._cancelled: list[str] = []
+        self._loads = [0] * replicas
+        self._version: int | None = None
+        self._steps = FIRST_STEPS
+        self._round_began: float | None = None
+        self._closed = False
+
+    # The rollouts' loop
+
+    @property
+    def statistics(self) -> Counter[str]:
+        return Counter(requests_redone=0, evictions=0, restarts=0)
+
+    @property
+    def actors(self) -> dict[str, str]:
+        state = "starting" if self._version is None else "ready"
+        return {replica_name(number): state for number in range(len(self._loads))}
+
+    def serving_version(self) -> int | None:
+        """The version that the replicas hold, as of the last round."""
+        return self._version
+
+    async def start(self) -> None:
+        """The engines start with the trainer's ranks."""
+
+    async def connect_weights(self, coordinator: str) -> None:
+        """Weights stay in the process."""
+
+    async def redo_elsewhere(self, actor: str, reason: str) -> None:
+        """A replica that fails ends the run: its ranks are the trainer's."""
+
+    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+        """Sample a request with weights of at least `min_version`. Waits for as long as it takes.
+
+        Raises:
+            UserError: the engine refuses the request, or the run is closing.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._closed:
+                raise UserError("the run is closing")
+            # A request that is redone has its old name: here every one has its own.
+            self._number += 1
+            name = str(self._number)
+            waiting = _Waiting(replace(request, request_id=name), min_version, loop, loop.create_future())
+            self._waiting[name] = waiting
+        try:
+            answer = await waiting.answer
+        except asyncio.CancelledError:
+            self._forget(name)
+            raise
+        if answer.refused:
+            raise UserError(f"the engine refused request {request.request_id}: {answer.refused}")
+        return answer.completions
+
+    async def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            left = [*self._waiting.values(), *self._under_way.values()]
+            self._waiting, self._under_way = {}, {}
+        for waiting in left:
+            waiting.answer.cancel()
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._waiting.pop(name, None)
+            waiting = self._under_way.pop(name, None)
+            if waiting is not None:
+                self._loads[waiting.replica] -= waiting.request.sampling.n
+                self._cancelled.append(name)
+
+    # The trainer's thread
+
+    def wanted(self, version: int) -> bool:
+        """Whether the replicas, which hold `version`, have something to do."""
+        with self._lock:
+            return (
+                bool(self._under_way)
+                or bool(self._cancelled)
+                or any(waiting.min_version <= version for waiting in self._waiting.values())
+            )
+
+    def begin_round(self, version: int) -> Round:
+        """What the replicas do next; `finish_round` comes after it."""
+        with self._lock:
+            self._version = version
+            requests: list[list[GenerateRequest]] = [[] for _ in self._loads]
+            for name, waiting in list(self._waiting.items()):
+                replica = min(range(len(self._loads)), key=self._loads.__getitem__)
+                if waiting.min_version > version:
+                    continue
+                # One request more than fits: where one ends, the next is there already.
+                if self._loads[replica] >= self._max_sequences:
+                    break
+                del self._waiting[name]
+                waiting.replica = replica
+                self._loads[replica] += waiting.request.sampling.n
+                self._under_way[name] = waiting
+                requests[replica].append(waiting.request)
+            cancelled, self._cancelled = self._cancelled, []
+        self._round_began = time.monotonic()
+        return Round(make_label(self._epoch, version), self._steps, requests, cancelled)
+
+    def finish_round(self, answers: list[Answer]) -> None:
+        """Hand the answers to who waits for them."""
+        assert self._round_began is not None
+        self._pace(time.monotonic() - self._round_began)
+        for answer in answers:
+            with self._lock:
+                waiting = self._under_way.pop(answer.request_id, None)
+                if waiting is None:
+                    continue  # cancelled meanwhile
+                self._loads[waiting.replica] -= waiting.request.sampling.n
+            waiting.loop.call_soon_threadsafe(_resolve, waiting.answer, answer)
+
+    def _pace(self, seconds: float) -> None:
+        """Steps of the next round, from what this one took. Slowly: a round that ended early says little."""
+        wanted = self._steps * ROUND_S / max(seconds, 1e-3)
+        self._steps = max(1, min(MOST_STEPS, round(min(max(wanted, self._steps / 2), self._steps * 2))))
+
+
+def replica_name(number: int) -> str:
+    return f"replica-{number}"
+
+
+def _resolve(future: asyncio.Future[Answer], answer: Answer) -> None:
+    if not future.done():
+        future.set_result(answer)

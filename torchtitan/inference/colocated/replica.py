@@ -1,0 +1,134 @@
+"""Generation on the trainer's own devices: this rank's part of an engine, driven by GENERATE orders.
+
+Ranks r, r + 1, … of a tensor-parallel group hold one replica of the model; the groups are data parallel. Memory goes
+back and forth: before a batch is trained on the engine sleeps, a new version wakes its weights, and the first step
+after that the rest, when the optimizer's state has left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+
+import torch
+
+from torchtitan.distributed.collectives import gather_bytes
+from torchtitan.inference.colocated.engine import Engine, SampleRefused
+from torchtitan.inference.colocated.offload import OptimizerOffload
+from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
+from torchtitan.inference.types import Completion, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """Every rank has one and calls its methods alike. `busy_s` is the time it has spent with generating."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        tensor_parallel_size: int,
+        sleeps: bool = False,
+        offload: OptimizerOffload | None = None,
+    ):
+        self.number = rank // tensor_parallel_size
+        self.busy_s = 0.0
+        self._engine = engine
+        self._leads = rank % tensor_parallel_size == 0
+        self._sleeps = sleeps
+        self._offload = offload
+        self._asleep: list[str] = []
+        self._groups: dict[str, list[Completion | None]] = {}
+
+    @property
+    def label(self) -> str | None:
+        """Of the weights that the engine holds."""
+        return self._engine.label
+
+    def run(self, round_: Round) -> list[Answer] | None:
+        """Generate as the order says (collective). Rank 0 gets the requests that are finished, of all replicas."""
+        started = time.perf_counter()
+        self._wake_for_generation()
+        if self._engine.label != round_.label:
+            # Never a token with weights of another version, whatever went wrong before.
+            raise RuntimeError(f"the engine holds weights {self._engine.label}, {round_.label} was to generate")
+        self._cancel(round_.cancelled)
+        answers = [refusal for request in round_.requests[self.number] if (refusal := self._add(request)) is not None]
+        for _ in range(round_.steps):
+            if not self._engine.busy:
+                break
+            answers += [answer for name, one in self._engine.step() if (answer := self._take(name, one)) is not None]
+        gathered = gather_bytes(encode_answers(answers) if self._leads else b"")
+        self.busy_s += time.perf_counter() - started
+        return None if gathered is None else [answer for part in gathered for answer in decode_answers(part)]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+        """Give the engine a version (collective: the weights are gathered one by one)."""
+        self._wake("weights")
+        self._engine.load(weights, label)
+
+    def make_room(self) -> None:
+        """Training is next: the engine's memory goes, the optimizer's state comes back."""
+        if self._sleeps and not self._asleep:
+            self._engine.sleep()
+            self._asleep = ["weights", "kv_cache"]
+        if self._offload is not None:
+            self._offload.back()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _wake_for_generation(self) -> None:
+        if self._offload is not None:
+            self._offload.away()
+        if self._asleep and torch.cuda.is_available():
+            # What training has freed is still the allocator's; the engine's own memory comes from the device.
+            torch.cuda.empty_cache()
+        self._wake("weights")
+        self._wake("kv_cache")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._engine.wake(tag)  # type: ignore[arg-type]
+            self._asleep.remove(tag)
+
+    def _add(self, request: GenerateRequest) -> Answer | None:
+        samples = request.sampling.n
+        try:
+            for sample in range(samples):
+                seed = sample_seed(request.sampling.seed, sample)
+                self._engine.add(_name(request.request_id, sample), request.prompt_ids, request.sampling, seed)
+        except SampleRefused as error:
+            self._engine.cancel([_name(request.request_id, sample) for sample in range(samples)])
+            return Answer(request.request_id, refused=str(error))
+        self._groups[request.request_id] = [None] * samples
+        return None
+
+    def _cancel(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            samples = self._groups.pop(request_id, [])
+            self._engine.cancel([_name(request_id, sample) for sample, done in enumerate(samples) if done is None])
+
+    def _take(self, name: str, completion: Completion) -> Answer | None:
+        request_id, _, sample = name.rpartition(".")
+        samples = self._groups.get(request_id)
+        if samples is None:
+            return None
+        samples[int(sample)] = completion
+        finished = [one for one in samples if one is not None]
+        if len(finished) < len(samples):
+            return None
+        del self._groups[request_id]
+        return Answer(request_id, finished)
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of a request's sample: the same on every rank of a tensor-parallel group, whatever else it has drawn."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _name(request_id: str, sample: int) -> str:
+    return f"{request_id}.{sample}"

