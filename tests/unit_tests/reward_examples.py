@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import mmap
 import os
+import re
+import sys
 import time
 from typing import Any
 
@@ -53,12 +57,70 @@ def leave(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def segfault(completions: list[str], **kwargs: Any) -> list[float]:
+    """Reads address 0, as a broken native library does."""
+    if "bad" in completions:
+        ctypes.string_at(0)
+    return [1.0] * len(completions)
+
+
+def interrupt(completions: list[str], **kwargs: Any) -> list[float]:
+    """What `except Exception` does not catch."""
+    if "bad" in completions:
+        raise KeyboardInterrupt
+    return [1.0] * len(completions)
+
+
+def fault(completions: list[str], **kwargs: Any) -> list[float]:
+    if "bad" in completions:
+        raise ValueError("no opinion on this one")
+    return [1.0] * len(completions)
+
+
+def endless_recursion(completions: list[str], **kwargs: Any) -> list[float]:
+    sys.setrecursionlimit(2000)
+    return endless_recursion(completions) if "bad" in completions else [1.0] * len(completions)
+
+
+def no_list(completions: list[str], **kwargs: Any) -> list[float] | None:
+    return None if "bad" in completions else [1.0] * len(completions)
+
+
+def mapped_bomb(completions: list[str], **kwargs: Any) -> list[float]:
+    """Takes memory from the system, past Python's allocator."""
+    if "bad" in completions:
+        held = [mmap.mmap(-1, 256 * 2**20) for _ in range(1000)]
+        return [float(len(held))]
+    return [1.0] * len(completions)
+
+
+def stubborn_bomb(completions: list[str], **kwargs: Any) -> list[float]:
+    """Takes memory for ever and goes on where there is none."""
+    hoard = []
+    while "bad" in completions:
+        try:
+            hoard.append(bytearray(8 * 2**20))
+        except MemoryError:
+            time.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+def native_hang(completions: list[str], **kwargs: Any) -> list[float]:
+    """A regular expression that takes years, in C: neither signals nor other threads are served meanwhile."""
+    return [0.0 if text == "bad" and re.match("(a+)+$", "a" * 60 + "b") else 1.0 for text in completions]
+
+
+async def async_hang(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(3600 if "bad" in completions else 0)
+    return [1.0] * len(completions)
+
+
 def wrong_length(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0 for text in completions if text != "bad"]
 
 
 def odd_values(completions: list[str], **kwargs: Any) -> list[Any]:
-    values = {"nan": float("nan"), "infinite": float("inf"), "text": "1.0", "none": None, "true": True}
+    values = {"nan": float("nan"), "infinite": float("inf"), "text": "1.0", "none": None, "true": True, "huge": 10**400}
     return [values[text] for text in completions]
 
 

@@ -69,7 +69,11 @@ def test_arguments_follow_trl() -> None:
     assert totals(results[0]) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("function", ["crash", "leave", "bomb", "wrong_length"])
+DIE = ("crash", "segfault", "interrupt")
+FAIL = ("leave", "fault", "endless_recursion", "bomb", "mapped_bomb", "wrong_length", "no_list")
+
+
+@pytest.mark.parametrize("function", [*DIE, *FAIL])
 def test_only_the_bad_sample_is_lost(function: str) -> None:
     config = make_config(function, memory_limit_mb=256)
     good = (PROMPT, completions_of("fine", "fine"))
@@ -77,11 +81,12 @@ def test_only_the_bad_sample_is_lost(function: str) -> None:
     assert totals(results[0]) == [1.0, None, 1.0]
     assert totals(results[1]) == [1.0, 1.0]
     assert statistics["failures"] == 1
-    assert statistics["worker_restarts"] == (2 if function == "crash" else 0)
+    assert statistics["worker_restarts"] == (2 if function in DIE else 0)
 
 
-def test_a_hang_ends_at_the_time_limit() -> None:
-    config = make_config("hang", timeout_s=1.0)
+@pytest.mark.parametrize("function", ["hang", "native_hang", "async_hang", "stubborn_bomb"])
+def test_a_hang_ends_at_the_time_limit(function: str) -> None:
+    config = make_config(function, timeout_s=1.0, memory_limit_mb=256)
     started = time.monotonic()
     results, statistics = score(config, (PROMPT, completions_of("bad", "fine")), (PROMPT, completions_of("fine")))
     assert totals(results[0]) == [None, 1.0]
@@ -104,9 +109,10 @@ def test_values_that_are_no_rewards_are_counted_and_none_is_not() -> None:
     results, statistics = score(make_config("odd_values"), (PROMPT, completions_of("nan", "true", "text", "none")))
     assert totals(results[0]) == [None, 1.0, None, None]
     assert statistics["failures"] == 2
-    results, statistics = score(make_config("odd_values"), (PROMPT, completions_of("infinite")))
-    assert totals(results[0]) == [None]
-    assert statistics["failures"] == 1
+    for text in ("infinite", "huge"):
+        results, statistics = score(make_config("odd_values"), (PROMPT, completions_of(text)))
+        assert totals(results[0]) == [None]
+        assert statistics["failures"] == 1
 
 
 def test_one_function_without_opinion_does_not_spoil_the_sum() -> None:
