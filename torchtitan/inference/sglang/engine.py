@@ -44,6 +44,7 @@ class SGLang:
             "--skip-tokenizer-init",
             "--skip-server-warmup",
             "--log-level", "info",
+            "--log-level-http", "warning",
         ]  # fmt: skip
         if options.in_flight_kv == "keep":
             theirs.append("--disable-radix-cache")

@@ -1,0 +1,191 @@
+"""The order in which an agent has an engine stand still, load and go on, and what each failure leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.inference.agent.applying import Applier
+from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.watch import Watch
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+
+class Engine:
+    """Control and hand-over in one; keeps a list of what was asked. `fails` names what raises."""
+
+    workers = 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: dict[str, Exception] = {}
+        self.label: str | None = None
+        self.standing = False
+        self.drained = True
+        self.forgets_label = False
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    def pause(self, mode: str, timeout_s: float) -> bool:
+        self._called(f"pause {mode}")
+        self.standing = mode != "wait" or self.drained
+        return self.standing
+
+    def resume(self) -> None:
+        self._called("resume")
+        self.standing = False
+
+    def reset_prefix_cache(self) -> None:
+        self._called("reset")
+
+    def weights_label(self) -> str | None:
+        return self.label
+
+    def check_health(self, timeout_s: float) -> None:
+        self._called("health")
+
+    def prepare(self, staged: StagedVersion, label: str) -> None:
+        self._called("prepare")
+
+    def load(self, staged: StagedVersion, label: str) -> None:
+        assert self.standing
+        self._called("load")
+        if not self.forgets_label:
+            self.label = label
+
+
+def staged(version: int) -> StagedVersion:
+    return StagedVersion("epoch", version, "digest", {"w": torch.zeros(1)})
+
+
+def made(**options: Any) -> tuple[Engine, Applier]:
+    engine = Engine()
+    applier = Applier(engine, engine, 5.0, **options)  # type: ignore[arg-type]
+    applier.new_receiver()
+    return engine, applier
+
+
+def test_a_version_is_loaded_while_the_engine_stands() -> None:
+    engine, applier = made()
+    cost = applier.apply(1, staged(3))
+    assert engine.calls == ["prepare", "pause keep", "load", "reset", "resume"]
+    assert applier.holds == ("epoch", 3) and engine.label == "epoch/3" and not engine.standing
+    assert cost["drain_s"] == 0 and 0 <= cost["pause_s"] < 1
+
+
+def test_an_older_receiver_is_refused_and_touches_nothing() -> None:
+    engine, applier = made()
+    assert applier.new_receiver() == 2
+    with pytest.raises(WeightsRefused, match="another receiver"):
+        applier.apply(1, staged(3))
+    assert engine.calls == [] and applier.holds is None
+    applier.apply(2, staged(4))
+    assert applier.holds == ("epoch", 4)
+
+
+def test_drain_lets_requests_finish_up_to_its_deadline() -> None:
+    engine, applier = made(drain_timeout_s=2.0)
+    applier.apply(1, staged(0))
+    assert engine.calls[1:3] == ["pause wait", "load"]
+    engine.calls.clear()
+    engine.drained = False
+    applier.apply(1, staged(1))
+    assert engine.calls[1:4] == ["pause wait", "pause keep", "load"]
+    assert applier.holds == ("epoch", 1)
+
+
+@pytest.mark.parametrize("failing", ["prepare", "load"])
+def test_what_certainly_changed_nothing_is_refused_and_the_engine_goes_on(failing: str) -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.fails[failing] = WeightsRefused("no")
+    with pytest.raises(WeightsRefused, match="no"):
+        applier.apply(1, staged(1))
+    assert applier.holds == ("epoch", 0) and not engine.standing and applier.poisoned is None
+    engine.fails.clear()
+    applier.apply(1, staged(2))
+    assert applier.holds == ("epoch", 2)
+
+
+@pytest.mark.parametrize("failing", ["load", "reset", "resume"])
+def test_half_a_version_is_never_served(failing: str) -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.fails[failing] = EngineError("broken")
+    with pytest.raises(EngineError):
+        applier.apply(1, staged(1))
+    assert "broken" in str(applier.poisoned) and applier.holds is None
+    # What ran was begun with weights that are gone.
+    assert engine.calls[-1] == "pause abort" and engine.standing
+    engine.fails.clear()
+    applier.resume()
+    applier.settle()
+    assert engine.standing
+    engine.calls.clear()
+    applier.apply(1, staged(2))
+    assert applier.poisoned is None and applier.holds == ("epoch", 2) and not engine.standing
+
+
+def test_an_engine_that_says_another_version_is_poisoned() -> None:
+    engine, applier = made()
+    engine.forgets_label = True
+    with pytest.raises(EngineError, match="holds None, not 'epoch/0'"):
+        applier.apply(1, staged(0))
+    assert applier.poisoned is not None and engine.standing
+
+
+def test_a_pause_that_was_asked_for_outlasts_versions() -> None:
+    engine, applier = made()
+    applier.pause(abort=False)
+    applier.apply(1, staged(0))
+    assert engine.standing and applier.paused and applier.holds == ("epoch", 0)
+    applier.resume()
+    assert not engine.standing
+
+
+def test_an_order_to_stand_still_that_was_given_up_is_taken_back() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.fails["pause keep"] = EngineError("no answer")
+    with pytest.raises(WeightsRefused, match="did not stand still"):
+        applier.apply(1, staged(1))
+    # A frozen engine finds the order when it wakes up.
+    engine.standing = True
+    assert applier.unsettled is not None and applier.holds == ("epoch", 0)
+    applier.settle()
+    assert not engine.standing and applier.unsettled is None
+
+
+def test_the_watch_notices_silence_and_foreign_weights() -> None:
+    engine, applier = made()
+    lost: list[str] = []
+    noticed = threading.Event()
+
+    def note(reason: str) -> None:
+        lost.append(reason)
+        noticed.set()
+
+    watch = Watch(engine, applier, note, interval_s=0.01)  # type: ignore[arg-type]
+    applier.apply(1, staged(0))
+    engine.fails["health"] = EngineError("no answer")
+    watch.start()
+    try:
+        silent = threading.Event()
+        while watch.trouble is None:
+            assert not silent.wait(0.01)
+        assert watch.age_s > 0
+        engine.fails.clear()
+        while watch.trouble is not None:
+            assert not silent.wait(0.01)
+        assert watch.age_s == 0 and not lost
+        engine.label = "another/7"
+        assert noticed.wait(10)
+        assert "another/7" in lost[0] and applier.holds is None
+    finally:
+        watch.close(5.0)
