@@ -84,5 +84,11 @@ def test_a_run_with_adapters(tmp_path: Path) -> None:
     merged = load_policy(run_dir / "hf" / "step-6")
     torch.testing.assert_close(adapted.logits(tokens), merged.logits(tokens), rtol=0, atol=1e-5)
     assert not torch.equal(merged.logits(tokens), policy.logits(tokens))
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = peft.PeftModel.from_pretrained(base, run_dir / "adapter" / "step-6")
+    whole_model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf" / "step-6")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, whole_model(tokens).logits, rtol=0, atol=1e-5)
     names = load_file(run_dir / "adapter" / "step-6" / "adapter_model.safetensors")
     assert len(names) == 2 * 7 * policy.args.num_hidden_layers

@@ -239,6 +239,34 @@ def test_peft_loads_what_we_save_and_we_load_what_it_saves(untied: Path, tmp_pat
     torch.testing.assert_close(peft_log_probs(plain), theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "tied"), [("llama3", False), ("qwen2", True), ("qwen3", True)])
+def test_merged_export_equals_base_and_adapter_in_transformers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, tied: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    directory = tiny_checkpoint(family, tied)
+    policy = adapted(directory, Lora().target_modules if tied else EVERYTHING)
+    save_adapter(policy, tmp_path / "adapter", base_model=str(directory))
+    export_policy(policy, tmp_path / "merged")
+
+    def load(path: Path) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(TOKENS[None]).logits[0]
+
+    base = logits(load(directory))
+    with_adapter = peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
+    expected = logits(with_adapter)
+    assert (expected - base).abs().max() > 0.1
+    # Both exports are rounded to fp32 once.
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(with_adapter.merge_and_unload()), expected, rtol=0, atol=1e-5)
+
+
 def test_adapters_that_do_not_fit_are_refused(untied: Path, tmp_path: Path) -> None:
     policy = adapted(untied, ["q_proj"])
     save_adapter(policy, tmp_path / "q")
