@@ -1,0 +1,125 @@
+"""Gradients of a whole policy do not depend on how a batch is cut: packing, micro-batches, tiles of the head, ranks.
+
+Ranks are counted here one after the other, and their gradients summed; test_training_layouts.py has real ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchtitan.components.lr_scheduler import build_lr_scheduler
+from torchtitan.components.policy_trainer import PolicyTrainer
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.grpo.names import LOSS_TYPES
+from torchtitan.inference.types import VersionSpan
+from torchtitan.models import load_policy
+from torchtitan.models.decoder import Decoder
+from torchtitan.rollout.types import Batch, Group, Sample
+
+LONGEST = 12
+EVERYTHING = 10_000
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to work through a batch. The default: one rank, one micro-batch, all logits."""
+
+    tokens: int = EVERYTHING
+    ranks: int = 1
+    head: str = "full"
+    budget: int = 1 << 30
+    shuffle: int = 0
+
+
+def make_batch(seed: int) -> Batch:
+    """Groups of completions of many lengths; one in five hit the length limit."""
+    rng = random.Random(seed)
+    groups = []
+    for index in range(4):
+        prompt, samples = [rng.randrange(128) for _ in range(rng.randint(1, 5))], []
+        for _ in range(3):
+            length = rng.randint(1, LONGEST)
+            samples.append(
+                Sample(
+                    prompt_ids=prompt,
+                    completion_ids=[rng.randrange(128) for _ in range(length)],
+                    log_probs=[rng.uniform(-7.0, -3.0) for _ in range(length)],
+                    spans=[VersionSpan("e", 0, 0, length)],
+                    finish_reason="length" if rng.random() < 0.2 else "stop",
+                    reward=rng.random(),
+                )
+            )
+        groups.append(Group(index, samples))
+    return Batch(0, groups)
+
+
+def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tuple[float, torch.Tensor]:
+    """Loss, and the gradient of every parameter in one vector, summed over the ranks."""
+    config.training.tokens_per_micro_batch, config.model.logprob_head = cut.tokens, cut.head
+    policy.lm_head.fused, policy.lm_head.budget_bytes = cut.head != "full", cut.budget
+    groups = list(batch.groups)
+    random.Random(cut.shuffle).shuffle(groups)
+    loss, total = 0.0, torch.zeros(0)
+    for rank in range(cut.ranks):
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        seen: list[torch.Tensor] = []
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any, seen: list[torch.Tensor] = seen) -> None:
+            parameters = optimizer.param_groups[0]["params"]
+            seen.append(
+                torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
+            )
+
+        optimizer.register_step_pre_hook(look)
+        dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
+        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 1)
+        trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
+        result = trainer.train_batch(Batch(0, groups), lambda: True, lambda: None)
+        loss += result.metrics["loss"] or 0.0
+        total = seen[0] if rank == 0 else total + seen[0]
+    return loss, total
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 50),
+    name=st.sampled_from([name for name in LOSS_TYPES if name != "bnpo"]),
+    decoupled=st.booleans(),
+    masks=st.booleans(),
+    cut=st.builds(
+        Cut,
+        tokens=st.integers(18, 120),
+        ranks=st.integers(1, 3),
+        head=st.sampled_from(["one_pass", "two_pass"]),
+        # Part of the vocabulary, a few rows of it, everything.
+        budget=st.sampled_from([1, 4 * 128 * 16, 1 << 20]),
+        shuffle=st.integers(0, 9),
+    ),
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_do_not_depend_on_the_cut(
+    tiny_checkpoint: Callable[..., Path], tied: bool, seed: int, name: str, decoupled: bool, masks: bool, cut: Cut
+) -> None:
+    config = JobConfig()
+    config.grpo.loss_type, config.grpo.recompute_old_log_probs = name, decoupled
+    config.grpo.mask_truncated = masks
+    config.grpo.geometric_mask_low, config.grpo.geometric_mask_high = (0.5, 2.0) if masks else (0.0, 0.0)
+    config.grpo.num_minibatches = 1
+    config.grpo.entropy_coefficient = 0.1
+    config.rollout.max_completion_tokens, config.training.max_norm = LONGEST, 0.0
+    policy, batch = load_policy(tiny_checkpoint("qwen3", tied)), make_batch(seed)
+    expected_loss, expected = gradients(policy, config, batch, Cut())
+    loss, found = gradients(policy, config, batch, cut)
+    assert expected.norm() > 1e-3
+    assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-5
