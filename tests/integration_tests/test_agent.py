@@ -1,0 +1,256 @@
+"""Agents beside engines that are killed, frozen or fail half-way, with the real pool and the real weight path.
+
+The engines are fakes with SGLang's routes (unit_tests/fake_engine.py); tests/engines does the same with the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration_tests.test_actors import Run, make_config, running
+from tests.unit_tests.fake_engine import fake_python
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor_process import TOKEN_VARIABLE
+from torchtitan.inference.agent.command import engine_arguments, find_python
+from torchtitan.models.decoder import Decoder
+from torchtitan.tools.subprocesses import helper_environment
+
+
+@contextlib.contextmanager
+def foreign(tmp_path: Path, change: Callable[[JobConfig], None] = lambda config: None) -> Iterator[Run]:
+    """A run with one agent and its fake engine."""
+    config, policy = foreign_config(tmp_path)
+    change(config)
+    with running(config, policy, tmp_path / "run") as made:
+        yield made
+
+
+def foreign_config(tmp_path: Path) -> tuple[JobConfig, Decoder]:
+    config, policy = make_config(tmp_path / "checkpoint")
+    config.inference.backend, config.inference.num_actors = "sglang", 1
+    config.inference.engine_python = str(fake_python(tmp_path))
+    config.weight_sync.verify = "off"
+    return config, policy
+
+
+def engine_of(tmp_path: Path) -> psutil.Process:
+    return psutil.Process(int((tmp_path / "pid").read_text()))
+
+
+def ready(run: Run, times: int) -> Callable[[], bool]:
+    return lambda: len(run.events("actor_ready", "actor-0")) >= times
+
+
+def check(run: Run) -> None:
+    """Every token came from the version that it is tagged with: the fake's log-probs tell."""
+    assert run.batches
+    for sample in (sample for batch in run.batches for sample in batch.samples):
+        for span in sample.spans:
+            for log_prob in sample.log_probs[span.start : span.end]:
+                assert log_prob == pytest.approx(-(1.001**span.version), rel=1e-4)
+
+
+def test_tokens_carry_the_version_that_the_agent_handed_over(tmp_path: Path) -> None:
+    with foreign(tmp_path) as run:
+        run.steps_until(ready(run, 1))
+        run.steps_until(lambda: run.version >= 10)
+        versions = {span.version for sample in run.batches[-1].samples for span in sample.spans}
+        assert max(versions) >= run.version - 2
+        assert not run.events("actor_evicted", "actor-0")
+        engine = engine_of(tmp_path)
+    check(run)
+    assert not engine.is_running()
+    assert "fake engine: listening" in (run.run_dir / "logs" / "actor-0.engine.log").read_text()
+    notes = [json.loads(line) for line in (run.run_dir / "timeline" / "actor-0.jsonl").read_text().splitlines()]
+    assert {"apply"} == {note["what"] for note in notes}
+    assert not list(Path("/dev/shm").glob("torchtitan-actor-0-*"))
+
+
+def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path) -> None:
+    with foreign(tmp_path) as run:
+        run.steps_until(ready(run, 1))
+        agent, engine = run.process_of("actor-0"), engine_of(tmp_path)
+        engine.kill()
+        run.steps_until(ready(run, 2))
+        assert not agent.is_running()
+        (evicted,) = run.events("actor_evicted", "actor-0")
+        assert evicted["noticed_by"] in ("exit", "generate", "health") or "sync" in evicted["noticed_by"]
+        assert "the engine was killed by SIGKILL" in (run.run_dir / "logs" / "actor-0.log").read_text()
+        run.step()
+
+        # The other way round: nothing of an engine outlives its agent.
+        agent, engine = run.process_of("actor-0"), engine_of(tmp_path)
+        agent.kill()
+        run.steps_until(ready(run, 3))
+        psutil.wait_procs([engine], timeout=10)
+        assert not engine.is_running()
+        run.step()
+    check(run)
+
+
+def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:
+    def change(config: JobConfig) -> None:
+        config.weight_sync.apply_timeout_s = 2.0
+        config.inference.startup_timeout_s = 60.0
+
+    with foreign(tmp_path, change) as run:
+        run.steps_until(ready(run, 1))
+        run.step()
+        engine = engine_of(tmp_path)
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 30
+            while not run.events("actor_evicted", "actor-0"):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+        run.steps_until(ready(run, 2))
+        assert engine_of(tmp_path).pid == engine.pid
+        run.step()
+    check(run)
+
+
+def test_half_a_version_is_never_served_and_a_later_one_heals(tmp_path: Path) -> None:
+    with foreign(tmp_path) as run:
+        run.steps_until(ready(run, 1))
+        (tmp_path / "half_load").touch()
+        run.steps_until(lambda: not (tmp_path / "half_load").exists())
+        last = run.version + 4
+        run.steps_until(lambda: run.version >= last)
+        assert "came into the engine only in part" in (run.run_dir / "logs" / "actor-0.log").read_text()
+        # The fake ends by an assertion where it is asked for tokens of half a version.
+        assert "AssertionError" not in (run.run_dir / "logs" / "actor-0.engine.log").read_text()
+        assert not run.events("actor_restarting", "actor-0")
+    check(run)
+
+
+def test_an_engine_that_keeps_its_old_label_is_not_believed(tmp_path: Path) -> None:
+    with foreign(tmp_path) as run:
+        run.steps_until(ready(run, 1))
+        (tmp_path / "no_label").touch()
+        run.steps_until(lambda: not (tmp_path / "no_label").exists())
+        last = run.version + 3
+        run.steps_until(lambda: run.version >= last)
+        assert "the engine says that it holds" in (run.run_dir / "logs" / "actor-0.log").read_text()
+    check(run)
+
+
+def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
+    def change(config: JobConfig) -> None:
+        config.weight_sync.apply_timeout_s = 2.0
+
+    with foreign(tmp_path, change) as run:
+        run.steps_until(ready(run, 1))
+        (tmp_path / "hang_load").touch()
+        try:
+            deadline = time.monotonic() + 30
+            log = run.run_dir / "logs" / "actor-0.log"
+            while "came into the engine only in part" not in log.read_text():
+                run.rollout.next_batch(run.version, 0.05)
+                assert time.monotonic() < deadline
+                run.version += 1
+                run.publish()
+                time.sleep(0.1)
+        finally:
+            (tmp_path / "hang_load").unlink()
+        # Versions without a trained batch have made samples too old; what counts is that the engine is back.
+        deadline = time.monotonic() + 30
+        while health(run)["status"] != "ok":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def health(run: Run) -> dict[str, Any]:
+    port = re.findall(r"listening on port (\d+)", (run.run_dir / "logs" / "actor-0.log").read_text())[-1]
+    return get(f"http://127.0.0.1:{port}/health", run.process_of("actor-0").environ()[TOKEN_VARIABLE])
+
+
+def get(url: str, token: str) -> dict[str, Any]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=5) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def start_agent(*more: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torchtitan.inference.agent", "--engine", "sglang", *more]
+    return subprocess.Popen(
+        command, env={**helper_environment(threads=1), **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def wait_for(path: Path, process: subprocess.Popen[Any]) -> str:
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    return path.read_text().strip()
+
+
+def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    line = [fake_python(tmp_path / "own"), "-m", "x", "--host", "127.0.0.1", "--port-file", tmp_path / "engine"]
+    line += ["--token-env", "ENGINE_TOKEN", "--parent-pid", str(os.getpid()), "--"]
+    environment = {"ENGINE_TOKEN": "of-the-engine", "AGENT_TOKEN": "of-the-agent"}
+    everything = {**helper_environment(threads=1), **environment}
+    with subprocess.Popen(list(map(str, line)), env=everything) as engine:
+        try:
+            url = f"http://127.0.0.1:{wait_for(tmp_path / 'engine', engine)}"
+            options = ["--url", url, "--engine-token-env", "ENGINE_TOKEN", "--token-env", "AGENT_TOKEN"]
+            options += ["--model", str(tmp_path), "--port-file", str(tmp_path / "agent")]
+            with start_agent(*options, environment=environment) as agent:
+                port = wait_for(tmp_path / "agent", agent)
+                said = get(f"http://127.0.0.1:{port}/health", "of-the-agent")
+                assert said["status"] == "not_ready"
+                assert said["engine"]["url"] == url and said["engine"]["token_env"] == "ENGINE_TOKEN"
+                with pytest.raises(OSError, match="401"):
+                    get(f"http://127.0.0.1:{port}/health", "of-the-engine")
+                agent.terminate()
+                assert agent.wait(20) == 0
+            assert engine.poll() is None
+        finally:
+            engine.kill()
+
+
+def test_mistakes_are_said_in_one_line(tmp_path: Path) -> None:
+    common = ["--model", str(tmp_path), "--log-file", str(tmp_path / "log")]
+    with start_agent(*common, "--python", "/nowhere/python", environment={}) as agent:
+        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert agent.stdout.read().strip() == "error: inference.engine_python = '/nowhere/python' is not a program"
+    python = str(fake_python(tmp_path))
+    with start_agent(*common, "--python", python, "--update-mode", "drain", environment={}) as agent:
+        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert "cannot let running requests finish" in agent.stdout.read()
+    with start_agent(*common, "--python", python, "--route", "direct", environment={}) as agent:
+        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert "sglang takes weights by agent or engine" in agent.stdout.read()
+
+
+def test_options_of_the_engine_are_handed_on_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"max-model-len": 1024, "flag": True, "off": False, "several": [1, "b"], "nested": {"a": True}}
+    assert engine_arguments(table) == [
+        "--max-model-len", "1024", "--flag", "--several", "1", "b", "--nested", '{"a": true}',
+    ]  # fmt: skip
+    monkeypatch.setenv("TORCHTITAN_ENGINES", str(tmp_path))
+    with pytest.raises(UserError, match="run scripts/install_engine.sh sglang"):
+        find_python("sglang", "")
+    (tmp_path / "sglang-cpu").mkdir()
+    (tmp_path / "sglang-cpu" / ".complete").touch()
+    assert find_python("sglang", "") == str(tmp_path / "sglang-cpu" / "bin" / "python")
