@@ -90,6 +90,9 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
         text = f"inference.backend {backend} has {' or '.join(routes)} only"
         yield Problem("weight_sync.route", f"weight_sync.route = {show(sync.route)} is not allowed: {text}")
     if backend == "embedded":
+        if sync.verify == "digest" and config.lora.rank > 0:
+            text = "actors merge adapters into their weights, which are then not what is sent: take probe (or auto)"
+            yield Problem("weight_sync.verify", f"weight_sync.verify = {show(sync.verify)} is not allowed: {text}")
         for key, asked in (
             ("tensor_parallel_size", inference.tensor_parallel_size > 1),
             ("engine_args", bool(inference.engine_args)),
@@ -134,6 +137,15 @@ def _check_colocated(config: JobConfig, ranks: int, planning: bool) -> Iterator[
     if inference.offload_optimizer and config.training.enable_cpu_offload:
         text = "training.enable_cpu_offload = true keeps the optimizer's state in host memory already"
         yield _refuse(config, "offload_optimizer", text)
+
+
+def verification(config: JobConfig) -> str:
+    """What weight_sync.verify means for this run: digest, probe or off."""
+    chosen = config.weight_sync.verify
+    if chosen != "auto":
+        return chosen
+    # Actors with adapters have no tensor that is what was sent.
+    return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
 
 
 def has_gpu() -> bool:

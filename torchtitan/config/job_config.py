@@ -555,7 +555,7 @@ class WeightSync:
 
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
     """Proof that actors hold what the trainer sent: checksums over the engine's live weights (digest), log-probs of a
-    fixed prompt against the trainer's (probe), or none; auto is digest for embedded and probe for the others"""
+    fixed prompt against the trainer's (probe), or none; auto is digest for embedded without adapters, else probe"""
 
     verify_every: int = 1
     """Versions from one such proof to the next"""

@@ -277,6 +277,12 @@ def finish_background(where: torch.device) -> None:
         torch.cuda.current_stream(where).synchronize()
 
 
+def finish_compute(where: torch.device) -> None:
+    """Block this thread until what was given to the compute stream so far is done."""
+    if where.type == "cuda":
+        torch.cuda.default_stream(where).synchronize()
+
+
 def pin_host_memory(address: int, length: int) -> None:
     """Pin mapped host memory, so that the device copies to it at full speed and beside other work. CPU: a no-op.
 

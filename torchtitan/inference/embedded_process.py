@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from torchtitan.config.inference import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.cores import actor_cores, threads_per_actor
@@ -36,6 +37,7 @@ def embedded_command(config: JobConfig, port_file: Path, number: int = 0) -> lis
         "--in-flight-kv", inference.in_flight_kv,
         "--update-mode", inference.update_mode,
         "--drain-timeout", str(inference.drain_timeout_s),
+        "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
         "--token-env", TOKEN_VARIABLE,
         "--parent-pid", str(os.getpid()),
         "--require-version",

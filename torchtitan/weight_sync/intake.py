@@ -29,7 +29,7 @@ from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, all_keys, needed_buckets, needs_to_json
 from torchtitan.weight_sync.relay import RelaySender
 from torchtitan.weight_sync.senders import Senders
-from torchtitan.weight_sync.staging import StagedVersion, Staging, copy_to_device
+from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging, copy_to_device
 from torchtitan.weight_sync.states.receiver import BeginRelay, Command, ReceiverMachine, Send, Served
 from torchtitan.weight_sync.transfer_figures import TransferFigures
 from torchtitan.weight_sync.transports.base import Area, Delivery
@@ -207,7 +207,15 @@ class Intake:
     def staged(self, attempt: int, epoch: str, version: int, digest: str) -> StagedVersion:
         """For the engine. May take a moment; for its thread."""
         assert self.staging is not None
-        return StagedVersion(epoch, version, digest, self.staging.assemble())
+        proof, incoming = None, self._incoming
+        if self._boxes is None and incoming is not None and incoming.attempt == attempt:
+            # A later offer that is accepted counts up before its first byte is stored.
+            untouched = partial(self._is_highest, attempt)
+            proof = Proof(self.staging.layout, incoming.manifest.checksums, untouched)
+        return StagedVersion(epoch, version, digest, self.staging.assemble(), proof=proof)
+
+    def _is_highest(self, attempt: int) -> bool:
+        return self._machine.highest_attempt == attempt
 
     def touched(self) -> bool:
         """Whether an engine that refuses has changed all the same: it says that it has not."""

@@ -163,6 +163,11 @@ class Receiver:
         """An apply failed half-way: the engine must not serve until a version has been applied."""
         return self._machine.poisoned
 
+    def found_torn(self, version: int, reason: str) -> None:
+        """The engine does not hold `version` after all: the coordinator evicts this actor, which joins anew and gets
+        the newest version again."""
+        self._loop.call_from_thread(lambda: self._execute(self._machine.found_torn(version, reason)))
+
     def status(self) -> ReceiverStatus:
         """A snapshot for health routes and logs."""
         machine, served = self._machine, self._machine.served

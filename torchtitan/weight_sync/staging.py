@@ -20,13 +20,27 @@ class WeightsRefused(ValueError):
     """The engine takes no such version; it serves what it served before."""
 
 
+@dataclass(frozen=True)
+class Proof:
+    """By what an engine's own tensors can be held to a version once it is applied; see digest.py.
+
+    checksums: of every bucket of every sender rank, from the version's manifest. still_staged: whether staging memory
+    has not been given to a later version yet.
+    """
+
+    layout: Layout
+    checksums: tuple[tuple[str, ...], ...]
+    still_staged: Callable[[], bool]
+
+
 @dataclass
 class StagedVersion:
     """A whole, verified version. The tensors live in staging memory: copy them, they change after apply returns.
 
     tensors: parameter name -> full tensor in the inference dtype (or the part of it that was asked for). Tied
     parameters appear once, under their first name. apply_on_workers: for an actor of several workers, which hold the
-    tensors: has every worker apply its part, and returns when all have; see worker.py.
+    tensors: has every worker apply its part, and returns when all have; see worker.py. proof: where all of
+    the version is here.
     """
 
     epoch: str
@@ -34,6 +48,7 @@ class StagedVersion:
     digest: str
     tensors: dict[str, torch.Tensor]
     apply_on_workers: Callable[[], None] | None = None
+    proof: Proof | None = None
 
 
 def copy_to_device(area: torch.Tensor, data: memoryview) -> None:

@@ -41,13 +41,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
     parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine worked")
     parser.add_argument("--exact", action="store_true", help="rescore finished completions with the trainer's forward")
+    verify_help = "versions from one check of the weights in use against the trainer's checksums to the next; 0: none"
+    parser.add_argument("--verify-every", type=int, default=1, help=verify_help)
     parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is made up")
     parser.add_argument("--no-token", action="store_true", help="let everybody on this machine in (loopback only)")
     parser.add_argument("--require-version", action="store_true", help="answer 503 until a first version was applied")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     arguments = parser.parse_args(argv)
-    if arguments.max_sequences < 1 or arguments.max_length < 0 or arguments.threads < 0 or arguments.cache_mb < 0:
-        parser.error("--max-sequences must be at least 1; --max-length, --threads and --cache-mb at least 0")
+    if arguments.max_sequences < 1:
+        parser.error("--max-sequences must be at least 1")
+    if min(arguments.max_length, arguments.threads, arguments.cache_mb, arguments.verify_every) < 0:
+        parser.error("--max-length, --threads, --cache-mb and --verify-every must be at least 0")
     if not 0 < arguments.drain_timeout < float("inf"):
         parser.error("--drain-timeout must be greater than 0")
     if arguments.no_token and arguments.token_env:
@@ -117,6 +121,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
         arguments.host,
         drain_timeout_s=arguments.drain_timeout if arguments.update_mode == "drain" else 0.0,
         activity_file=arguments.activity_file,
+        verify_every=arguments.verify_every,
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,6 +105,8 @@ class Engine:
         self._merger = AdapterMerger(self._aliases)
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
+        self.torn = ""
+        """Why the weights in use turned out not to be the version's, where that is why the engine is poisoned"""
         self.held_back = False
         """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
@@ -463,7 +466,7 @@ class Engine:
             sequence.marks.append((epoch, version, generated))
         if self.in_flight_kv == "recompute":
             self._recompute()
-        self.poisoned = False
+        self.poisoned, self.torn = False, ""
         seconds = time.perf_counter() - begin
         self.statistics.versions_applied += 1
         self.statistics.apply_seconds += seconds
@@ -473,6 +476,11 @@ class Engine:
     def adapter_figures(self) -> dict[str, float]:
         """Norms of the adapters that are in use, as sent (adapter_norm) and as found in the weights; or nothing."""
         return self._merger.figures
+
+    @property
+    def live_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Name -> the tensor that is computed with; tied weights under all of their names."""
+        return self._aliases
 
     def _check_version(self, tensors: dict[str, torch.Tensor]) -> None:
         given = {id(self._aliases[name]) for name in tensors if name in self._aliases}

@@ -32,6 +32,10 @@ class Unavailable(Exception):
     """The engine must not or cannot serve now; later, or on another actor, the same request may do."""
 
 
+class EngineEnds(Exception):
+    """Raised in the engine's thread to end it; the message is why."""
+
+
 class Applied(NamedTuple):
     """What a weight update cost, in seconds."""
 
@@ -110,7 +114,8 @@ class EngineLoop:
         if self._closing:
             return "the engine is shutting down"
         if self.engine.poisoned:
-            return "a weight update failed half-way; waiting for a whole version"
+            reason = self.engine.torn or "a weight update failed half-way"
+            return f"{reason}; waiting for a whole version"
         if self._require_version and not self.engine.statistics.versions_applied:
             return "no weights version has been applied yet"
         if self.engine.paused:
@@ -188,6 +193,30 @@ class EngineLoop:
                 raise TimeoutError(f"the engine did not finish its step within {limit:g} s") from None
             return update.future.result(CALL_SECONDS)
 
+    def poison(self, epoch: str, version: int, reason: str) -> None:
+        """Stop sampling at once, if these are still the weights in use. Returns when it is done."""
+
+        def work() -> None:
+            if (self.engine.epoch, self.engine.version) == (epoch, version):
+                self.engine.poisoned, self.engine.torn = True, reason
+                self._fail_all(Unavailable(reason))
+
+        try:
+            self.call(work).result(CALL_SECONDS)
+        except CancelledError:
+            logger.debug("the engine is shutting down")
+        except FutureTimeout:
+            # It still comes to it; meanwhile its age is what tells.
+            logger.error("the engine did not finish its step within %g s", CALL_SECONDS)
+
+    def fail(self, error: Exception) -> None:
+        """End the engine's thread by an error, as if it had happened there."""
+
+        def work() -> None:
+            raise EngineEnds(str(error)) from error
+
+        self.call(work)
+
     def abort_all(self) -> Future[None]:
         """Drop every request; their callers get Unavailable."""
         return self.call(lambda: self._fail_all(Unavailable("the request was aborted")))
@@ -247,6 +276,8 @@ class EngineLoop:
                 continue
             try:
                 result = function()
+            except EngineEnds:
+                raise
             except Exception as error:
                 future.set_exception(error)
             else:

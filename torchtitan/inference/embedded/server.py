@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
+from torchtitan.inference.embedded.verification import MOST_TORN, Verifier
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
@@ -55,6 +57,7 @@ class EngineServer:
         data_host: address on which weights are received.
         drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
         activity_file: gets notes of when the engine worked.
+        verify_every: versions from one check of the weights in use to the next; 0 checks none.
     """
 
     def __init__(
@@ -67,14 +70,17 @@ class EngineServer:
         data_host: str = "127.0.0.1",
         drain_timeout_s: float = 0.0,
         activity_file: Path | None = None,
+        verify_every: int = 1,
     ):
         self.engine, self.model, self._token, self._data_host = engine, model, token, data_host
         self.stopped = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
+        self.verifier = Verifier(verify_every, engine.live_parameters, self._found_torn)
         self._receiver: Receiver | None = None
         self._receivers = 0
+        self._applying = threading.Lock()
         self._connecting = asyncio.Lock()
         self._numbers = itertools.count()
         self._begun = time.monotonic()
@@ -218,8 +224,23 @@ class EngineServer:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
 
-        cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
+        # A receiver may still apply while another takes its place.
+        with self._applying:
+            self.verifier.settle()
+            cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
+            self.verifier.applied(staged)
         return cost._asdict() | self.engine.adapter_figures
+
+    def _found_torn(self, epoch: str, version: int, reason: str, in_a_row: int) -> None:
+        """Called by the verifier: nothing more is sampled with these weights, and everybody is told."""
+        self.loop.poison(epoch, version, reason)
+        receiver = self._receiver
+        if receiver is not None and receiver.epoch == epoch:
+            receiver.found_torn(version, reason)
+        if in_a_row >= MOST_TORN:
+            # Whoever supervises this process starts a fresh one.
+            logger.error("%d versions in a row did not arrive whole: this process ends", in_a_row)
+            self.loop.fail(RuntimeError(reason))
 
     # What it is doing
 
@@ -239,6 +260,8 @@ class EngineServer:
             "draining": self.engine.held_back,
             "engine_age_s": round(self.loop.turn_age, 3),
             "pid": os.getpid(),
+            "verifies": self.verifier.verifies,
+            "verified": self.verifier.status.to_json(),
             "weights": None if self._receiver is None else self._receiver.status().to_json(),
         }
 
@@ -254,9 +277,12 @@ class EngineServer:
             "running_sequences": self.engine.running,
             "waiting_sequences": self.engine.waiting,
             "policy_version": self.engine.version,
+            "verified_version": -1 if (verified := self.verifier.status).version is None else verified.version,
             "uptime_seconds": round(time.monotonic() - self._begun, 3),
         }
         lines = [f"# TYPE engine_{name} gauge\nengine_{name} {value}" for name, value in gauges.items()]
         counters = {f"{name}_total": value for name, value in vars(statistics).items()}
+        counters |= {f"versions_{name}_total": getattr(verified, name) for name in ("whole", "torn", "unfinished")}
+        counters["verify_seconds_total"] = verified.seconds
         lines += [f"# TYPE engine_{name} counter\nengine_{name} {value}" for name, value in counters.items()]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")

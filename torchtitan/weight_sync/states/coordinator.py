@@ -10,6 +10,7 @@ from torchtitan.weight_sync.states.actor import MAXIMUM_FAILURES, NO_VERSION, Ac
 from torchtitan.weight_sync.states.attempt import Attempt, AttemptState
 from torchtitan.weight_sync.states.commands import Command, Message, Settings
 from torchtitan.weight_sync.states.delivery import Deliveries
+from torchtitan.weight_sync.states.receiver import NO_ATTEMPT
 from torchtitan.weight_sync.states.version import Outcome, VersionRecord
 
 # The machine's clock never jumps: a longer gap between two events was a pause of this process, and deadlines are
@@ -140,6 +141,10 @@ class CoordinatorMachine(Deliveries):
             self._ready(actor, message)
         elif kind == "broken":
             self._relay_broken(actor, message)
+        elif kind == "poisoned" and message["attempt"] == NO_ATTEMPT:
+            # The version went through; what became of it in the engine did not stand a later look.
+            actor.poisoned = True
+            self._evict_late(actor, message["reason"])
         elif actor.attempt is not None and message.get("attempt") == actor.attempt.number:
             handler = {
                 "accept": self._accept,

@@ -16,6 +16,10 @@ Message = dict[str, Any]
 BucketKey = tuple[int, int]
 
 
+# In a message about an attempt: about what is served, which was found to be torn only now.
+NO_ATTEMPT = 0
+
+
 class ReceiverState(enum.Enum):
     DISCONNECTED = "DISCONNECTED"
     JOINING = "JOINING"
@@ -102,6 +106,8 @@ class ReceiverMachine:
         """Attempts of other actors that the shadow is sent to"""
         self.refused_versions = 0
         self._staging_layout: str | None = None
+        self._torn: tuple[int, str] | None = None
+        """Said of the version that is being applied: (version, reason)"""
 
     @property
     def serving(self) -> Served | None:
@@ -267,7 +273,21 @@ class ReceiverMachine:
             message = {"type": "poisoned", "attempt": attempt, "reason": error}
         self.attempt = None
         self.state = ReceiverState.READY if joined else ReceiverState.DISCONNECTED
-        return [Send(message)] if joined else []
+        torn, self._torn = self._torn, None
+        later = [] if torn is None or error is not None else self.found_torn(*torn)
+        return [Send(message), *later] if joined else []
+
+    def found_torn(self, version: int, reason: str) -> list[Command]:
+        """The engine turned out not to hold `version`, which it serves or is about to be said to serve."""
+        if self.state is ReceiverState.APPLYING and version == self.version:
+            # Who looks may be faster than who reports the apply.
+            self._torn = (version, reason)
+            return []
+        served = self.served
+        if served is None or (served.epoch, served.version) != (self.epoch, version) or self.poisoned:
+            return []
+        self.poisoned = True
+        return [Send({"type": "poisoned", "attempt": NO_ATTEMPT, "reason": reason})]
 
     def relay(self, attempt: int, actor: str, version: int, digest: str, data: list[str]) -> list[Command]:
         """The coordinator orders this actor to pass the version on that it holds."""

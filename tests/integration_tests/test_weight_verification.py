@@ -1,0 +1,188 @@
+"""An embedded engine whose weights are not the version's: found while it generates, said by name, evicted, healed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtitan.inference.embedded.verification as verification
+from tests.integration_tests.test_embedded_server import TOKEN, Client, body
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.models import load_policy
+from torchtitan.weight_sync.digest import differing_parameters
+from torchtitan.weight_sync.facade import WeightSync
+from torchtitan.weight_sync.staging import StagedVersion
+
+
+class Trainer:
+    """Publishes versions of a checkpoint's weights: all of them times 1 + version / 100."""
+
+    def __init__(self, checkpoint: Path, run_dir: Path):
+        self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
+        self.live = {name: one.clone() for name, one in self.base.items()}
+        self.sync = WeightSync(
+            WeightSyncConfig(bucket_bytes=1 << 16), self.live, epoch="e", token=TOKEN, run_dir=run_dir, host="127.0.0.1"
+        )
+
+    def publish(self, version: int) -> None:
+        assert self.sync.reserve()
+        for name, tensor in self.live.items():
+            tensor.copy_(self.base[name] * (1 + version / 100))
+        assert self.sync.commit(version, 0) != "skipped"
+        self.sync.fence()
+
+
+def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:
+    async def inside() -> None:
+        server = EngineServer(Engine(load_policy(checkpoint), 8, 400, ()), "tiny", TOKEN, threads=1)
+        port = await server.start("127.0.0.1", 0)
+        trainer = await asyncio.to_thread(Trainer, checkpoint, run_dir)
+        try:
+            async with Client(f"http://127.0.0.1:{port}") as client:
+                connect = {"coordinator": trainer.sync.coordinator_address, "actor": "actor-0", "epoch": "e"}
+                assert (await client.call("POST", "/weights/connect", json=connect))[0] == 200
+                await scenario(server, client, trainer)
+        finally:
+            await server.close()
+            await asyncio.to_thread(trainer.sync.close)
+
+    asyncio.run(inside())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_live_element_that_differs_evicts_the_actor_by_name(
+    tied: bool, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil: list[int] = []
+    real = verification.Verifier.applied
+
+    def applied(self: verification.Verifier, staged: StagedVersion) -> None:
+        if staged.version in spoil:
+            spoil.remove(staged.version)
+            # In what the product is computed with, not in the parameter: the digest must read the same memory.
+            fused = servers[0].engine.policy.model.layers[1].self_attn.fused
+            queries = servers[0].engine.policy.model.layers[1].self_attn.q_proj.out_features
+            weight = servers[0].engine.live_parameters["model.layers.1.self_attn.k_proj.weight"]
+            target = weight if fused is None else fused.weight[queries:]
+            target[3, 5] += 0.25
+        real(self, staged)
+
+    monkeypatch.setattr(verification.Verifier, "applied", applied)
+    servers: list[EngineServer] = []
+
+    async def scenario(server: EngineServer, client: Client, trainer: Trainer) -> None:
+        servers.append(server)
+        await asyncio.to_thread(trainer.publish, 0)
+        health = await client.until(lambda health: health["verified"]["version"] == 0)
+        assert health["verifies"] and health["verified"]["whole"] == 1
+        spoil.append(1)
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, "long", n=8, top_k=120)))
+        await client.until(lambda health: health["running"] == 8)
+        await asyncio.to_thread(trainer.publish, 1)
+        # What was being sampled with such weights is failed, and can be redone elsewhere.
+        status, answer = await running
+        assert status == 503 and "version 1 as it was sent: model.layers.1.self_attn.k_proj.weight" in answer["error"]
+
+        def evicted() -> bool:
+            return any(one.evictions for one in trainer.sync.actors().values())
+
+        deadline = time.monotonic() + 20
+        while not evicted():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        journal = (tmp_path / "weight_sync" / "coordinator.jsonl").read_text()
+        (line,) = [line for line in journal.splitlines() if '"evict"' in line]
+        assert "model.layers.1.self_attn.k_proj.weight" in line
+        # The same version again, whole this time.
+        health = await client.until(
+            lambda health: health["verified"]["version"] == 1 and not health["weights"]["poisoned"]
+        )
+        assert health["status"] == "ok" and health["verified"]["torn"] == 1
+        assert (await client.call("POST", "/v1/generate", json=body()))[0] == 200
+
+    run(tiny_checkpoint(tied=tied), tmp_path, scenario)
+
+
+def test_generation_goes_on_during_the_look_and_the_next_version_waits_for_it(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that takes 0.6 s: no token is held back by it, and version 1 is not applied into it."""
+    looks: list[tuple[float, float, int, int]] = []
+
+    def slow(proof: Any, live: Any, staged: Any, stop: Callable[[], bool]) -> str:
+        begun, tokens = time.monotonic(), servers[0].engine.statistics.generated_tokens
+        before = servers[0].engine.statistics.versions_applied
+        time.sleep(0.6)
+        assert servers[0].engine.statistics.versions_applied == before
+        looks.append((begun, time.monotonic(), tokens, servers[0].engine.statistics.generated_tokens))
+        return differing_parameters(proof, live, staged, stop)
+
+    monkeypatch.setattr(verification, "differing_parameters", slow)
+    servers: list[EngineServer] = []
+
+    async def scenario(server: EngineServer, client: Client, trainer: Trainer) -> None:
+        servers.append(server)
+        running = [
+            asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, f"r{number}", n=8, top_k=120)))
+            for number in range(12)
+        ]
+        await client.until(lambda health: health["running"] == 8)
+        for version in range(3):
+            await asyncio.to_thread(trainer.publish, version)
+            # The next one is there, and ordered to be applied, while this one is looked at.
+            await client.until(lambda health, version=version: health["version"] == version)
+        await client.until(lambda health: health["verified"]["whole"] == 3 and health["verified"]["version"] == 2)
+        status = next(iter(trainer.sync.actors().values()))
+        assert status.version == 2 and status.evictions == 0
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert all(tokens < after for _, _, tokens, after in looks), looks
+        assert server.verifier.status.torn == server.verifier.status.unfinished == 0
+        # A pause is the copy alone.
+        assert server.engine.statistics.apply_seconds / server.engine.statistics.versions_applied < 0.3
+
+    run(tiny_checkpoint(), tmp_path, scenario)
+
+
+def test_an_engine_that_never_holds_what_was_sent_ends(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "differing_parameters", lambda *_: "lm_head.weight")
+
+    async def scenario(server: EngineServer, client: Client, trainer: Trainer) -> None:
+        await asyncio.to_thread(trainer.publish, 0)
+        await asyncio.wait_for(server.stopped.wait(), 30)
+        assert server.verifier.status.torn_in_a_row == 3
+        assert "lm_head.weight" in str(server.loop.failure)
+
+    run(tiny_checkpoint(), tmp_path, scenario)
+
+
+def test_nothing_is_looked_at_where_that_is_switched_off(tiny_checkpoint: Callable[..., Path]) -> None:
+    torch.manual_seed(0)
+    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
+
+    async def inside() -> None:
+        engine = Engine(load_policy(tiny_checkpoint()), 8, 400, ())
+        server = EngineServer(engine, "tiny", TOKEN, threads=1, verify_every=0)
+        port = await server.start("127.0.0.1", 0)
+        try:
+            async with Client(f"http://127.0.0.1:{port}") as client:
+                await asyncio.to_thread(server._apply, 0, StagedVersion("e", 1, "d", weights))
+                health = (await client.call("GET", "/health"))[1]
+                assert not health["verifies"] and health["verified"]["version"] is None
+                metrics = (await client.call("GET", "/metrics"))[1]
+                assert "engine_verified_version -1\n" in metrics and "engine_versions_torn_total 0" in metrics
+        finally:
+            await server.close()
+
+    asyncio.run(inside())

@@ -1,0 +1,227 @@
+"""Do live tensors hold a version? Against slots filled and hashed here, byte by byte, without the code under test."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.inference.embedded.verification import Verifier
+from torchtitan.weight_sync.coverage import merge_layouts
+from torchtitan.weight_sync.device_checksum import sum_checksum_numpy
+from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
+from torchtitan.weight_sync.layout_tables import ParameterEntry
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
+from torchtitan.weight_sync.staging import Proof, StagedVersion
+from torchtitan.weight_sync.states.receiver import ReceiverMachine, Send, Served
+
+SHAPES = {"embed": (37, 8), "norm": (9,), "up": (16, 5), "scalar": (1,)}
+BUCKET_BYTES = 128
+
+
+def layout_over(ranks: int, dim: int, dtype: str, kind: str = "xxh3") -> Layout:
+    """Rows or columns over the ranks; vectors are sent by rank 0."""
+    parts = []
+    for rank in range(ranks):
+        placed = []
+        for name, shape in SHAPES.items():
+            sharded = Placed(shape, (ranks,), (rank,), (Sharded(dim if len(shape) > 1 else 0),))
+            placed.append(PlacedParameter(name, sharded if name != "norm" else Placed(shape)))
+        parts.append(plan_rank(placed, rank, dtype, BUCKET_BYTES).to_json())
+    merged = merge_layouts(parts)
+    return Layout(merged.bucket_bytes, merged.parameters, merged.ranks, kind)
+
+
+def hashed(layout: Layout, values: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+    checksums = []
+    for rank in layout.ranks:
+        slot = np.zeros(rank.slot_bytes, np.uint8)
+        for shard in rank.shards:
+            entry = layout.parameters[shard.parameter]
+            where = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))
+            kind = getattr(torch, entry.dtype)
+            data = values[entry.name][where].to(kind).contiguous().view(-1).view(torch.uint8).numpy()
+            slot[shard.byte_offset : shard.byte_offset + len(data)] = data
+        function = {"xxh3": xxhash.xxh3_128_hexdigest, "sum": sum_checksum_numpy}[layout.checksum]
+        starts = range(0, rank.slot_bytes, layout.bucket_bytes)
+        checksums.append(tuple(function(slot[start : start + layout.bucket_bytes].tobytes()) for start in starts))
+    return tuple(checksums)
+
+
+def values(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def as_held(version: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in version.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dim", "dtype", "kind"),
+    [(1, 0, "float32", "xxh3"), (3, 0, "bfloat16", "xxh3"), (2, 1, "float32", "sum"), (2, 1, "bfloat16", "xxh3")],
+)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_one_flipped_bit_of_one_element_is_found_and_named(
+    ranks: int, dim: int, dtype: str, kind: str, data: st.DataObject
+) -> None:
+    layout = layout_over(ranks, dim, dtype, kind)
+    live = as_held(values(), getattr(torch, dtype))
+    staged = {name: tensor.clone() for name, tensor in live.items()}
+    proof = Proof(layout, hashed(layout, live), lambda: True)
+    assert differing_parameters(proof, live, staged) == ""
+    name = data.draw(st.sampled_from(sorted(SHAPES)))
+    integers = live[name].view(-1).view(torch.int32 if dtype == "float32" else torch.int16)
+    bits = 31 if dtype == "float32" else 15
+    integers[data.draw(st.integers(0, len(integers) - 1))] ^= 1 << data.draw(st.integers(0, bits - 1))
+    assert differing_parameters(proof, live, staged) == name
+    # Once staging memory is another version's, it is narrowed down to a bucket.
+    gone = Proof(layout, proof.checksums, lambda: False)
+    said = differing_parameters(gone, live, values(seed=5))
+    assert "bucket" in said and name in said
+
+
+def test_values_that_compare_equal_or_never_are_compared_by_their_bits() -> None:
+    layout = layout_over(1, 0, "float32")
+    version = values()
+    version["norm"][3], version["norm"][4] = float("nan"), 0.0
+    proof = Proof(layout, hashed(layout, version), lambda: True)
+    live = {name: tensor.clone() for name, tensor in version.items()}
+    assert differing_parameters(proof, live, version) == ""
+    live["norm"][4] = -0.0
+    assert differing_parameters(proof, live, version) == "norm"
+
+
+def test_a_wider_engine_is_verified_and_a_narrower_one_says_that_it_cannot_be() -> None:
+    wire = layout_over(2, 0, "bfloat16")
+    rounded = as_held(as_held(values(), torch.bfloat16), torch.float32)
+    assert differing_parameters(Proof(wire, hashed(wire, rounded), lambda: True), rounded, rounded) == ""
+    exact = layout_over(1, 0, "float32")
+    proof = Proof(exact, hashed(exact, values()), lambda: True)
+    with pytest.raises(Unverifiable, match="embed is sent as float32 and rounded to torch.bfloat16"):
+        differing_parameters(proof, as_held(values(), torch.bfloat16), values())
+    with pytest.raises(Unverifiable, match="the engine has no up of shape"):
+        differing_parameters(proof, {name: one for name, one in values().items() if name != "up"}, values())
+    with pytest.raises(Stopped):
+        differing_parameters(proof, values(), values(), lambda: True)
+
+
+def staged_version(version: int, tensors: dict[str, torch.Tensor]) -> StagedVersion:
+    layout = layout_over(1, 0, "float32")
+    proof = Proof(layout, hashed(layout, tensors), lambda: True)
+    return StagedVersion("e", version, "digest", tensors, proof=proof)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
+    """Updates as fast as they can be made, each in place and torn while it goes on: no look ever sees one half-way."""
+    live, found = values(), []
+    verifier = Verifier(1, live, lambda *torn: found.append(torn))
+    for version in range(60):
+        incoming = values(seed=version)
+        verifier.settle()
+        for name, tensor in incoming.items():
+            live[name].fill_(float("nan"))  # what a look during an update would see
+            time.sleep(0.0002)
+            live[name].copy_(tensor)
+        verifier.applied(staged_version(version, incoming))
+    verifier.settle()
+    assert found == [] and verifier.status.torn == 0
+    assert verifier.status.whole == 60 and verifier.status.version == 59
+
+
+def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def slow(_proof: Any, _live: Any, _staged: Any, stop: Callable[[], bool]) -> str:
+        begun.set()
+        wait_for(stop)
+        raise Stopped
+
+    monkeypatch.setattr("torchtitan.inference.embedded.verification.differing_parameters", slow)
+    verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))
+    verifier.applied(staged_version(0, values()))
+    assert begun.wait(5)
+    started = time.monotonic()
+    verifier.settle(0.2)
+    assert 0.2 <= time.monotonic() - started < 5
+    assert (verifier.status.unfinished, verifier.status.whole) == (1, 0)
+
+
+def test_every_so_many_versions_and_none_at_all() -> None:
+    for every, expected in ((0, 0), (1, 6), (3, 2)):
+        verifier = Verifier(every, values(), lambda *_: None)
+        for version in range(6):
+            verifier.applied(staged_version(version, values()))
+            verifier.settle()
+        assert verifier.status.whole == expected and verifier.verifies is (every > 0)
+
+
+def test_torn_versions_are_counted_until_one_is_whole() -> None:
+    live, rows = values(), []
+    verifier = Verifier(1, live, lambda *row: rows.append(row))
+    for version, torn in enumerate([True, True, False, True]):
+        live["up"].copy_(values()["up"])
+        if torn:
+            live["up"][2, 3] += 1
+        verifier.applied(staged_version(version, values()))
+        verifier.settle()
+    assert [(row[1], row[3]) for row in rows] == [(0, 1), (1, 2), (3, 1)]
+    assert rows[0][2] == "the engine does not hold version 0 as it was sent: up"
+
+
+def test_the_receiver_says_so_once_and_takes_the_same_version_again() -> None:
+    machine = ReceiverMachine("e", Served("e", 4, "d"))
+    machine.connected(1)
+    machine.layout("layout")
+    assert machine.found_torn(3, "late news") == []
+    (told,) = machine.found_torn(4, "up differs")
+    assert isinstance(told, Send) and told.message == {"type": "poisoned", "attempt": 0, "reason": "up differs"}
+    assert machine.found_torn(4, "again") == []
+    assert machine.serving is None and machine.hello_fields()["poisoned"]
+    (answer,) = machine.offer(7, 4, "d", [(0, 0)])
+    assert isinstance(answer, Send) and answer.message["type"] == "accept"
+
+
+def test_a_look_that_is_faster_than_the_report_of_the_apply_is_not_lost() -> None:
+    machine = ReceiverMachine("e")
+    machine.connected(1)
+    machine.layout("layout")
+    machine.offer(1, 4, "d", [(0, 0)])
+    machine.bucket(1, (0, 0), True)
+    machine.staged(1)
+    machine.apply(1)
+    assert machine.found_torn(4, "up differs") == []
+    sent = [one.message for one in machine.apply_finished(1, None, {}) if isinstance(one, Send)]
+    assert [message["type"] for message in sent] == ["applied", "poisoned"]
+    assert sent[1] == {"type": "poisoned", "attempt": 0, "reason": "up differs"} and machine.serving is None
+
+
+def test_layouts_here_have_what_matters() -> None:
+    layout = layout_over(3, 0, "bfloat16")
+    assert next(iter(layout.parameters)) == ParameterEntry("embed", "bfloat16", (37, 8))
+    buckets = [layout.bucket_count(rank) for rank in range(3)]
+    assert buckets[0] > 1 and sum(buckets) > 3
+    gaps = [
+        after.byte_offset - before.byte_offset - before.elements * 2
+        for rank in layout.ranks
+        for before, after in itertools.pairwise(rank.shards)
+    ]
+    assert any(gaps)

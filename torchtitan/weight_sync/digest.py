@@ -1,0 +1,156 @@
+"""Do an engine's own tensors hold a version? Its manifest's checksums, computed anew from what it computes with.
+
+Transfers are verified bucket by bucket before the engine sees them; this looks at what came of them afterwards: a
+parameter that was not copied, copied into a tensor that nobody uses, or changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchtitan.distributed.device import in_background
+from torchtitan.weight_sync.checksums import checksum_function, streaming_checksum
+from torchtitan.weight_sync.layout_tables import ShardEntry
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
+
+# Names in a message.
+MOST_NAMES = 3
+
+
+class Unverifiable(Exception):
+    """These tensors cannot tell: the message says why."""
+
+
+class Stopped(Exception):
+    """Somebody else needs the tensors now."""
+
+
+def differing_parameters(
+    proof: Proof,
+    live: Mapping[str, torch.Tensor],
+    staged: Mapping[str, torch.Tensor],
+    stop: Callable[[], bool] = lambda: False,
+) -> str:
+    """Which of the engine's tensors are not the version's, in words for people; empty where all are.
+
+    live: parameter name -> whole tensor in use; read, not changed. staged: the version's tensors, looked at only to
+    tell which parameter of a wrong bucket it is, and only while the memory is still theirs.
+
+    Raises Unverifiable, or Stopped as soon as stop() says so.
+    """
+    check_types(proof.layout, live)
+    wrong = [(rank, bucket) for rank, bucket in _wrong_buckets(proof, live, stop)]
+    if not wrong:
+        return ""
+    suspects = list(dict.fromkeys(name for key in wrong for name in _names_in_bucket(proof.layout, *key)))
+    names = [name for name in suspects if name in staged and not _equal(live[name], staged[name])]
+    if names and proof.still_staged():
+        return _listed(names)
+    where = ", ".join(f"bucket {bucket} of rank {rank}" for rank, bucket in wrong[:MOST_NAMES])
+    return f"{where}, which holds {_listed(suspects)}"
+
+
+def check_types(layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
+    """Raises Unverifiable where the tensors in use cannot hold the version's numbers exactly."""
+    for entry in layout.parameters:
+        tensor = live.get(entry.name)
+        if tensor is None or tuple(tensor.shape) != entry.shape:
+            raise Unverifiable(f"the engine has no {entry.name} of shape {list(entry.shape)}")
+        if tensor.dtype not in (TORCH_DTYPES[entry.dtype], torch.float32):
+            raise Unverifiable(f"{entry.name} is sent as {entry.dtype} and rounded to {tensor.dtype} by the engine")
+
+
+def _wrong_buckets(
+    proof: Proof, live: Mapping[str, torch.Tensor], stop: Callable[[], bool]
+) -> Iterator[tuple[int, int]]:
+    for rank, expected in enumerate(proof.checksums):
+        for bucket, (found, wanted) in enumerate(
+            zip(_checksums(proof.layout, rank, live, stop), expected, strict=True)
+        ):
+            if found != wanted:
+                yield rank, bucket
+
+
+def _checksums(layout: Layout, rank: int, live: Mapping[str, torch.Tensor], stop: Callable[[], bool]) -> Iterator[str]:
+    """The checksum of every bucket of this rank's slot, as it would be filled from these tensors."""
+    open_bucket = _Bucket(layout.checksum)
+    room = layout.bucket_bytes
+    for piece in _pieces(layout, rank, live):
+        while len(piece):
+            if stop():
+                raise Stopped
+            part, piece = piece[:room], piece[room:]
+            open_bucket.feed(part)
+            room -= len(part)
+            if room == 0:
+                yield open_bucket.checksum()
+                open_bucket, room = _Bucket(layout.checksum), layout.bucket_bytes
+    if room < layout.bucket_bytes:
+        yield open_bucket.checksum()
+
+
+def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    """A slot's bytes in order, as one-dimensional uint8 tensors: shards, and the zeros between them."""
+    position = 0
+    for shard in sorted(layout.ranks[rank].shards, key=lambda shard: shard.byte_offset):
+        entry = layout.parameters[shard.parameter]
+        tensor = live[entry.name].detach()[_slices(shard)]
+        with in_background(tensor.device):
+            data = tensor.to(TORCH_DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
+        if shard.byte_offset > position:
+            yield torch.zeros(shard.byte_offset - position, dtype=torch.uint8, device=data.device)
+        yield data
+        position = shard.byte_offset + len(data)
+
+
+def _slices(shard: ShardEntry) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
+
+
+class _Bucket:
+    """The bytes of one bucket, hashed as they come where its kind of checksum can be, else put together first."""
+
+    def __init__(self, kind: str):
+        self._kind = kind
+        self._hasher: Any = streaming_checksum(kind)
+        self._parts: list[torch.Tensor] = []
+
+    def feed(self, data: torch.Tensor) -> None:
+        if self._hasher is None:
+            self._parts.append(data)
+            return
+        with in_background(data.device):
+            self._hasher.update(data.cpu().numpy())
+
+    def checksum(self) -> str:
+        if self._hasher is not None:
+            return str(self._hasher.hexdigest())
+        with in_background(self._parts[0].device):
+            return checksum_function(self._kind)(torch.cat(self._parts))
+
+
+def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:
+    start, end = layout.bucket_range(rank, bucket)
+    names = []
+    for shard in layout.ranks[rank].shards:
+        entry = layout.parameters[shard.parameter]
+        size = shard.elements * TORCH_DTYPES[entry.dtype].itemsize
+        if shard.byte_offset < end and shard.byte_offset + size > start:
+            names.append(entry.name)
+    return names
+
+
+def _equal(live: torch.Tensor, staged: torch.Tensor) -> bool:
+    """Bit by bit: two NaN are equal, 0 and -0 are not."""
+    with in_background(live.device):
+        one, other = (tensor.detach().to(staged.dtype).cpu().contiguous() for tensor in (live, staged))
+        return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
