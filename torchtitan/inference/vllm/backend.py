@@ -126,8 +126,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             try:
                 wanted = (update_info.epoch, update_info.version, update_info.digest)
                 tensors = self._mailbox.take(*wanted, MEETING_SECONDS).tensors
-            except LookupError as error:
-                missing = str(error)
+            except LookupError as failure:
+                missing = str(failure)
         spread = Spread(group, self.device, tensors, missing)
         self._holds = None
         error: str | None = None

@@ -13,6 +13,12 @@ from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.hand_over import DirectHandOver
 
 GIGABYTE = 2**30
+CPU_ARGUMENTS = (
+    # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
+    "--enforce-eager",
+    # A seeded request whose prompt is computed in parts ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
+    "--no-enable-chunked-prefill",
+)
 
 
 class VLLM:
@@ -47,8 +53,7 @@ class VLLM:
             # vLLM would have every actor on the same cores, and take nearly all of the machine's memory for each.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             memory_gb = options.memory_gb or default_memory_gb()
-            # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
-            theirs.append("--enforce-eager")
+            theirs += CPU_ARGUMENTS
         if memory_gb:
             theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
         return [*own, *theirs, *options.arguments], environment

@@ -25,18 +25,22 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     Raises:
         IncompleteVersion: something is missing in `weights`.
     """
-    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
-        # An earlier load broke off. What it left would be counted as part of this one.
-        finalize_layerwise_reload(model, model_config)
+    _abandon(model, model_config)
     expected = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
-    loaded = model.load_weights(iter(weights))
+    loaded = model.load_weights(iter(weights))  # type: ignore[operator]
     finalize_layerwise_reload(model, model_config)
     repack_tied_heads(model)
     missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
         raise IncompleteVersion(f"{len(missing)} of {len(expected)} parameters got no weights: {shown}")
+
+
+def _abandon(model: nn.Module, model_config: ModelConfig) -> None:
+    """What an earlier load has left that broke off would be counted as part of the next one."""
+    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+        finalize_layerwise_reload(model, model_config)
 
 
 def repack_tied_heads(model: nn.Module) -> None:

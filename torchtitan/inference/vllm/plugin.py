@@ -1,5 +1,7 @@
-"""Makes our weight-transfer backend known to vLLM. Also the entry point `vllm.general_plugins`, for environments of vLLM
-in which this package is installed. Runs inside vLLM's processes."""
+"""Makes our weight-transfer backend known to vLLM; runs inside its processes.
+
+Also the entry point `vllm.general_plugins`, for environments of vLLM in which this package is installed.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from torchtitan.errors import UserError
 from torchtitan.inference.parent_watch import end_with_parent
-from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE
 from torchtitan.inference.vllm.middleware import TOKEN_ENV_VARIABLE
+from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE
 
 # Where a variable is set already, that counts.
 ENVIRONMENT = {

@@ -1,0 +1,361 @@
+"""Real vLLM with our weight-transfer backend: what it serves after every version, and what it does when things break.
+
+The order of the tests counts: the last ones kill the server that all share.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed_launcher import run_distributed
+from tests.engines.processes import Processes
+from tests.engines.vllm_job import Actor, Trainer, start_actor, training
+from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.types import Completion
+from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+
+PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
+# More than a block of the KV cache, so that its beginning may be found in the prefix cache.
+LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
+# Largest differences of log-probs from transformers that were seen: 4e-6 in fp32; in bf16 see BF16_TOLERANCE.
+FP32_TOLERANCE = 1e-4
+UPDATE_SECONDS = 8.0
+
+
+class Server:
+    """The server that the tests share, and its successors."""
+
+    def __init__(self, processes: Processes, python: Path, model: Path):
+        self.model, self.hold = model, processes.folder / "hold"
+        self._processes, self._python, self._starts = processes, python, 0
+        self.actor = self.start()
+
+    def start(self) -> Actor:
+        """A new one, after the old one has died."""
+        self._starts += 1
+        self.actor = start_actor(
+            self._processes, self._python, self.model,
+            "--update-timeout", str(UPDATE_SECONDS),
+            "--", "--worker-extension-cls", "tests.engines.vllm_holding.WorkerExtension",
+            name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold),
+        )  # fmt: skip
+        return self.actor
+
+    @property
+    def begun(self) -> Path:
+        """Exists while a load is held in its middle."""
+        return self.hold.with_suffix(".begun")
+
+
+@pytest.fixture(scope="module")
+def server(vllm_python: Path, engine_model: Callable[..., Path], module_processes: Processes) -> Server:
+    return Server(module_processes, vllm_python, engine_model(tied=True))
+
+
+@pytest.fixture
+def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
+    with training(tmp_path, server.model, apply_timeout_s=2 * UPDATE_SECONDS) as running:
+        server.actor.connect(running)
+        yield running
+
+
+def differences(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def check_serves_newest(actor: Actor, trainer: Trainer) -> None:
+    """Greedy tokens and all log-probs are those of transformers with the newest version's weights."""
+    (completion,) = actor.generate(PROMPT, 12)
+    assert completion.token_ids == trainer.greedy(PROMPT, 12)
+    assert [(span.epoch, span.version) for span in completion.spans] == [(trainer.epoch, trainer.version)]
+    expected = trainer.log_probs([*PROMPT, *completion.token_ids])
+    assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < FP32_TOLERANCE
+    assert differences(actor.score([*PROMPT, *completion.token_ids]), expected) < FP32_TOLERANCE
+
+
+def test_log_probs_and_greedy_tokens_are_those_of_transformers(server: Server, trainer: Trainer) -> None:
+    for _ in range(3):
+        trainer.publish()
+        trainer.wait_applied()
+        check_serves_newest(server.actor, trainer)
+    figures = trainer.journal("applied")[-1]["figures"]
+    assert figures["pause_s"] < UPDATE_SECONDS and figures["source"] == "trainer"
+
+
+def test_every_route_asks_for_the_token(server: Server) -> None:
+    engine = server.actor.engine
+    paths = engine.call("GET", "/openapi.json", 20)["paths"]
+    assert {"/health", "/pause", "/update_weights", "/v1/completions", "/collective_rpc"} <= paths.keys()
+    for stranger in (AdminClient(engine.url, ""), AdminClient(engine.url, "x" + server.actor.token)):
+        answers = {
+            (method, path): stranger.exchange(method.upper(), path, 20)[0]
+            for path, methods in {**paths, "/metrics": {"get": 0}, "/docs": {"get": 0}, "/nowhere": {"get": 0}}.items()
+            for method in methods
+        }
+        assert set(answers.values()) == {401}, answers
+    assert engine.exchange("GET", "/metrics", 20)[0] == 200
+
+
+def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    sampling = {"n": 4, "temperature": 0.7, "seed": 11, "stop_token_ids": []}
+    first = server.actor.generate(PROMPT, 10, **sampling)
+    assert first == server.actor.generate(PROMPT, 10, **sampling)
+    assert len({tuple(completion.token_ids) for completion in first}) > 1
+    for completion in first:
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 10
+        logits = trainer.logits([*PROMPT, *completion.token_ids])[len(PROMPT) - 1 : -1]
+        expected = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert differences(completion.log_probs, expected.tolist()) < FP32_TOLERANCE
+    (stopped,) = server.actor.generate(PROMPT, 10, stop_token_ids=[first[0].token_ids[0]], temperature=0.7, seed=11)
+    assert stopped.finish_reason == "stop" and stopped.token_ids == first[0].token_ids[:1]
+
+
+def start_long_request(actor: Actor) -> tuple[threading.Thread, list[Completion]]:
+    """240 tokens of 4 samples, which take seconds."""
+    answers: list[Completion] = []
+
+    def work() -> None:
+        answers.extend(actor.generate(PROMPT, 240, n=4, temperature=1.0, seed=3, stop_token_ids=[]))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, answers
+
+
+def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    thread, answers = start_long_request(server.actor)
+    time.sleep(0.5)
+    while thread.is_alive():
+        trainer.publish()
+        trainer.wait_applied()
+        time.sleep(0.2)
+    thread.join()
+    assert len(answers) == 4
+    for completion in answers:
+        versions = [span.version for span in completion.spans]
+        assert len(versions) > 1 and versions == sorted(set(versions))
+        # Up to the first update everything is as transformers has it; then the KV cache is of several versions.
+        first = completion.spans[0]
+        expected = trainer.log_probs([*PROMPT, *completion.token_ids[: first.end]], first.version)
+        assert differences(completion.log_probs[: first.end], expected[len(PROMPT) - 1 :]) < FP32_TOLERANCE
+
+
+def raw_log_prob(actor: Actor, prompt: list[int]) -> float:
+    """Of the greedy token, asked for without a salt, as other clients would."""
+    sampling = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    body = {"token_ids": prompt, "sampling_params": sampling}
+    answer = actor.engine.call("POST", "/inference/v1/generate", 60, body)
+    return float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+
+
+def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> None:
+    actor = server.actor
+    trainer.publish()
+    trainer.wait_applied()
+    old = raw_log_prob(actor, LONG_PROMPT)
+    trainer.publish()
+    trainer.wait_applied()
+    expected = trainer.log_probs([*LONG_PROMPT, *trainer.greedy(LONG_PROMPT, 1)])[-1]
+    # Nothing runs: the cache is reset for everybody.
+    assert abs(expected - old) > 0.01
+    assert abs(raw_log_prob(actor, LONG_PROMPT) - expected) < FP32_TOLERANCE
+
+    # A request runs: vLLM cannot reset it, and clients that send no salt get what the old weights computed.
+    actor.generate(LONG_PROMPT, 1)
+    thread, _ = start_long_request(actor)
+    time.sleep(0.5)
+    trainer.publish()
+    trainer.wait_applied()
+    expected = trainer.log_probs([*LONG_PROMPT, *trainer.greedy(LONG_PROMPT, 1)])[-1]
+    unsalted = raw_log_prob(actor, LONG_PROMPT)
+    (completion,) = actor.generate(LONG_PROMPT, 1)
+    still_running = thread.is_alive()
+    thread.join()
+    assert abs(completion.log_probs[0] - expected) < FP32_TOLERANCE
+    if still_running:
+        assert abs(unsalted - expected) > FP32_TOLERANCE
+
+
+@pytest.fixture
+def slow_second_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 1 takes seconds to send. (The couriers read this when they start.)"""
+    monkeypatch.setenv(FAULTS, "throttle:version=1-1,bytes_per_s=400000")
+
+
+def wait_receiving(trainer: Trainer) -> None:
+    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "RECEIVING")
+    time.sleep(0.3)
+
+
+@pytest.mark.usefixtures("slow_second_version")
+def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    trainer.publish()
+    wait_receiving(trainer)
+    server.actor.freeze()
+    try:
+        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
+        trainer.publish()
+    finally:
+        server.actor.thaw()
+    trainer.wait_applied()
+    check_serves_newest(server.actor, trainer)
+    assert len(trainer.journal("evict")) >= 1
+    assert trainer.journal("applied")[-1]["figures"]["bytes_full"] > 0
+
+
+def test_corrupted_byte_is_refused_and_sent_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULTS, "corrupt:version=1-1,times=1")
+    with training(tmp_path, server.model) as trainer:
+        server.actor.connect(trainer)
+        for _ in range(2):
+            trainer.publish()
+            trainer.wait_applied()
+        check_serves_newest(server.actor, trainer)
+        (refused,) = trainer.journal("refused")
+        assert refused["version"] == 1
+
+
+def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    server.hold.touch()
+    trainer.publish()
+    trainer.wait_for(server.begun.exists)
+    server.actor.freeze()
+    server.hold.unlink()
+    try:
+        # Nobody knows what it holds: it must not serve, and says so.
+        trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
+        assert not trainer.sync.actors()["actor-0"].serves
+    finally:
+        server.actor.thaw()
+    trainer.publish()
+    trainer.wait_applied()
+    assert server.actor.health()["status"] == "ok"
+    check_serves_newest(server.actor, trainer)
+
+
+def kill_and_replace(server: Server, trainer: Trainer) -> None:
+    """The engine's worker dies; a new server takes its place under the same name."""
+    agent = psutil.Process(server.actor.health()["pid"])
+    server.actor.workers()[0].send_signal(signal.SIGKILL)
+    assert agent.wait(60) == 1, "without its engine the agent ends too"
+    trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
+    server.hold.unlink(missing_ok=True)
+    server.begun.unlink(missing_ok=True)
+    server.start().connect(trainer)
+    trainer.wait_applied()
+    check_serves_newest(server.actor, trainer)
+    assert trainer.journal("applied")[-1]["figures"]["bytes_full"] > 0
+
+
+@pytest.mark.usefixtures("slow_second_version")
+def test_killed_while_it_receives(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    trainer.publish()
+    wait_receiving(trainer)
+    kill_and_replace(server, trainer)
+
+
+def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
+    trainer.publish()
+    trainer.wait_applied()
+    server.hold.touch()
+    trainer.publish()
+    trainer.wait_for(server.begun.exists)
+    kill_and_replace(server, trainer)
+
+
+# Two ranks of FSDP2
+
+
+def check_two_ranks(actor: Actor, model: Path, folder: Path, dtype: str, tolerance: float) -> None:
+    """Versions of a trainer of two ranks: log-probs and greedy tokens of the last one."""
+    import transformers
+
+    failures: list[BaseException] = []
+    shares: list[float] = []
+
+    def train() -> None:
+        try:
+            shares.extend(
+                run_distributed(
+                    "tests.engines.vllm_trainer:publish",
+                    2,
+                    200.0,
+                    model=str(model),
+                    folder=str(folder),
+                    dtype=dtype,
+                    versions=3,
+                )
+            )
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    place, deadline = folder / "coordinator.json", time.monotonic() + 120
+    while not place.exists():
+        assert thread.is_alive() and time.monotonic() < deadline, failures
+        time.sleep(0.1)
+    actor.agent.call("POST", "/weights/connect", 60, {**json.loads(place.read_text()), "actor": "actor-0"})
+    while not (folder / "done").exists():
+        assert thread.is_alive() and time.monotonic() < deadline, failures
+        time.sleep(0.1)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    whole = load_file(folder / "whole.safetensors")
+    assert not policy.load_state_dict(whole, strict=False).unexpected_keys
+    policy = policy.to(getattr(torch, dtype))
+    (completion,) = actor.generate(PROMPT, 12, stop_token_ids=[])
+    assert [span.version for span in completion.spans] == [2]
+    ids = [*PROMPT, *completion.token_ids]
+    with torch.no_grad():
+        rows = policy(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+    difference = max(
+        differences(actor.score(ids), expected), differences(completion.log_probs, expected[len(PROMPT) - 1 :])
+    )
+    print(f"largest difference of log-probs in {dtype}: {difference:.2g}")
+    assert difference < tolerance
+    # Greedy: nothing is more likely than what was taken, within what the dtype can tell apart.
+    assert float((rows[len(PROMPT) - 1 :].max(-1).values - torch.tensor(expected[len(PROMPT) - 1 :])).max()) < tolerance
+    (folder / "seen").touch()
+    thread.join(60)
+    assert not failures and max(shares) == 0.5, failures
+
+
+def test_two_ranks_publish_to_one_worker(server: Server, tmp_path: Path) -> None:
+    check_two_ranks(server.actor, server.model, tmp_path, "float32", FP32_TOLERANCE)
+
+
+BF16_TOLERANCE = 0.1
+
+
+def test_two_ranks_publish_to_two_workers(
+    vllm_python: Path, engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
+) -> None:
+    model = engine_model(tied=False)
+    options = ("--tensor-parallel-size", "2", "--dtype", "bfloat16")
+    actor = start_actor(processes, vllm_python, model, *options)
+    assert len(actor.workers()) == 2
+    check_two_ranks(actor, model, tmp_path, "bfloat16", BF16_TOLERANCE)

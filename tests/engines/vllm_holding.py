@@ -1,0 +1,38 @@
+"""A worker extension for tests: a load of weights stands still in its middle while a file exists."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from torchtitan.inference.vllm import backend, extension
+
+HOLD = Path(os.environ["TORCHTITAN_TEST_HOLD"])
+BEGUN = HOLD.with_suffix(".begun")
+TENSORS_BEFORE = 10
+
+_load_weights = backend.load_weights
+
+
+def load_weights(model: torch.nn.Module, config: object, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def held() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(weights):
+            if number == TENSORS_BEFORE and HOLD.exists():
+                BEGUN.touch()
+                while HOLD.exists():
+                    time.sleep(0.02)
+                BEGUN.unlink()
+            yield item
+
+    _load_weights(model, config, held())  # type: ignore[arg-type]
+
+
+backend.load_weights = load_weights  # type: ignore[assignment]
+
+
+class WorkerExtension(extension.WorkerExtension):
+    """Importing this module is what counts."""

@@ -1,0 +1,156 @@
+"""What goes wrong in a vLLM that gets new weights, with and without the cures; one engine in this process.
+
+    {vLLM's python} -m tests.engines.vllm_traps MODEL OTHER_MODEL    prints {case: log-probs of the probe, or an error}
+
+OTHER_MODEL holds the new weights, of the same architecture. "…_cured" is what torchtitan.inference.vllm.loading does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+import torch
+from safetensors.torch import load_file
+
+# Longer than a block of the KV cache, so that its beginning can be found there.
+PROBE = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
+# How many of its tokens are scored. (vLLM does not read its prefix cache for those whose log-probs it is asked for.)
+SCORED = 8
+
+
+class Engine:
+    """vLLM in this process."""
+
+    def __init__(self, model: str):
+        from vllm import LLM
+
+        self.llm = LLM(
+            model,
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=256,
+            kv_cache_memory_bytes=64 * 2**20,
+            enable_prefix_caching=True,
+            max_logprobs=-1,
+        )
+        self.worker: Any = self.llm.llm_engine.model_executor.driver_worker.worker
+        self.model: torch.nn.Module = self.worker.get_model()
+
+    def log_probs(self) -> list[float]:
+        """Of the probe's last tokens, each sampled greedily after those before it."""
+        from vllm import SamplingParams, TokensPrompt
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1, detokenize=False, ignore_eos=True)
+        prompts = [TokensPrompt(prompt_token_ids=PROBE[:end]) for end in range(len(PROBE) - SCORED, len(PROBE))]
+        answers = self.llm.generate(prompts, sampling, use_tqdm=False)
+        given = zip(answers, PROBE[-SCORED:], strict=True)
+        return [answer.outputs[0].logprobs[0][token].logprob for answer, token in given]
+
+    def checksums(self) -> str:
+        """What vLLM's own weight checker says."""
+        return json.dumps(self.llm.collective_rpc("compute_weight_checksums"), sort_keys=True, default=str)
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """As our backend does."""
+        from vllm.config import set_current_vllm_config
+
+        from torchtitan.inference.vllm.loading import load_weights
+
+        with set_current_vllm_config(self.worker.vllm_config):
+            load_weights(self.model, self.worker.model_config, weights)
+
+
+def reusing_a_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters in the same memory, one after the other, as a naive receiver would give them."""
+    buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
+    for name, tensor in weights.items():
+        yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Half of the first layer's projections, then an error."""
+    for name, tensor in weights.items():
+        if "v_proj" in name:
+            raise ConnectionError("broken off")
+        yield name, torch.full_like(tensor, 7.0)
+
+
+def main(model: str, other: str) -> None:
+    from torchtitan.inference.vllm import loading
+
+    torch.set_num_threads(1)
+    old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
+    engine = Engine(model)
+    results: dict[str, Any] = {}
+
+    def record(case: str, load: Callable[[], None]) -> None:
+        """Log-probs after `load`, which starts from the old weights."""
+        engine.load(iter(old.items()))
+        engine.llm.reset_prefix_cache()
+        engine.log_probs()
+        try:
+            load()
+        except Exception as error:
+            results[case] = f"{type(error).__name__}: {error}"
+            return
+        results[case] = engine.log_probs()
+
+    def load_without(cure: str) -> None:
+        with mock.patch.object(loading, cure, lambda *_: None):
+            engine.load(iter(new.items()))
+        engine.llm.reset_prefix_cache()
+
+    def load_all(reset: bool = True) -> None:
+        engine.load(iter(new.items()))
+        if reset:
+            engine.llm.reset_prefix_cache()
+
+    def load_after_a_failure() -> None:
+        try:
+            engine.load(breaking_off(new))
+        except ConnectionError:
+            load_all()
+
+    def load_from_a_buffer() -> None:
+        engine.load(reusing_a_buffer(new))
+        engine.llm.reset_prefix_cache()
+
+    results["first"] = engine.log_probs()
+    record("cured", load_all)
+    results["checksums_cured"] = engine.checksums()
+    record("stale_head", lambda: load_without("repack_tied_heads"))
+    results["checksums_stale_head"] = engine.checksums()
+    record("stale_prefix", lambda: load_all(reset=False))
+    record("reused_buffer", load_from_a_buffer)
+    record("after_a_failure", load_after_a_failure)
+    record("after_a_failure_uncured", lambda: with_leftovers(engine, load_after_a_failure))
+    record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
+    record("cured_again", load_all)
+    record("plain_load_weights", lambda: plainly(engine, new))
+    print("RESULTS " + json.dumps(results))
+
+
+def with_leftovers(engine: Engine, load: Callable[[], None]) -> None:
+    """Without giving up what a broken load has left."""
+    from torchtitan.inference.vllm import loading
+
+    with mock.patch.object(loading, "_abandon", lambda *_: None):
+        load()
+
+
+def plainly(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
+    """The model's own loader, as at the start."""
+    engine.model.load_weights(iter(weights.items()))  # type: ignore[operator]
+    engine.llm.reset_prefix_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
