@@ -1,0 +1,106 @@
+"""What engines are asked, and what is made of their answers; answers as the real ones gave them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchtitan.inference.engine_handling import Malformed, NoVersion
+from torchtitan.inference.labels import make_label, parse_label
+from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.dialect import MOST_KEPT
+from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest("r", [5, 6, 7], SamplingParameters(**{"max_tokens": 4, **sampling}))
+
+
+def sglang_answer(**changes: Any) -> dict[str, Any]:
+    about = {
+        "finish_reason": {"type": "stop", "matched": 1},
+        "weight_version": "epoch-1/4",
+        "weight_versions": [
+            {"version": "epoch-1/3", "start": 0, "end": 2},
+            {"version": "epoch-1/4", "start": 2, "end": 3},
+        ],
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-1.5, 9, None], [-0.25, 8, None], [-3.0, 1, None]],
+    }
+    return {"output_ids": [9, 8, 1], "meta_info": {**about, **changes}}
+
+
+def test_labels_come_back() -> None:
+    for epoch, version in (("1-abc", 0), ("a/b", 12)):
+        assert parse_label(make_label(epoch, version)) == (epoch, version)
+    for foreign in ("default", "", "7", "/7", "epoch/", "epoch/-1", "epoch/x", None, 7):
+        assert parse_label(foreign) is None
+    with pytest.raises(ValueError, match="cannot be a label"):
+        make_label("", 3)
+
+
+def test_sglang_gets_each_sample_with_its_seed() -> None:
+    (call,) = SGLANG.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1]))
+    assert call.path == "/generate" and call.body["input_ids"] == [[5, 6, 7]] * 3
+    seeds = [one["sampling_seed"] for one in call.body["sampling_params"]]
+    assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
+    again = SGLANG.generate(request(n=2, seed=5))[0].body["sampling_params"]
+    assert [one["sampling_seed"] for one in again] == seeds[:2]
+    assert call.body["sampling_params"][0]["ignore_eos"] is False and again[0]["ignore_eos"] is True
+    assert call.body["sampling_params"][0]["top_k"] == -1 and call.body["return_sampling_mask"] is False
+
+
+def test_sglang_completions_have_spans_and_log_probs() -> None:
+    (completion,) = SGLANG.completions(request(), [[sglang_answer()]])
+    assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-1.5, -0.25, -3.0]
+    assert completion.finish_reason == "stop" and completion.kept_token_ids is None
+    assert completion.spans == [VersionSpan("epoch-1", 3, 0, 2), VersionSpan("epoch-1", 4, 2, 3)]
+    length = sglang_answer(finish_reason={"type": "length", "length": 3})
+    assert SGLANG.completions(request(), [[length]])[0].finish_reason == "length"
+    aborted = sglang_answer(finish_reason={"type": "abort", "message": "Abort"})
+    assert SGLANG.completions(request(), [[aborted]])[0].finish_reason == "abort"
+
+
+def test_sglang_says_what_truncation_kept() -> None:
+    sampling = {"top_p": 0.9, "top_k": 10**6}
+    (call,) = SGLANG.generate(request(**sampling))
+    assert call.body["return_sampling_mask"] and call.body["sampling_params"][0]["top_k"] == MOST_KEPT
+    kept = {
+        "output_token_sampling_mask": [[9, 2], [8], [1, 5, 6]],
+        "output_token_sampling_logprobs": [-0.5, 0.0, -1.0],
+    }
+    (completion,) = SGLANG.completions(request(**sampling), [[sglang_answer(**kept)]])
+    assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.log_probs == [-0.5, 0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, NoVersion),
+        ({"output_token_logprobs": [[-1.5, 9, None]]}, Malformed),
+        ({"output_token_logprobs": [[-1.5, 9, None], [-1.0, 7, None], [-3.0, 1, None]]}, Malformed),
+    ],
+)
+def test_sglang_answers_that_do_not_fit_are_not_used(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        SGLANG.completions(request(), [[sglang_answer(**changes)]])
+
+
+def test_sglang_scores_under_the_version_of_that_pass() -> None:
+    call = SGLANG.score([5, 6, 7])
+    assert call.body["logprob_start_len"] == 0
+    rows = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
+    versions = [{"version": "epoch-1/3", "start": 0, "end": 1}]
+    answer = sglang_answer(input_token_logprobs=rows, weight_versions=versions)
+    scored = SGLANG.scored([5, 6, 7], answer)
+    assert (scored.log_probs, scored.epoch, scored.version) == ([-1.0, -2.0], "epoch-1", 3)
+    with pytest.raises(Malformed):
+        SGLANG.scored([5, 6, 8], answer)
+
+
+def test_sglang_refusals_are_about_the_request() -> None:
+    assert SGLANG.refused(400, "top_p must be in (0, 1]") and SGLANG.refused(422, "input_ids")
+    assert (
+        not SGLANG.refused(400, "Aborted by abort_all") and not SGLANG.refused(500, "") and not SGLANG.refused(401, "")
+    )
