@@ -26,8 +26,10 @@ class WorkerFailure(AssertionError):
     """A rank failed or the deadline passed; the message holds what the ranks wrote."""
 
 
-def run_distributed(function: str, world_size: int, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
-    """Call `module:function`(**kwargs) on `world_size` ranks; returns one result per rank.
+def run_distributed(
+    function: str, world_size: int, timeout: float = 120.0, python: str | Path = sys.executable, **kwargs: Any
+) -> list[Any]:
+    """Call `module:function`(**kwargs) on `world_size` ranks of `python`; returns one result per rank.
 
     Raises WorkerFailure with the output of the ranks that failed, or of all of them when `timeout` seconds passed.
     """
@@ -54,7 +56,7 @@ def run_distributed(function: str, world_size: int, timeout: float = 120.0, **kw
                     "TORCHTITAN_DEVICE": "cpu",
                     "OMP_NUM_THREADS": "1",
                 }
-                command = [sys.executable, "-m", "tests.distributed_launcher", function, str(results[rank])]
+                command = [str(python), "-m", "tests.distributed_launcher", function, str(results[rank])]
                 with logs[rank].open("wb") as log:
                     worker = subprocess.Popen(
                         command,

@@ -58,6 +58,8 @@ class VllmEngine:
         engine_args = _import_vllm("engine.arg_utils").EngineArgs
         llm_engine = _import_vllm("v1.engine.llm_engine").LLMEngine
         self._parameters = _import_vllm("sampling_params")
+        # Newer versions have one of their own, which is no ValueError.
+        self._refusal: type[Exception] = getattr(_import_vllm("exceptions"), "VLLMValidationError", ValueError)
         try:
             checked = engine_args(**arguments)
         except TypeError as error:
@@ -85,7 +87,7 @@ class VllmEngine:
         prompt = {"type": "token", "prompt_token_ids": prompt_ids, "cache_salt": self.label}
         try:
             self._engine.add_request(name, prompt, parameters)
-        except ValueError as error:
+        except (ValueError, self._refusal) as error:
             raise SampleRefused(str(error)) from error
 
     def cancel(self, names: list[str]) -> None:

@@ -1,0 +1,170 @@
+"""What the ranks of a colocated trainer do in tests/engines/test_colocated.py; runs with vLLM's Python."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from torchtitan.components.optimizer import build_optimizer
+from torchtitan.components.weights import open_weight_path
+from torchtitan.config.manager import parse_command_line
+from torchtitan.distributed import device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.inference.colocated.colocation import open_replica
+from torchtitan.inference.colocated.replica import Replica
+from torchtitan.inference.colocated.rounds import Answer, Round
+from torchtitan.inference.types import GenerateRequest, SamplingParameters
+from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.parallelize import build_policy
+
+EPOCH = "e1-test"
+ROUND_SECONDS = 120.0
+
+
+def request(name: str, prompt: list[int], tokens: int, n: int = 1, temperature: float = 1.0) -> GenerateRequest:
+    return GenerateRequest(name, prompt, SamplingParameters(tokens, n, temperature, seed=7))
+
+
+class Colocated:
+    """A trainer's rank with its engine: a policy from `model`, sharded as `options` say, and its weight path."""
+
+    def __init__(self, folder: str, model: str, options: list[str]):
+        settings = ["--model.hf_assets_path", model, "--inference.backend", "vllm", "--inference.mode", "colocate"]
+        settings += [
+            "--training.seq_len",
+            "256",
+            "--rollout.max_completion_tokens",
+            "200",
+            "--training.threads",
+            "1",
+            "--inference.max_sequences",
+            "32",
+        ]
+        self.config, _ = parse_command_line([*settings, "--job.dump_folder", folder, *options])
+        (Path(folder) / "logs").mkdir(exist_ok=True)
+        self.dims = ParallelDims.from_config(self.config.parallelism, device.world_size(), device.rank())
+        device.seed_everything(3)
+        self.policy = build_policy(self.config, self.dims)
+        optimizer = build_optimizer(self.policy, self.config.optimizer)
+        before = draws_to_come()
+        self._opened = open_replica(self.config, optimizer, Path(folder), EPOCH)
+        replica = self._opened.__enter__()
+        assert replica is not None
+        self.replica: Replica = replica
+        self.random_numbers_kept = before == draws_to_come()
+        self._path = open_weight_path(self.config, self.policy, EPOCH, "", Path(folder), replica)
+        self.weights = self._path.__enter__()
+        self.version = -1
+        self.tokens: dict[str, list[int]] = {}
+        self._note_every_rank()
+
+    @property
+    def replicas(self) -> int:
+        return device.world_size() // self.config.inference.tensor_parallel_size
+
+    def publish(self) -> None:
+        self.version += 1
+        self.weights.commit(self.version, noes=0)
+
+    def train_to(self, model: str) -> None:
+        """As if the optimizer's steps had ended at the weights of another checkpoint."""
+        load_into(self.policy, model)
+
+    def round(self, *requests: GenerateRequest, steps: int = 4, cancelled: tuple[str, ...] = ()) -> list[Answer]:
+        """One GENERATE order; requests go to the replicas in turn. Answers on rank 0, nothing elsewhere."""
+        shares = [list(requests[number :: self.replicas]) for number in range(self.replicas)]
+        order = Round(f"{EPOCH}/{self.version}", steps, shares, list(cancelled))
+        return self.replica.run(Round.decode(order.encode())) or []
+
+    def rounds(self, *requests: GenerateRequest) -> list[Answer]:
+        """Until all that is under way is finished; the ranks agree on when that is."""
+        answers = self.round(*requests)
+        deadline = time.monotonic() + ROUND_SECONDS
+        while bool(torch.tensor(self._busy_anywhere())):
+            assert time.monotonic() < deadline
+            answers += self.round()
+        return answers
+
+    def close(self) -> None:
+        self._path.__exit__(None, None, None)
+        self._opened.__exit__(None, None, None)
+
+    def _busy_anywhere(self) -> bool:
+        from torchtitan.distributed.collectives import all_reduce_sum
+
+        return all_reduce_sum(torch.tensor(float(self.replica._engine.busy))).item() > 0
+
+    def _note_every_rank(self) -> None:
+        """The tokens of every sample on every rank, not only on those that speak for their group."""
+        engine: Any = self.replica._engine
+        step = engine.step
+
+        def noting() -> Any:
+            finished = step()
+            self.tokens |= {name: completion.token_ids for name, completion in finished}
+            return finished
+
+        engine.step = noting
+
+
+def draws_to_come() -> str:
+    """Of all generators that the trainer has, without drawing."""
+    states = (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[union-attr]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def as_json(answers: list[Answer]) -> dict[str, Any]:
+    return {
+        answer.request_id: {"refused": answer.refused, "completions": [one.to_json() for one in answer.completions]}
+        for answer in answers
+    }
+
+
+def story(folder: str, models: list[str], options: list[str], prompts: list[list[int]], long: list[int]) -> Any:
+    """Two versions: samples of the first, samples that live through the change, and samples of the second."""
+    here = Colocated(folder, models[0], options)
+    try:
+        here.publish()
+        first = here.rounds(
+            *(request(f"first-{number}", prompt, 24, n=2) for number, prompt in enumerate(prompts)),
+            *(request(f"first-greedy-{number}", prompt, 24, temperature=0.0) for number, prompt in enumerate(prompts)),
+        )
+        # Two on the way when the weights change: one prompt per replica at least.
+        across = [request(f"across-{number}", long, 40, n=2) for number in range(2)]
+        here.round(*across, steps=9)
+        here.train_to(models[1])
+        here.publish()
+        second = here.rounds(
+            *(request(f"second-long-{number}", long, 24, n=2) for number in range(2)),
+            *(request(f"second-{number}", prompt, 24, n=2) for number, prompt in enumerate(prompts)),
+            *(request(f"second-greedy-{number}", prompt, 24, temperature=0.0) for number, prompt in enumerate(prompts)),
+        )
+        odd = here.rounds(request("too-long", [5] * 300, 4), request("fits", prompts[0], 4))
+        here.round(request("unwanted", prompts[0], 200), steps=2)
+        here.round(steps=0, cancelled=("unwanted",))
+        dropped = not here.replica._engine.busy
+        return {
+            "answers": as_json([*first, *second, *odd]),
+            "tokens": here.tokens,
+            "random_numbers_kept": here.random_numbers_kept,
+            "dropped": dropped,
+            "stale": refuses_stale_weights(here),
+            "actors": {name: status.version for name, status in here.weights.actors().items()},
+        }
+    finally:
+        here.close()
+
+
+def refuses_stale_weights(here: Colocated) -> str:
+    """What an order says to engines that hold another version than it asks for."""
+    try:
+        here.replica.run(Round(f"{EPOCH}/{here.version + 1}", 4, [[] for _ in range(here.replicas)]))
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,144 @@
+"""vLLM inside the trainer's ranks: what it samples against transformers with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed_launcher import run_distributed
+from tests.engines.models import greedy, log_probs
+
+PROMPTS = [[4, 9, 12, 5], [17, 3, 8, 8, 11, 6, 20, 2], [30, 41, 52]]
+# Longer than the largest KV block, so that its beginning is cached.
+LONG = [(7 * number) % 60 + 2 for number in range(150)]
+# float32: measured 4e-6; bfloat16 (log-probs of some nats, 8 bits of mantissa): measured below 0.12, mean 0.013.
+TOLERANCE = {"float32": (5e-5, 1e-5), "bfloat16": (0.35, 0.04)}
+
+LAYOUTS = {
+    "one rank": (1, [], True, "float32", "keep"),
+    "FSDP2, engine TP 2": (2, ["--inference.tensor_parallel_size", "2"], False, "bfloat16", "keep"),
+    "trainer TP 2, two replicas": (2, ["--parallelism.tensor_parallel_degree", "2"], True, "float32", "recompute"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def told(
+    request: pytest.FixtureRequest,
+    vllm_python: Path,
+    engine_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What the ranks of one layout did and saw, from one start of the engine."""
+    ranks, options, tied, dtype, kv = LAYOUTS[request.param]
+    models = [engine_model(tied, dtype, seed) for seed in (0, 1)]
+    options = [*options, "--inference.dtype", dtype, "--inference.in_flight_kv", kv]
+    seen = run_distributed(
+        "tests.engines.colocated_parts:story", ranks, timeout=240.0, python=vllm_python,
+        folder=str(tmp_path_factory.mktemp("run")), models=[str(model) for model in models], options=options,
+        prompts=PROMPTS, long=LONG,
+    )  # fmt: skip
+    return {"seen": seen, "models": models, "dtype": dtype, "kv": kv, "answers": seen[0]["answers"], "ranks": ranks}
+
+
+def differences(model: Path, dtype: str, prompt: list[int], completion: dict[str, Any], start: int = 0) -> list[float]:
+    """|behaviour log-prob − transformers'| of the completion's tokens from `start` on."""
+    tokens = completion["token_ids"]
+    expected = log_probs(model, [*prompt, *tokens], dtype)[len(prompt) - 1 :]
+    assert len(completion["log_probs"]) == len(tokens) == len(expected)
+    return [abs(ours - theirs) for ours, theirs in zip(completion["log_probs"], expected, strict=True)][start:]
+
+
+def assert_close(found: list[float], dtype: str) -> None:
+    worst, mean = TOLERANCE[dtype]
+    assert found
+    assert max(found) < worst
+    assert sum(found) / len(found) < mean
+
+
+def completions(told: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    answer = told["answers"][name]
+    assert answer["refused"] == ""
+    return answer["completions"]
+
+
+@pytest.mark.parametrize("version", [0, 1], ids=["first", "second"])
+def test_log_probs_are_those_of_the_version_that_the_tokens_carry(told: dict[str, Any], version: int) -> None:
+    found: list[float] = []
+    for number, prompt in enumerate(PROMPTS):
+        group = completions(told, f"{('first', 'second')[version]}-{number}")
+        assert len(group) == 2
+        assert group[0]["token_ids"] != group[1]["token_ids"]
+        for completion in group:
+            length = len(completion["token_ids"])
+            assert completion["spans"] == [{"epoch": "e1-test", "version": version, "start": 0, "end": length}]
+            found += differences(told["models"][version], told["dtype"], prompt, completion)
+    assert_close(found, told["dtype"])
+
+
+@pytest.mark.parametrize("version", [0, 1], ids=["first", "second"])
+def test_greedy_tokens_are_those_of_transformers(told: dict[str, Any], version: int) -> None:
+    """In bfloat16 two tokens can be as likely as each other; the log-prob says that the engine took a best one."""
+    for number, prompt in enumerate(PROMPTS):
+        (completion,) = completions(told, f"{('first', 'second')[version]}-greedy-{number}")
+        expected = greedy(told["models"][version], prompt, 24, told["dtype"])
+        if told["dtype"] == "float32":
+            assert [*completion["token_ids"]] == without_end(expected, completion)
+        else:
+            assert_close(differences(told["models"][version], told["dtype"], prompt, completion), told["dtype"])
+
+
+def without_end(expected: list[int], completion: dict[str, Any]) -> list[int]:
+    """No stop token was asked for, so the engine goes on where transformers' helper ends."""
+    return [*expected, *completion["token_ids"][len(expected) :]]
+
+
+def test_samples_that_live_through_a_new_version_carry_both(told: dict[str, Any]) -> None:
+    for number in range(2):
+        for completion in completions(told, f"across-{number}"):
+            first, second = completion["spans"]
+            assert (first["version"], second["version"]) == (0, 1)
+            assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == len(completion["token_ids"])
+            before = differences(told["models"][0], told["dtype"], LONG, completion)[: first["end"]]
+            assert_close(before, told["dtype"])
+            after = differences(told["models"][1], told["dtype"], LONG, completion, second["start"])
+            if told["kv"] == "recompute":
+                # With the KV cache made anew nothing of the old weights is left.
+                assert_close(after, told["dtype"])
+            else:
+                assert sum(after) / len(after) > 0.05
+
+
+def test_nothing_cached_with_old_weights_reaches_new_samples(told: dict[str, Any]) -> None:
+    """Their prompt's blocks are still held by samples that began with the old weights."""
+    for number in range(2):
+        for completion in completions(told, f"second-long-{number}"):
+            assert_close(differences(told["models"][1], told["dtype"], LONG, completion), told["dtype"])
+
+
+def test_the_ranks_of_a_group_sample_the_same_tokens(told: dict[str, Any]) -> None:
+    seen = told["seen"]
+    if told["ranks"] == 1:
+        assert seen[0]["tokens"]
+    elif len(seen[0]["actors"]) == 1:
+        assert seen[0]["tokens"] == seen[1]["tokens"]
+    else:
+        # Two replicas share the requests.
+        assert seen[0]["tokens"]
+        assert not set(seen[0]["tokens"]) & set(seen[1]["tokens"])
+
+
+def test_what_the_engine_cannot_take_is_refused_alone(told: dict[str, Any]) -> None:
+    assert "256" in told["answers"]["too-long"]["refused"]
+    assert len(completions(told, "fits")[0]["token_ids"]) == 4
+
+
+def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
+    """It leaves the trainer's random numbers alone, drops what nobody waits for, refuses to sample with old weights."""
+    for rank in told["seen"]:
+        assert rank["random_numbers_kept"]
+        assert rank["dropped"]
+        assert "holds weights e1-test/1, e1-test/2 was to generate" in rank["stale"]
+        assert set(rank["actors"].values()) == {1}
