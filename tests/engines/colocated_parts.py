@@ -155,6 +155,7 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
             "random_numbers_kept": here.random_numbers_kept,
             "dropped": dropped,
             "stale": refuses_stale_weights(here),
+            "left_behind": [path.name for path in Path("/dev/shm").glob(f"{EPOCH}-*")],
             "actors": {name: status.version for name, status in here.weights.actors().items()},
         }
     finally:

@@ -98,6 +98,7 @@ def without_end(expected: list[int], completion: dict[str, Any]) -> list[int]:
 def test_samples_that_live_through_a_new_version_carry_both(told: dict[str, Any]) -> None:
     for number in range(2):
         for completion in completions(told, f"across-{number}"):
+            assert len(completion["spans"]) == 2, completion
             first, second = completion["spans"]
             assert (first["version"], second["version"]) == (0, 1)
             assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == len(completion["token_ids"])
@@ -136,9 +137,11 @@ def test_what_the_engine_cannot_take_is_refused_alone(told: dict[str, Any]) -> N
 
 
 def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
-    """It leaves the trainer's random numbers alone, drops what nobody waits for, refuses to sample with old weights."""
+    """It leaves the trainer's random numbers alone, drops what nobody waits for, refuses to sample with old weights,
+    and leaves no shared memory behind."""
     for rank in told["seen"]:
         assert rank["random_numbers_kept"]
         assert rank["dropped"]
         assert "holds weights e1-test/1, e1-test/2 was to generate" in rank["stale"]
         assert set(rank["actors"].values()) == {1}
+        assert rank["left_behind"] == []

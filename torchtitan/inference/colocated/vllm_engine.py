@@ -34,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
 }
+SHARED_MEMORY = Path("/dev/shm")
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -78,6 +79,8 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             stop_token_ids=sampling.stop_token_ids,
+            # Without it the model's configuration would add stop tokens of its own.
+            ignore_eos=True,
             seed=seed,
             logprobs=0,
             detokenize=False,
@@ -177,7 +180,8 @@ def _random_numbers_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _named(job: str) -> Iterator[None]:
     """vLLM names the shared memory of its CPU ranks after the address where they met, which is "env://" for all runs of
-    a machine: two of them would write into each other's tensors. The ranks have met already, so only the name counts.
+    a machine: only one could start. The ranks have met already, so only the name counts. It also leaves the files
+    behind; once all ranks have them open, nobody needs their names any more.
     """
     executor = _import_vllm("v1.executor.uniproc_executor").ExecutorWithExternalLauncher
     original = executor._distributed_args
@@ -188,6 +192,9 @@ def _named(job: str) -> Iterator[None]:
 
     with mock.patch.object(executor, "_distributed_args", named):
         yield
+    torch.distributed.barrier()
+    for path in SHARED_MEMORY.glob(f"{job}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _log_into(path: Path) -> None:
