@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from torchtitan.components import mismatch
 from torchtitan.components.evaluation import Evaluator
 from torchtitan.components.events import EventLog, read_json_lines
 from torchtitan.components.metrics import METRICS_FILE, Figure, MetricsLogger
@@ -178,6 +179,16 @@ class Director:
         """Record that a version which had been skipped went out after all."""
         self.journal.append_decision(version, published=True)
         self._newest = version
+
+    def warn_of_mismatch(self, version: int, figures: Mapping[str, Figure]) -> None:
+        """Say so where the trainer's log-probs and the engine's are further apart than they should be."""
+        fields = mismatch.alarm(self.config, figures)
+        if fields is not None:
+            self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
+
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """The trainer's word on the probe under `version`, which actors are held to."""
+        self.rollout.expect(version, token_ids, log_probs)
 
     def take_evaluations(self) -> list[tuple[float, float]]:
         """Begin and end (seconds since 1970) of the evaluations since the last call; their time belongs to no step."""

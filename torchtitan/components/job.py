@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from torchtitan.components import mismatch
 from torchtitan.components.checkpoint import Checkpointer
 from torchtitan.components.director import Director
 from torchtitan.components.logs import set_up_logging
@@ -17,6 +18,7 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.components.policy_trainer import BatchResult, PolicyTrainer
+from torchtitan.components.probe import probe_tokens
 from torchtitan.components.profiling import profile
 from torchtitan.components.reference_policy import build_reference
 from torchtitan.components.run_dir import mint_epoch, open_run_directory
@@ -49,6 +51,8 @@ class Job:
         self._waited = 0.0
         self._stepped = False
         self._failure: UserError | None = None
+        self._mismatch: UserError | None = None
+        """Why the run must not go on, known on every rank"""
 
     def __enter__(self) -> Job:
         try:
@@ -74,6 +78,7 @@ class Job:
         self.weights.reserve()
         self.weights.commit(self.version, noes=0)
         self._recorder.add("commit", begun)
+        self._expect()
         if self.director is not None:
             self.director.start(self.version)
         self._boundary = time.perf_counter()
@@ -84,7 +89,8 @@ class Job:
         decision = None
         if self.director is not None:
             try:
-                decision = self.director.decide(self.version)
+                stops = self._mismatch is not None
+                decision = Order(Kind.STOP) if stops else self.director.decide(self.version)
             except UserError as error:
                 # No data, no actors: all ranks leave in order, so that what was trained is saved.
                 self._failure = error
@@ -117,6 +123,8 @@ class Job:
         self._recorder.add("train", self._ordered_at, begun)
         outcome = self.weights.commit(self.version, noes)
         self._recorder.add("commit" if outcome == "published" else "skip", begun)
+        if outcome == "published":
+            self._expect()
         if self.director is not None:
             begun = time.time()
             self.director.published(self.version, outcome == "published")
@@ -128,6 +136,8 @@ class Job:
         begun = time.time()
         taken = self.weights.snapshot_owed(self.version)
         self._recorder.add("commit" if taken else "skip", begun)
+        if taken:
+            self._expect()
         if taken and self.director is not None:
             self.director.snapshotted_owed(self.version)
 
@@ -159,6 +169,8 @@ class Job:
         if self.director is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
             self.director.log_step(self.version, batch, statistics, snapshots)
+            self.director.warn_of_mismatch(self.version, statistics)
+        self._mismatch = mismatch.reason_to_stop(self.config, result.metrics, self.version)
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint directory (collective)."""
@@ -173,13 +185,23 @@ class Job:
 
     def finish(self) -> None:
         """What is owed at the end of a run: its last checkpoint and the export. Raises what stopped the run early."""
-        if self.config.checkpoint.enable:
+        # A run that must not go on is saved in any case, for whoever looks at it.
+        if self.config.checkpoint.enable or self._mismatch is not None:
             self._save()
             self.checkpointer.wait()
         if self.config.checkpoint.last_save_in_hf and self.version >= self.config.training.steps:
             self.export()
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self._failure or self._mismatch) is not None:
+            raise failure
+
+    def _expect(self) -> None:
+        """Tell what the trainer computes of the probe with the version that has just been published (collective)."""
+        if self._probe and self.version % self.config.weight_sync.verify_every == 0:
+            begun = time.time()
+            log_probs = self.trainer.score(self._probe)
+            self._recorder.add("probe", begun)
+            if self.director is not None:
+                self.director.expect(self.version, self._probe, log_probs)
 
     def _save(self) -> None:
         # Only rank 0 has rollouts to keep; data positions are in there too.
@@ -225,6 +247,9 @@ class Job:
             if self.director is not None:
                 self.director.resume(restored.version, restored.rollout)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
+        # An engine in these processes is judged by what it samples, see mismatch.py.
+        served = config.inference.mode == "server"
+        self._probe = probe_tokens(config, policy.args.vocab_size) if served else []
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
         self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir, facts["epoch"]))
         self.weights = self._closing.enter_context(

@@ -25,6 +25,7 @@ from torchtitan.grpo.divergence import k3
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
+from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
 from torchtitan.rollout.types import Batch, Sample
@@ -119,6 +120,14 @@ class PolicyTrainer:
             "time/train_s": time.perf_counter() - started,
         }
         return result
+
+    @torch.no_grad()
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Collective: log-probs at temperature 1 of all tokens but the first, with the weights as they are now."""
+        tokens = torch.tensor(token_ids, device=self.device)
+        with without_dropout(self.policy):
+            log_probs, _ = self.policy(tokens[:-1], PackedLayout([len(token_ids) - 1], self.device), tokens[1:])
+        return log_probs.float().tolist()
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo, functions = self.config.grpo, self.config.rewards.functions

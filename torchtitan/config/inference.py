@@ -148,6 +148,14 @@ def verification(config: JobConfig) -> str:
     return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
 
 
+def probe_tolerance(config: JobConfig) -> float:
+    """weight_sync.probe_tolerance, or what rounding explains: kernels sum in other orders, in the coarser type."""
+    if config.weight_sync.probe_tolerance > 0:
+        return config.weight_sync.probe_tolerance
+    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
+    return 0.03 if "bfloat16" in types else 0.001
+
+
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU, by its driver's device files."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

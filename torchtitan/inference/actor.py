@@ -11,7 +11,14 @@ from typing import Any, Protocol
 
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import Inference
-from torchtitan.inference.handler import ActorError, ActorHandler, ActorHealth, ActorNotReady
+from torchtitan.inference.handler import (
+    ActorError,
+    ActorHandler,
+    ActorHealth,
+    ActorNotReady,
+    Capabilities,
+    ScoredTokens,
+)
 from torchtitan.inference.types import Completion, GenerateRequest
 
 # Between two probes of an actor that somebody waits for, and of one that is about to join.
@@ -93,6 +100,10 @@ class Actor:
         self._process = process
         self._handler = make_handler(url) if process is None else None
         self._started_once = False
+        self.incarnation = 0
+        """Counts the processes that had this name"""
+        self._distrusted = -1
+        """This version and older ones, as this process holds them, are not what the trainer sent"""
         self._join_timeout_s = join_timeout_s
         self._joining_since = 0.0
         self._failed_joins = 0
@@ -124,6 +135,29 @@ class Actor:
         self._set_state(ActorState.SUSPECT)
         self._interrupt(reason)
         self._wake.set()
+
+    async def capabilities(self) -> Capabilities:
+        """Raises ActorError."""
+        if self._handler is None:
+            raise ActorError("health", "the actor has not started")
+        return await self._handler.capabilities(self._config.health_timeout_s)
+
+    async def score(self, token_ids: list[int]) -> ScoredTokens:
+        """Raises ActorError."""
+        if self._handler is None:
+            raise ActorError("score", "the actor has not started")
+        return await self._handler.score(token_ids, self._config.request_timeout_s)
+
+    async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
+        """What it serves as `version` is something else: it is out until it serves a newer one, a process of ours is
+        started anew; `forever` it is given up."""
+        self._distrusted = max(self._distrusted, version)
+        self._evict("parity", reason)
+        if forever:
+            self._give_up(reason)
+        self._wake.set()
+        if self._process is not None:
+            await self._process.stop()
 
     def _interrupt(self, reason: str) -> None:
         """End all requests to it with an ActorError."""
@@ -217,6 +251,8 @@ class Actor:
             await self._handler.close()
         self._connected, self._announced, self.version, self._ready_at = False, False, None, 0.0
         self._joining_since = 0.0
+        self.incarnation += 1
+        self._distrusted = -1
         self._handler = self._make_handler(await process.start())
         self._set_state(ActorState.JOINING)
 
@@ -265,6 +301,7 @@ class Actor:
 
     def _apply(self, health: ActorHealth) -> None:
         ours = health.serves and health.version is not None and health.epoch == self._epoch
+        ours = ours and health.version is not None and health.version > self._distrusted
         before = self.version
         self.version = health.version if ours else None
         now = time.monotonic()

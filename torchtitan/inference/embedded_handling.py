@@ -26,8 +26,12 @@ class EmbeddedHandler(ServerHandler):
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        raise ActorError("score", "the embedded engine does not score tokens: its weights are checked by their digest")
+        data = await self.client.call_object("score", "POST", "/v1/score", timeout_s, {"token_ids": token_ids})
+        try:
+            return ScoredTokens([float(value) for value in data["log_probs"]], str(data["epoch"]), int(data["version"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ActorError("score", f"the answer is malformed: {error!r}") from error
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         data = await self.state(timeout_s)
-        return Capabilities("embedded", kept_tokens=True, digest=bool(data.get("verifies", False)))
+        return Capabilities("embedded", score=True, kept_tokens=True, digest=bool(data.get("verifies", False)))

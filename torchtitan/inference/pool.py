@@ -18,6 +18,7 @@ from torchtitan.inference.actor import Actor, ActorState
 from torchtitan.inference.actor_process import TOKEN_VARIABLE, ActorProcess
 from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorError, ActorHandler, ActorNotReady, RequestRefused
+from torchtitan.inference.parity import ParityGuard
 from torchtitan.inference.types import Completion, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class InferencePool:
         self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: list[_Waiter] = []
         self._redone = 0
+        self._parity = ParityGuard(config, epoch, events, lambda: self._actors)
 
     @property
     def statistics(self) -> Counter[str]:
@@ -103,11 +105,16 @@ class InferencePool:
                 )
             )
         self._supervisors = [asyncio.create_task(actor.supervise()) for actor in self._actors]
+        self._supervisors.append(asyncio.create_task(self._parity.run()))
 
     async def connect_weights(self, coordinator: str) -> None:
         """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
         for actor in self._actors:
             actor.connect(coordinator)
+
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """What every actor that serves `version` has to say of these tokens but the first; see parity.py."""
+        self._parity.expect(version, token_ids, log_probs)
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""

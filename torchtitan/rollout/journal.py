@@ -165,6 +165,9 @@ class ReplaySource:
     def connect_weights(self, coordinator: str) -> None:
         """There is nobody to connect."""
 
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """There is nobody to compare with."""
+
     def redo_elsewhere(self, actor: str, reason: str) -> None:
         """There is nothing to redo."""
 

@@ -74,6 +74,10 @@ class RolloutProducer:
         """Tell all actors, present and future ones, where their weights come from (host:port)."""
         self._call(self._pool.connect_weights(coordinator))
 
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """Tell what the trainer computes of the probe with the weights of `version`: actors have to agree."""
+        self._call(_later(self._pool.expect, version, token_ids, log_probs))
+
     def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has evicted an actor: its unfinished groups are redone on others."""
         self._call(self._pool.redo_elsewhere(actor, reason))

@@ -76,6 +76,9 @@ class ColocatedPool:
     async def connect_weights(self, coordinator: str) -> None:
         """Weights stay in the process."""
 
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """Nothing is probed: every batch shows whether the engine here computes what the trainer does."""
+
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """A replica that fails ends the run: its ranks are the trainer's."""
 

@@ -43,6 +43,15 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
     return GenerateRequest.from_json(data)
 
 
+def parse_score(data: dict[str, Any]) -> list[int]:
+    """The token ids of a score request: at least two. Raises InvalidRequest; ids are checked by the engine's limits."""
+    _check_keys("the body", set(data), {"token_ids"}, {"token_ids"})
+    token_ids = data["token_ids"]
+    if not isinstance(token_ids, list) or len(token_ids) < 2:
+        raise InvalidRequest("token_ids must be a list of at least two token ids")
+    return token_ids
+
+
 def parse_completions(data: dict[str, Any]) -> GenerateRequest:
     """An OpenAI-like completions request whose prompt is a list of token ids. Raises InvalidRequest."""
     _check_keys("the body", set(data), {"prompt"}, {"prompt", *_SAMPLING, *_NEUTRAL, *_IGNORED})

@@ -37,6 +37,13 @@ def rescore(policy: Decoder, finished: list[Scored]) -> None:
             _rescore_pack(policy, pack, temperature)
 
 
+def score(policy: Decoder, token_ids: list[int]) -> list[float]:
+    """Log-probs at temperature 1 of all tokens but the first."""
+    rest = Completion(token_ids[1:], [0.0] * (len(token_ids) - 1), "length", [])
+    rescore(policy, [(token_ids[:1], rest, 1.0)])
+    return rest.log_probs
+
+
 def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> None:
     token_ids: list[int] = []
     targets: list[int] = []

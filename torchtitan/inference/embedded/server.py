@@ -21,9 +21,10 @@ from torchtitan.inference.embedded import api
 from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
-from torchtitan.inference.embedded.requests import InvalidRequest, TooLong
+from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
+from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.embedded.verification import MOST_TORN, Verifier
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
@@ -75,6 +76,7 @@ class EngineServer:
         self.engine, self.model, self._token, self._data_host = engine, model, token, data_host
         self.stopped = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
+        self._vocabulary, self._longest = engine.args.vocab_size, engine.max_length + 1
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
         self.verifier = Verifier(verify_every, engine.live_parameters, self._found_torn)
@@ -110,6 +112,7 @@ class EngineServer:
         return [
             web.post("/v1/generate", self._generate),
             web.post("/v1/completions", self._completions),
+            web.post("/v1/score", self._score),
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
             web.post("/weights/connect", self._connect),
@@ -162,6 +165,20 @@ class EngineServer:
     async def _completions(self, request: web.Request) -> web.Response:
         wanted = api.parse_completions(api.parse_object(await request.read()))
         return _answer(api.completions_answer(self.model, wanted, await self._run(wanted)))
+
+    async def _score(self, request: web.Request) -> web.Response:
+        """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
+        token_ids = api.parse_score(api.parse_object(await request.read()))
+        check_request(GenerateRequest("score", token_ids, SamplingParameters(1)), self._vocabulary, self._longest)
+        reason = self.loop.why_unavailable()
+        if reason is not None:
+            raise Unavailable(reason)
+
+        def work() -> dict[str, Any]:
+            log_probs = score(self.engine.policy, token_ids)
+            return {"log_probs": log_probs, "epoch": self.engine.epoch, "version": self.engine.version}
+
+        return _answer(await asyncio.wait_for(asyncio.wrap_future(self.loop.call(work)), CALL_SECONDS))
 
     async def _pause(self, request: web.Request) -> web.Response:
         """{"mode": "keep"} (default) keeps what is running for after the pause, "abort" drops it."""

@@ -1,0 +1,242 @@
+"""The guard against actors that serve something else than they say, with actors that lie in known ways."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components import mismatch
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference import parity
+from torchtitan.inference.handler import ActorError, ActorHealth, Capabilities, ScoredTokens
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+
+IDS = [2, 3, 4, 5]
+
+
+def truth(version: int) -> list[float]:
+    return [-1.0 - 0.1 * version, -0.5 - 0.05 * version, -2.0 + 0.02 * version]
+
+
+class Liar:
+    """The handler of an actor that says it serves the newest version and computes with `holds`."""
+
+    def __init__(self, says: int = 0):
+        self.says = says
+        self.holds: int | None = None
+        """None: what it says"""
+        self.noise = 0.0
+        self.able = Capabilities("vllm", "0.32.0", score=True)
+        self.fails = False
+        self.scored: list[int] = []
+        self.connections = 0
+
+    async def health(self, timeout_s: float) -> ActorHealth:
+        return ActorHealth("ok", "e", self.says)
+
+    async def capabilities(self, timeout_s: float) -> Capabilities:
+        return self.able
+
+    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
+        self.connections += 1
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+        return [Completion([1], [-0.1], "stop", [VersionSpan("e", self.says, 0, 1)])] * request.sampling.n
+
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        assert token_ids == IDS
+        if self.fails:
+            raise ActorError("score", "busy")
+        self.scored.append(self.says)
+        values = truth(self.says if self.holds is None else self.holds)
+        return ScoredTokens([value + self.noise for value in values], "e", self.says)
+
+    async def pause(self, timeout_s: float) -> None: ...
+
+    async def resume(self, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def make_config(**sync: Any) -> JobConfig:
+    config = JobConfig()
+    config.inference.backend = "vllm"
+    config.inference.servers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    config.inference.health_interval_s = 0.05
+    config.inference.health_timeout_s = 2.0
+    for name, value in sync.items():
+        setattr(config.weight_sync, name, value)
+    return config
+
+
+def run(tmp_path: Path, config: JobConfig, scenario: Callable[..., Awaitable[None]]) -> list[dict[str, Any]]:
+    """Two actors behind a pool; returns its events."""
+    events = EventLog(tmp_path / "events.jsonl")
+
+    async def work() -> None:
+        liars = {url: Liar() for url in config.inference.servers}
+        pool = InferencePool(config, "e", "secret", tmp_path, events, lambda url, *_: liars[url])
+        await pool.start()
+        try:
+            await pool.connect_weights("127.0.0.1:9")
+            await asyncio.wait_for(scenario(pool, *liars.values()), 30)
+        finally:
+            await pool.close()
+
+    asyncio.run(work())
+    return events.read()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind]
+
+
+def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, honest: Liar, stale: Liar) -> None:
+        pool.expect(0, IDS, truth(0))
+        await until(lambda: honest.scored and stale.scored)
+        for version in (1, 2):
+            pool.expect(version, IDS, truth(version))
+        stale.holds = 1  # it says 2, and never took it
+        honest.says = stale.says = 2
+        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
+        # It says the same for ever, and gets no request for as long.
+        for number in range(20):
+            request = GenerateRequest(f"r{number}", IDS, SamplingParameters(4))
+            await pool.generate(request, min_version=2)
+            await asyncio.sleep(0.01)
+        assert pool.actors["actor-1"] == "joining" and pool.statistics["evictions"] == 1
+        assert stale.connections == 2  # a fresh connection is what it gets
+        pool.expect(3, IDS, truth(3))
+        stale.holds, stale.says = None, 3
+        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "ready"} and 3 in stale.scored)
+
+    events = run(tmp_path, make_config(), scenario)
+    (evicted,) = of(events, "actor_evicted")
+    assert evicted["actor"] == "actor-1" and evicted["noticed_by"] == "parity"
+    assert "serves version 2" in evicted["reason"] and "stale or torn" in evicted["reason"]
+    (differs,) = of(events, "weights_differ")
+    expected = sum(abs(a - b) for a, b in zip(truth(2), truth(1), strict=True)) / 3
+    assert differs["difference"] == pytest.approx(expected) and differs["tolerance"] == 0.001
+    assert [event["actor"] for event in of(events, "weights_probed")] == ["actor-0", "actor-1"]
+
+
+def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, honest: Liar, torn: Liar) -> None:
+        pool.expect(0, IDS, truth(0))
+        torn.noise = math.nan
+        while not torn.scored:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        torn.noise = 0.0  # the next answer is right
+        await until(lambda: len(torn.scored) == 2)
+        await asyncio.sleep(0.3)
+        assert pool.actors["actor-1"] == "ready" and pool.statistics["evictions"] == 0
+
+    assert of(run(tmp_path, make_config(), scenario), "weights_differ") == []
+
+
+def test_rounding_passes_and_more_does_not(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, coarse: Liar, wrong: Liar) -> None:
+        coarse.noise, wrong.noise = 0.02, 0.04
+        pool.expect(0, IDS, truth(0))
+        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
+        assert len(coarse.scored) == 1  # once per version
+
+    config = make_config()
+    config.inference.dtype = "bfloat16"
+    assert [event["actor"] for event in of(run(tmp_path, config, scenario), "weights_differ")] == ["actor-1"]
+
+
+def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, one: Liar, other: Liar) -> None:
+        one.noise = other.noise = 1.0
+        for version in range(3):
+            pool.expect(version, IDS, truth(version))
+            one.says = other.says = version
+            await until(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
+        await until(lambda: set(pool.actors.values()) == {"gave up"})
+        with pytest.raises(UserError, match="no inference actor is left .*stale or torn"):
+            await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
+
+    events = run(tmp_path, make_config(), scenario)
+    assert sorted(event["failures"] for event in of(events, "weights_differ")) == [1, 1, 2, 2, 3, 3]
+
+
+def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "SILENT_S", 0.3)
+
+    async def scenario(pool: InferencePool, unable: Liar, busy: Liar) -> None:
+        unable.able = Capabilities("vllm", "0.9.0")
+        busy.fails = True
+        pool.expect(0, IDS, truth(0))
+        log = EventLog(tmp_path / "events.jsonl")
+        await until(lambda: len(of(log.read(), "weights_not_verified")) == 2)
+        assert pool.actors == {"actor-0": "ready", "actor-1": "ready"}
+
+    events = run(tmp_path, make_config(), scenario)
+    reasons = {event["actor"]: event["reason"] for event in of(events, "weights_not_verified")}
+    assert reasons["actor-0"] == "vllm 0.9.0 cannot score tokens here" and "busy" in reasons["actor-1"]
+
+
+def test_digests_are_the_actors_own_affair_and_off_is_off(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, looks: Liar, does_not: Liar) -> None:
+        looks.able = Capabilities("embedded", score=True, digest=True)
+        pool.expect(0, IDS, truth(1))
+        await until(lambda: set(pool.actors.values()) == {"ready"})
+        await asyncio.sleep(0.3)
+        assert looks.scored == does_not.scored == []
+
+    for verify, expected in (("digest", ["actor-1"]), ("off", [])):
+        folder = tmp_path / verify
+        folder.mkdir()
+        events = run(folder, make_config(verify=verify), scenario)
+        assert [event["actor"] for event in of(events, "weights_not_verified")] == expected
+
+
+def test_differences() -> None:
+    assert parity.mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.1])[0] == pytest.approx(0.2)
+    assert parity.mean_difference([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.1])[1] == 1
+    for expected, found in (([-1.0], []), ([], []), ([-1.0], [math.nan]), ([-1.0], [-math.inf])):
+        assert parity.mean_difference(expected, found)[0] == math.inf
+
+
+def test_mismatch_alarm_and_stop() -> None:
+    config = JobConfig()
+    config.grpo.mismatch_kl_alarm, config.grpo.mismatch_kl_stop = 0.1, 0.5
+    for value, alarms, stops in ((0.05, False, False), (0.2, True, False), (0.6, True, True), (math.nan, True, True)):
+        figures = {"mismatch_kl": value, "mismatch_kl/same_version": 0.0}
+        assert (mismatch.alarm(config, figures) is not None) is alarms
+        reason = mismatch.reason_to_stop(config, figures, 7)
+        assert (reason is not None) is stops
+        if reason is not None:
+            assert "made version 7" in str(reason) and "Look at mismatch_kl/same_version" in str(reason)
+    config.grpo.mismatch_kl_alarm = config.grpo.mismatch_kl_stop = 0
+    assert mismatch.alarm(config, {"mismatch_kl": 9.0}) is None
+    assert mismatch.reason_to_stop(config, {"mismatch_kl": 9.0}, 1) is None
+
+
+def test_an_engine_in_the_trainers_processes_is_judged_by_what_it_samples() -> None:
+    config = JobConfig()
+    config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
+    noise, stale = ({"mismatch_kl": 0.2, "mismatch_kl/same_version": value} for value in (3e-5, 0.07))
+    assert mismatch.reason_to_stop(config, noise, 5) is None
+    assert mismatch.reason_to_stop(config, {"mismatch_kl": 0.2, "mismatch_kl/same_version": None}, 5) is None
+    reason = mismatch.reason_to_stop(config, stale, 5)
+    assert reason is not None and "does not hold version 4" in str(reason)
+    config.weight_sync.verify = "off"
+    assert mismatch.reason_to_stop(config, stale, 5) is None
+    config.weight_sync.verify, config.rollout.top_p = "auto", 0.9
+    assert mismatch.reason_to_stop(config, stale, 5) is None

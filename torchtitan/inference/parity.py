@@ -1,0 +1,184 @@
+"""Do actors compute what the trainer computes? The guard against weights that are stale or torn and nobody notices.
+
+An engine may pack, quantise or copy its weights where nobody can look at them. So of every published version the
+trainer computes the log-probs of one fixed text, and every actor that says it serves that very version has to give the
+same. One that does not is evicted, and the reason says so. Actors that look at their own weights (digest) are only
+asked whether they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.inference import probe_tolerance, verification
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.handler import ActorError, Capabilities, ScoredTokens
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+# Versions that actors may still serve; what is older is compared with nothing.
+KEPT_VERSIONS = 32
+# An actor that cannot be asked for so long is reported.
+SILENT_S = 60.0
+# So many wrong answers in a row are no accident any more.
+MOST_FAILURES = 3
+
+
+class Probed(Protocol):
+    """What is asked of an actor (actor.Actor)."""
+
+    name: str
+    version: int | None
+    incarnation: int
+    """Another number is another process"""
+
+    def serves(self, min_version: int) -> bool: ...
+
+    async def capabilities(self) -> Capabilities: ...
+
+    async def score(self, token_ids: list[int]) -> ScoredTokens: ...
+
+    async def distrust(self, version: int, reason: str, forever: bool) -> None:
+        """Take it out: this version and older ones are not served by this process any more, or none at all."""
+
+
+@dataclass
+class _Seen:
+    """What is known of one process of an actor."""
+
+    incarnation: int
+    version: int = -1
+    """Newest that was found equal"""
+    settled: bool = False
+    """There is nothing to ask it"""
+    asks_score: bool = False
+    doubted: bool = False
+    """The last answer was wrong"""
+    silent_since: float | None = None
+    told_silent: bool = False
+
+
+@dataclass
+class _Expected:
+    token_ids: list[int]
+    versions: dict[int, list[float]] = field(default_factory=dict)
+
+
+class ParityGuard:
+    """actors: all of the pool's, now. Everything belongs to one asyncio loop."""
+
+    def __init__(self, config: JobConfig, epoch: str, events: EventLog, actors: Callable[[], Iterable[Probed]]):
+        self._epoch, self._events, self._actors = epoch, events, actors
+        self._how = verification(config)
+        self._tolerance = probe_tolerance(config)
+        self._timeout_s = config.inference.request_timeout_s
+        self._expected = _Expected([])
+        self._seen: dict[str, _Seen] = {}
+        self._failures: dict[str, int] = {}
+        self.probes = 0
+        self.largest = 0.0
+        """Largest difference of an actor that passed, in nats"""
+
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """What the trainer says of these tokens but the first, with the weights of `version`."""
+        expected = self._expected
+        expected.token_ids = token_ids
+        expected.versions[version] = log_probs
+        for old in sorted(expected.versions)[:-KEPT_VERSIONS]:
+            del expected.versions[old]
+
+    async def run(self) -> None:
+        """Look at all actors until cancelled."""
+        if self._how == "off":
+            return
+        try:
+            while True:
+                await asyncio.gather(*(self._look(actor) for actor in self._actors()))
+                await asyncio.sleep(POLL_S)
+        except Exception as error:
+            self._events.write("parity_guard_failed", level=logging.ERROR, reason=repr(error))
+            raise
+
+    async def _look(self, actor: Probed) -> None:
+        seen = self._seen.get(actor.name)
+        if seen is None or seen.incarnation != actor.incarnation:
+            seen = self._seen[actor.name] = _Seen(actor.incarnation)
+        if seen.settled or not actor.serves(0):
+            return
+        try:
+            if not seen.asks_score:
+                await self._learn(actor, seen)
+            elif actor.version in self._expected.versions and actor.version > seen.version:
+                await self._compare(actor, seen, await actor.score(self._expected.token_ids))
+            seen.silent_since = None
+        except ActorError as error:
+            self._note_silence(actor, seen, str(error))
+
+    async def _learn(self, actor: Probed, seen: _Seen) -> None:
+        able = await actor.capabilities()
+        if self._how == "digest":
+            seen.settled = True
+            if not able.digest:
+                self._not_verified(actor, "it does not look at its weights by itself (weight_sync.verify = digest)")
+        elif able.score:
+            seen.asks_score = True
+        else:
+            seen.settled = True
+            self._not_verified(actor, f"{able.engine} {able.version} cannot score tokens here")
+
+    async def _compare(self, actor: Probed, seen: _Seen, scored: ScoredTokens) -> None:
+        expected = self._expected.versions.get(scored.version)
+        if scored.epoch != self._epoch or expected is None or seen.incarnation != actor.incarnation:
+            return
+        difference, place = mean_difference(expected, scored.log_probs)
+        if difference <= self._tolerance:
+            if seen.version < 0:
+                self._events.write("weights_probed", actor=actor.name, version=scored.version, difference=difference)
+            seen.version, seen.doubted = max(seen.version, scored.version), False
+            self._failures[actor.name] = 0
+            self.probes += 1
+            self.largest = max(self.largest, difference)
+            return
+        if not seen.doubted:
+            # A version that came while it was scoring may have had its part in this; the next answer tells.
+            seen.doubted = True
+            return
+        self._failures[actor.name] = failures = self._failures.get(actor.name, 0) + 1
+        reason = (
+            f"it says that it serves version {scored.version}, but its log-probs of the probe differ from the "
+            f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {self._tolerance:g}), most "
+            f"at token {place + 1}: its weights are stale or torn"
+        )
+        self._events.write(
+            "weights_differ", level=logging.ERROR, actor=actor.name, version=scored.version, difference=difference,
+            tolerance=self._tolerance, failures=failures,
+        )  # fmt: skip
+        await actor.distrust(scored.version, reason, forever=failures >= MOST_FAILURES)
+
+    def _note_silence(self, actor: Probed, seen: _Seen, reason: str) -> None:
+        # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.
+        now = time.monotonic()
+        seen.silent_since = seen.silent_since or now
+        logger.debug("%s was not probed: %s", actor.name, reason)
+        if now - seen.silent_since > SILENT_S and not seen.told_silent:
+            seen.told_silent = True
+            self._not_verified(actor, f"no answer to the probe for {SILENT_S:g} s: {reason}")
+
+    def _not_verified(self, actor: Probed, reason: str) -> None:
+        self._events.write("weights_not_verified", level=logging.WARNING, actor=actor.name, reason=reason)
+
+
+def mean_difference(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
+    """Mean absolute difference, and where the largest is; infinite where lengths differ or a number is none."""
+    if len(expected) != len(found) or not expected or not all(map(math.isfinite, found)):
+        return math.inf, 0
+    differences = [abs(one - other) for one, other in zip(expected, found, strict=True)]
+    return sum(differences) / len(differences), max(range(len(differences)), key=differences.__getitem__)
