@@ -25,11 +25,10 @@ class SGLangControl:
 
     def describe(self) -> EngineFacts:
         data = self._server_info(self.timeout_s)
-        if self._keeps and not data.get("disable_radix_cache"):
-            # Its prefix cache cannot be reset while requests hold a part of it.
+        if not data.get("disable_radix_cache"):
+            # It is reset only while no request runs or waits: with requests in flight it would outlive the weights.
             raise EngineError(
-                'it runs with a prefix cache, which would outlive the weights under inference.in_flight_kv = "keep": '
-                'start it with --disable-radix-cache, or use "recompute"'
+                "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache"
             )
         capabilities = Capabilities(
             "sglang",
@@ -73,11 +72,7 @@ class SGLangControl:
         return self._paused
 
     def reset_prefix_cache(self) -> None:
-        if self._keeps:
-            return  # it has none: see describe()
-        status, text = self.client.exchange("POST", "/flush_cache?timeout=1", self.timeout_s)
-        if status != 200:
-            raise EngineError(f"the prefix cache could not be reset: {text[:300]}")
+        """It has none: see describe()."""
 
     def weights_label(self) -> str | None:
         label = self.client.call("GET", "/model_info", self.timeout_s)["weight_version"]

@@ -69,8 +69,8 @@ class SGLangDialect:
         about = answer["meta_info"]
         _check_finished(about)
         rows = about["input_token_logprobs"]
-        if [row[1] for row in rows] != token_ids:
-            raise Malformed("the log-probs are of other tokens")
+        if (given := [row[1] for row in rows]) != token_ids:
+            raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
         return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)
 

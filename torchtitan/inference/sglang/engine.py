@@ -45,9 +45,8 @@ class SGLang:
             "--skip-server-warmup",
             "--log-level", "info",
             "--log-level-http", "warning",
+            "--disable-radix-cache",  # see control.py
         ]  # fmt: skip
-        if options.in_flight_kv == "keep":
-            theirs.append("--disable-radix-cache")
         if on_cpu:
             theirs += CPU_ARGUMENTS
             # It sizes the cache by what is free on the machine, which others use too.

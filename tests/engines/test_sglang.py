@@ -1,0 +1,327 @@
+"""The real SGLang behind an agent: weights by files and by its weight group, checked against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+
+from tests.engines.models import END, greedy, log_probs
+from tests.engines.processes import ROOT, Processes
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.actor_process import TOKEN_VARIABLE
+from torchtitan.inference.engines import find_engine
+from torchtitan.inference.handler import ActorHandler, ActorHealth, RequestRefused
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.models import load_policy
+from torchtitan.weight_sync.facade import WeightSync
+
+SHIM = Path(__file__).parent / "sglang_shim"
+PATH = f"{ROOT}:{SHIM}"
+TOKEN = "of-this-test"
+EPOCHS = itertools.count()
+PROMPT = [5, 6, 7, 8]
+START_S = 400.0
+MAX_LENGTH = 400
+
+Result = TypeVar("Result")
+Model = Callable[..., Path]
+
+
+@dataclass
+class Agent:
+    """One running agent; its engine may be another's."""
+
+    port: int
+    processes: Processes
+    name: str
+
+    def ask(self, question: Callable[[ActorHandler], Awaitable[Result]]) -> Result:
+        """Run `question(handler)` with a handler that knows where the engine is."""
+
+        async def run() -> Result:
+            handler = find_engine("sglang").make_handler(f"http://127.0.0.1:{self.port}", TOKEN, TOKEN)
+            try:
+                await handler.health(20.0)
+                return await question(handler)
+            finally:
+                await handler.close()
+
+        return asyncio.run(run())
+
+    def health(self) -> ActorHealth:
+        return self.ask(lambda handler: handler.health(20.0))
+
+    def generate(self, **sampling: Any) -> list[Completion]:
+        request = GenerateRequest("r", PROMPT, SamplingParameters(**{"stop_token_ids": [END], **sampling}))
+        return self.ask(lambda handler: handler.generate(request, 60.0))
+
+    def wait_for_version(self, version: int, epoch: str, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while ((health := self.health()).epoch, health.version) != (epoch, version) or not health.serves:
+            assert time.monotonic() < end, f"{health}\n{self.processes.tail(self.name)}"
+            time.sleep(0.05)
+
+
+class Trainer:
+    """Publishes the weights of models, whole, as versions 0, 1, … to the actors that connect."""
+
+    def __init__(self, model: Model, run_dir: Path):
+        self._model = model
+        self._policy = load_policy(model(seed=1), torch.float32)
+        self.epoch = f"{next(EPOCHS)}-engines"
+        parameters = dict(self._policy.named_parameters())
+        config = WeightSyncConfig(verify="off")
+        self.sync = WeightSync(config, parameters, epoch=self.epoch, token=TOKEN, run_dir=run_dir)
+        self.version = -1
+        self.folder = Path()
+
+    def publish(self, seed: int) -> int:
+        """The weights of the model with this seed; returns their version."""
+        self.folder = self._model(seed=seed)
+        with torch.no_grad():
+            for (_, mine), (_, new) in zip(
+                self._policy.named_parameters(),
+                load_policy(self.folder, torch.float32).named_parameters(),
+                strict=True,
+            ):
+                mine.copy_(new)
+        self.version += 1
+        end = time.monotonic() + 20
+        while not self.sync.reserve():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        self.sync.commit(self.version, 0)
+        return self.version
+
+    def connect(self, agent: Agent) -> None:
+        address = self.sync.coordinator_address
+        agent.ask(lambda handler: handler.connect_weights(address, agent.name, self.epoch, 20.0))
+
+
+@contextlib.contextmanager
+def training(model: Model, run_dir: Path, agent: Agent) -> Iterator[Trainer]:
+    run_dir.mkdir()
+    trainer = Trainer(model, run_dir)
+    try:
+        trainer.publish(seed=1)
+        trainer.connect(agent)
+        agent.wait_for_version(0, trainer.epoch)
+        yield trainer
+    finally:
+        trainer.sync.close()
+
+
+def start_agent(processes: Processes, name: str, model: Path, *more: str | Path) -> Agent:
+    command = [sys.executable, "-m", "torchtitan.inference.agent", "--engine", "sglang", "--name", name]
+    command += ["--model", str(model), "--token-env", TOKEN_VARIABLE, "--max-sequences", "16"]
+    command += ["--max-length", str(MAX_LENGTH), "--log-file", str(processes.folder / f"{name}.engine.log")]
+    command += ["--startup-timeout", str(START_S), "--update-timeout", "20"]
+    environment = {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": PATH}
+    port = processes.start_server(name, [*command, *more], START_S, **environment)
+    return Agent(port, processes, name)
+
+
+@pytest.fixture(scope="module")
+def agent(sglang_python: Path, engine_model: Model, module_processes: Processes) -> Agent:
+    """Beside the one engine of this module, which starts with weights that no version has."""
+    return start_agent(module_processes, "by-files", engine_model(seed=0), "--python", sglang_python)
+
+
+def beside(processes: Processes, agent: Agent, name: str, model: Path, *more: str) -> Agent:
+    """Another agent for the same engine: what the first one put there is not its own any more."""
+
+    async def place(handler: Any) -> str:
+        return str((await handler.state(20.0))["engine"]["url"])
+
+    url = agent.ask(place)
+    return start_agent(processes, name, model, "--url", url, "--engine-token-env", TOKEN_VARIABLE, *more)
+
+
+def check_against_transformers(agent: Agent, trainer: Trainer) -> None:
+    """Tokens, their log-probs and those of given tokens are the published model's."""
+    (completion,) = agent.generate(max_tokens=24, temperature=0.0)
+    assert completion.token_ids == greedy(trainer.folder, PROMPT, 24)
+    assert [(span.epoch, span.version) for span in completion.spans] == [(trainer.epoch, trainer.version)]
+    whole = PROMPT + completion.token_ids
+    expected = log_probs(trainer.folder, whole)
+    assert completion.log_probs == pytest.approx(expected[len(PROMPT) - 1 :], abs=1e-4)
+    scored = agent.ask(lambda handler: handler.score(whole, 60.0))
+    assert scored.log_probs == pytest.approx(expected, abs=1e-4)
+    assert (scored.epoch, scored.version) == (trainer.epoch, trainer.version)
+
+
+@pytest.mark.timeout(600)
+def test_versions_by_files(agent: Agent, engine_model: Model, tmp_path: Path) -> None:
+    assert agent.health().status == "not_ready"
+    with training(engine_model, tmp_path / "run", agent) as trainer:
+        check_against_transformers(agent, trainer)
+        agent.wait_for_version(trainer.publish(seed=2), trainer.epoch)
+        check_against_transformers(agent, trainer)
+    capabilities = agent.ask(lambda handler: handler.capabilities(20.0))
+    assert (capabilities.engine, capabilities.route, capabilities.score) == ("sglang", "agent", True)
+    assert capabilities.version.startswith("0.5")
+    assert not list(Path("/dev/shm").glob("torchtitan-by-files-*/version"))
+    log = (agent.processes.folder / "by-files.engine.log").read_text()
+    assert TOKEN not in log and "Load weight" in log
+
+
+def test_samples_have_the_log_probs_that_they_were_drawn_with(
+    agent: Agent, engine_model: Model, tmp_path: Path
+) -> None:
+    with training(engine_model, tmp_path / "run", agent) as trainer:
+        samples = agent.generate(max_tokens=8, n=8, temperature=0.7)
+        assert len({tuple(one.token_ids) for one in samples}) > 4
+        for one in samples:
+            assert one.finish_reason == ("stop" if one.token_ids[-1] == END else "length")
+            logits = transformers_logits(trainer.folder, PROMPT + one.token_ids)[len(PROMPT) - 1 : -1] / 0.7
+            every = logits.log_softmax(-1)
+            expected = every[range(len(one.token_ids)), one.token_ids].tolist()
+            assert one.log_probs == pytest.approx(expected, abs=1e-4)
+        truncated = agent.generate(max_tokens=8, n=4, temperature=0.9, top_p=0.8)
+        for one in truncated:
+            logits = transformers_logits(trainer.folder, PROMPT + one.token_ids)[len(PROMPT) - 1 : -1] / 0.9
+            assert one.kept_token_ids is not None
+            for token, log_prob, kept, row in zip(
+                one.token_ids, one.log_probs, one.kept_token_ids, logits, strict=True
+            ):
+                assert token in kept and len(kept) < len(row)
+                among = row[kept].log_softmax(-1)[kept.index(token)]
+                assert log_prob == pytest.approx(float(among), abs=1e-4)
+                assert float(row.softmax(-1)[kept].sum()) >= 0.8 - 1e-4
+        # A request that is wrong is not one that another actor should get.
+        with pytest.raises(RequestRefused):
+            agent.generate(max_tokens=4, top_p=1.5)
+
+
+def transformers_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    from tests.engines.models import _loaded
+
+    with torch.no_grad():
+        return _loaded(folder, "float32")(torch.tensor([token_ids])).logits[0].float()
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_requests_in_flight_go_on_under_new_weights(
+    agent: Agent, engine_model: Model, processes: Processes, tmp_path: Path, kv: str
+) -> None:
+    other = beside(processes, agent, f"kv-{kv}", engine_model(seed=0), "--in-flight-kv", kv)
+    with training(engine_model, tmp_path / "run", other) as trainer:
+        old = trainer.folder
+        (completion,) = other.ask(functools.partial(publish_meanwhile, trainer))
+        new = trainer.folder
+    assert len(completion.token_ids) == 300
+    assert [span.version for span in completion.spans] == [0, 1]
+    cut = completion.spans[0].end
+    assert 0 < cut < 300
+    whole = PROMPT + completion.token_ids
+    first = len(PROMPT) - 1
+    assert completion.log_probs[:cut] == pytest.approx(log_probs(old, whole)[first : first + cut], abs=1e-4)
+    after = torch.tensor(completion.log_probs[cut:])
+    fresh = torch.tensor(log_probs(new, whole)[first + cut :])
+    if kv == "recompute":
+        # As if the new weights had seen all of it.
+        assert torch.allclose(after, fresh, atol=1e-4)
+    else:
+        # The context is still what the old weights made of it.
+        assert float((after - fresh).abs().max()) > 0.01
+
+
+async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Completion]:
+    """A long completion during which version 1 comes; it stands still for a while in the middle of it."""
+    sampling = SamplingParameters(max_tokens=300, temperature=1.0)
+    task = asyncio.ensure_future(handler.generate(GenerateRequest("long", PROMPT, sampling), 120.0))
+    await asyncio.sleep(0.5)
+    await handler.pause(20.0)
+    assert (await handler.health(20.0)).status == "paused"
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    trainer.publish(seed=3)
+    for _ in range(600):
+        if (await handler.health(20.0)).version == 1:
+            break
+        await asyncio.sleep(0.05)
+    health = await handler.health(20.0)
+    assert not task.done() and (health.status, health.version) == ("paused", 1)
+    await handler.resume(20.0)
+    return await task
+
+
+def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, processes: Processes, tmp_path: Path) -> None:
+    with training(engine_model, tmp_path / "first", agent):
+        other = beside(processes, agent, "by-group", engine_model(seed=0), "--route", "engine")
+        with training(engine_model, tmp_path / "second", other) as trainer:
+            check_against_transformers(other, trainer)
+            agent_wants_weights(agent)
+            for seed in (3, 4):
+                other.wait_for_version(trainer.publish(seed), trainer.epoch)
+                check_against_transformers(other, trainer)
+    assert other.ask(lambda handler: handler.capabilities(20.0)).route == "engine"
+
+
+def agent_wants_weights(agent: Agent) -> None:
+    """It has noticed that its engine holds what it has not put there, or cannot tell from the label alone."""
+    assert agent.health().status in ("ok", "not_ready")
+
+
+@pytest.mark.timeout(900)
+def test_a_run_trains_through_an_update_that_is_killed(
+    sglang_python: Path, processes: Processes, tmp_path: Path
+) -> None:
+    make = [sys.executable, "scripts/make_debug_checkpoint.py", "--output", str(tmp_path / "checkpoint")]
+    subprocess.run(make, check=True, cwd=ROOT, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan.grpo_train",
+        "--job.config_file",
+        "train_configs/debug_cpu_sglang.toml",
+    ]
+    command += ["--training.steps", "10", "--model.hf_assets_path", str(tmp_path / "checkpoint")]
+    command += ["--job.dump_folder", str(tmp_path / "runs"), "--checkpoint.enable", "false"]
+    command += ["--inference.engine_python", str(sglang_python), "--metrics.console", "plain"]
+    run = processes.start("run", command, PYTHONPATH=PATH)
+
+    def metrics() -> list[dict[str, Any]]:
+        files = list((tmp_path / "runs").glob("*/metrics.jsonl"))
+        return [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        files = list((tmp_path / "runs").glob("*/events.jsonl"))
+        rows = [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
+        return [row for row in rows if row["kind"] == kind]
+
+    processes.wait("run", lambda: len(metrics()) >= 3, START_S)
+    # The scheduler stands still, so that an update is under way when the engine is killed.
+    (engine,) = [
+        one for one in psutil.Process(run.pid).children(recursive=True) if "sglang.serve" in str(one.cmdline())
+    ]
+    for child in engine.children(recursive=True):
+        child.suspend()
+    time.sleep(3.0)
+    for child in engine.children(recursive=True):
+        child.kill()
+    engine.kill()
+    processes.wait("run", lambda: bool(events("actor_evicted")), 60.0)
+    processes.wait("run", lambda: len(events("actor_ready")) >= 2, START_S)
+    end = time.monotonic() + 120
+    while run.poll() is None:
+        assert time.monotonic() < end, processes.tail("run")
+        time.sleep(0.2)
+    assert run.returncode == 0, processes.tail("run")
+    assert len(metrics()) == 10
+    assert all(row["mismatch_kl"] < 1e-3 for row in metrics())
