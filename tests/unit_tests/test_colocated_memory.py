@@ -1,0 +1,136 @@
+"""Memory of a colocated run: the optimizer's state goes and comes back, the engine gets what the trainer leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed_launcher import run_distributed
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.colocation import engine_arguments
+from torchtitan.inference.colocated.memory import GIB, EngineMemory, engine_memory
+from torchtitan.inference.colocated.offload import OptimizerOffload
+from torchtitan.models.model_args import ModelArgs
+
+# The optimizer's state
+
+
+def trained(steps: int, offload_at: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    offload = OptimizerOffload(optimizer)
+    offload.away()  # before a first step there is nothing to move
+    offload.back()
+    for step in range(steps):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        if step == offload_at:
+            before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            offload.away()
+            offload.away()
+            moments = [state["exp_avg"] for state in optimizer.state.values()]
+            assert all(moment.untyped_storage().nbytes() == 0 for moment in moments if moment.numel() > 1)
+            offload.back()
+            assert all(map(torch.equal, before, moments))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_optimizers_state_comes_back_bit_for_bit() -> None:
+    assert all(map(torch.equal, trained(6, offload_at=3), trained(6, offload_at=None)))
+
+
+def offload_sharded() -> list[bool]:
+    """FSDP2's moments are DTensors: this rank's part of them goes and comes back."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    before = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
+    offload = OptimizerOffload(optimizer)
+    offload.away()
+    sizes = [state["exp_avg_sq"].to_local().untyped_storage().nbytes() for state in optimizer.state.values()]
+    offload.back()
+    after = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
+    return [max(sizes) == 0, *map(torch.equal, before, after)]
+
+
+def test_sharded_optimizer_state_is_moved_too() -> None:
+    assert all(map(all, run_distributed("tests.unit_tests.test_colocated_memory:offload_sharded", 2)))
+
+
+# Memory and arguments
+
+QWEN_7B = ModelArgs(
+    family="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def colocated_config(tensor_parallel_size: int = 4) -> JobConfig:
+    config = JobConfig()
+    config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
+    config.inference.tensor_parallel_size = tensor_parallel_size
+    config.inference.max_sequences, config.training.seq_len = 64, 4096
+    return config
+
+
+def test_memory_of_the_engine() -> None:
+    memory = engine_memory(colocated_config(), QWEN_7B, 80 * GIB, trainer_bytes=20 * GIB)
+    assert memory.weights == pytest.approx(7.6e9 * 2 / 4, rel=0.02)
+    # Keys and values of 28 layers, one head of 128 per rank, two bytes: 14,336 bytes a token.
+    assert memory.kv_one_sequence == 14336 * 4096
+    assert memory.kv_cache == memory.kv_wanted == 14336 * 4096 * 64
+    share = memory.utilization(80 * GIB)
+    assert memory.total <= share * 80 * GIB < memory.total + 0.002 * 80 * GIB
+
+
+def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
+    config = colocated_config()
+    tight = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=72 * GIB)
+    assert tight.kv_cache < tight.kv_wanted
+    assert tight.total + 72 * GIB < 80 * GIB
+    none = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
+    assert none.kv_cache == 0 < none.kv_one_sequence
+    config.inference.engine_memory_gb = 1.5
+    assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
+
+
+def test_options_of_the_engine_go_over_ours() -> None:
+    config = colocated_config()
+    config.inference.engine_args = {
+        "max-num-batched-tokens": 512, "no-enable-prefix-caching": True, "compilation-config.level": 0,
+        "enforce-eager": False, "quantization": "fp8",
+    }  # fmt: skip
+    arguments = engine_arguments(config, EngineMemory(1, 2, 3, 2, 1), None)
+    assert arguments["max_num_batched_tokens"] == 512
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["compilation_config"] == {"level": 0}
+    assert "enforce_eager" not in arguments
+    assert "gpu_memory_utilization" not in arguments
+    assert arguments["quantization"] == "fp8"
+    on_gpu = engine_arguments(colocated_config(), EngineMemory(GIB, GIB, GIB, GIB, 1), 80 * GIB)
+    assert on_gpu["gpu_memory_utilization"] == 0.038
+    assert on_gpu["enable_sleep_mode"] is False
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this Python has vLLM")
+def test_a_python_without_vllm_says_how_to_get_one(tmp_path: Path) -> None:
+    from torchtitan.inference.colocated.vllm_engine import VllmEngine
+
+    with (
+        mock.patch.dict(os.environ),
+        pytest.raises(UserError, match=r"has none: start the run with PYTHON=\"\$\(scripts/install_engine.sh vllm"),
+    ):
+        VllmEngine({}, "e1-x", tmp_path / "vllm.log")

@@ -1,0 +1,156 @@
+"""Where requests wait for the trainer's own devices, and when the director lets them generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from torchtitan.components.director import Director
+from torchtitan.components.orders import Kind
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.pool import ColocatedPool
+from torchtitan.inference.colocated.rounds import Answer, Round
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+
+
+def completion(name: str) -> Completion:
+    return Completion([int(name.rpartition(".")[2])], [-1.0], "stop", [VersionSpan("e1-x", 3, 0, 1)])
+
+
+def request(name: str = "a", n: int = 2) -> GenerateRequest:
+    return GenerateRequest(name, [1, 1], SamplingParameters(8, n, seed=5))
+
+
+def pool(replicas: int = 1, max_sequences: int = 4) -> ColocatedPool:
+    config = JobConfig()
+    config.inference.max_sequences = max_sequences
+    return ColocatedPool(config, "e1-x", replicas)
+
+
+def with_pool(work: Callable[[], Any]) -> None:
+    asyncio.run(work())
+
+
+def names(round_: Round) -> list[int]:
+    return [len(mine) for mine in round_.requests]
+
+
+def test_requests_wait_for_their_version() -> None:
+    async def work() -> None:
+        waiting = pool()
+        task = asyncio.create_task(waiting.generate(request(), min_version=4))
+        await asyncio.sleep(0)
+        assert not waiting.wanted(3)
+        assert waiting.wanted(4)
+        assert names(waiting.begin_round(3)) == [0]
+        waiting.finish_round([])
+        order = waiting.begin_round(4)
+        assert order.label == "e1-x/4"
+        name = order.requests[0][0].request_id
+        waiting.finish_round([Answer(name, [completion("a.0"), completion("a.1")])])
+        assert [one.token_ids for one in await task] == [[0], [1]]
+        assert not waiting.wanted(4)
+        assert waiting.serving_version() == 4
+
+    with_pool(work)
+
+
+def test_the_least_loaded_replica_gets_a_whole_group() -> None:
+    async def work() -> None:
+        shared = pool(replicas=2, max_sequences=4)
+        tasks = [asyncio.create_task(shared.generate(request(n=n))) for n in (3, 1, 1, 1, 4, 4)]
+        await asyncio.sleep(0)
+        first = shared.begin_round(0)
+        # 3 | 1 1 1 and then one group more than fits on each side; the last waits.
+        assert [[one.sampling.n for one in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
+        shared.finish_round([])
+        assert names(shared.begin_round(0)) == [0, 0]
+        await shared.close()
+        assert all(task.cancelled() for task in await finished(tasks))
+
+    with_pool(work)
+
+
+async def finished(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return tasks
+
+
+def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
+    async def work() -> None:
+        shared = pool()
+        task = asyncio.create_task(shared.generate(request()))
+        other = asyncio.create_task(shared.generate(request()))
+        await asyncio.sleep(0)
+        (mine,) = shared.begin_round(0).requests
+        shared.finish_round([])
+        task.cancel()
+        await finished([task])
+        order = shared.begin_round(0)
+        assert order.cancelled == [mine[0].request_id]
+        # Its answer was on the way: nobody minds, and the place is free for another.
+        shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
+        assert len(await other) == 1
+        assert not shared.wanted(0)
+
+    with_pool(work)
+
+
+def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
+    async def work() -> None:
+        shared = pool()
+        task = asyncio.create_task(shared.generate(request("g-7")))
+        await asyncio.sleep(0)
+        ((sent,),) = shared.begin_round(0).requests
+        shared.finish_round([Answer(sent.request_id, refused="longer than the model")])
+        with pytest.raises(UserError, match=r"refused request g-7: longer than the model"):
+            await task
+
+    with_pool(work)
+
+
+def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("torchtitan.inference.colocated.pool.time.monotonic", lambda: now[0])
+    shared = pool()
+    steps = []
+    for _ in range(12):
+        order = shared.begin_round(0)
+        steps.append(order.steps)
+        now[0] += order.steps * 0.01
+        shared.finish_round([])
+    assert steps[0] < steps[-1] == 25
+
+
+# The director's order
+
+
+def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
+    director = Director.__new__(Director)
+    ready: list[Any] = []
+    waited: list[float] = []
+
+    def next_batch(version: int, timeout: float) -> Any:
+        waited.append(timeout)
+        return ready.pop() if ready else None
+
+    rounds = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
+    director.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, rounds=rounds))
+    director.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
+    director.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
+    director.config = JobConfig()
+    director._newest, director._keep_alive_s, director._evictions = 5, 0.2, {}
+    director._evaluation, director._evaluation_due = None, False
+    order = director.decide(5)
+    assert (order.kind, order.generation) == (Kind.GENERATE, Round("e/5", 1))
+    ready.append("batch")
+    assert director.decide(5).kind is Kind.BATCH
+    rounds.wanted = lambda version: False
+    assert director.decide(5).kind is Kind.WAIT
+    assert waited[:2] == [0, 0]
+    assert waited[2] > 0
