@@ -27,8 +27,10 @@ from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
 LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
-# Largest differences of log-probs from transformers that were seen: 4e-6 in fp32; in bf16 see BF16_TOLERANCE.
+# Largest differences of log-probs from transformers that were seen: 4e-6 in fp32, 0.045 in bf16 with two workers, whose
+# sums are rounded in another order (log-probs of these models are some nats apart).
 FP32_TOLERANCE = 1e-4
+BF16_TOLERANCE = 0.15
 UPDATE_SECONDS = 8.0
 
 
@@ -230,8 +232,8 @@ def test_corrupted_byte_is_refused_and_sent_again(
             trainer.publish()
             trainer.wait_applied()
         check_serves_newest(server.actor, trainer)
-        (refused,) = trainer.journal("refused")
-        assert refused["version"] == 1
+        (aborted,) = trainer.journal("abort")
+        assert "checksum" in aborted["reason"]
 
 
 def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
@@ -245,7 +247,7 @@ def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
     try:
         # Nobody knows what it holds: it must not serve, and says so.
         trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
-        assert not trainer.sync.actors()["actor-0"].serves
+        trainer.wait_for(lambda: not trainer.sync.actors()["actor-0"].serves)
     finally:
         server.actor.thaw()
     trainer.publish()
@@ -346,9 +348,6 @@ def check_two_ranks(actor: Actor, model: Path, folder: Path, dtype: str, toleran
 
 def test_two_ranks_publish_to_one_worker(server: Server, tmp_path: Path) -> None:
     check_two_ranks(server.actor, server.model, tmp_path, "float32", FP32_TOLERANCE)
-
-
-BF16_TOLERANCE = 0.1
 
 
 def test_two_ranks_publish_to_two_workers(

@@ -35,16 +35,17 @@ CALL_SECONDS = 60.0
 class Trainer:
     """Publishes the weights of a transformers model; version n has those of seed n. One rank, this process."""
 
-    def __init__(self, folder: Path, model: Path, dtype: str = "float32", epoch: str = "e1-test", **changes: Any):
+    def __init__(self, folder: Path, model: Path, dtype: str = "float32", **changes: Any):
         import transformers
 
-        self.folder, self.epoch, self.token = folder, epoch, secrets.token_urlsafe(16)
+        # As in life, no two trainers have the same epoch: versions of one are none of another.
+        self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         # Small enough for a version of several buckets.
         values = {"bucket_bytes": 256 * 1024, "offer_timeout_s": 5.0, "progress_timeout_s": 5.0, **changes}
         parameters = unique_parameters(dict(self.model.named_parameters()))
         self.sync = WeightSync(
-            WeightSyncConfig(**values), parameters, epoch=epoch, token=self.token, run_dir=folder, dtype=dtype
+            WeightSyncConfig(**values), parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype
         )
         self.version, self._dtype = -1, getattr(torch, dtype)
 

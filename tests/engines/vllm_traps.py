@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
 import torch
 from safetensors.torch import load_file
 
@@ -86,6 +84,7 @@ def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 def main(model: str, other: str) -> None:
     from torchtitan.inference.vllm import loading
 
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model)

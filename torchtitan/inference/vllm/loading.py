@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,6 +13,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 NAMES_SHOWN = 5
+# Said at every load of layers that have nothing to load; what is really missing is found below.
+FALSE_ALARM = "Failed to load weights"
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: FALSE_ALARM not in record.getMessage()
+)
 
 
 class IncompleteVersion(RuntimeError):

@@ -1,0 +1,199 @@
+"""vLLM servers for the benchmarks: with our agent, or stock; and clients that keep them busy."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from torchtitan.errors import UserError  # noqa: E402
+from torchtitan.inference.agent.command import find_python  # noqa: E402
+from torchtitan.inference.agent.control import EngineError  # noqa: E402
+from torchtitan.inference.agent.http_control import AdminClient  # noqa: E402
+
+TOKEN_ENV = "TOKEN"
+START_SECONDS = 600.0
+CALL_SECONDS = 60.0
+VOCABULARY = 16384
+
+
+def vllm_python() -> str:
+    """The Python of vLLM's environment. Ends the benchmark where there is none."""
+    try:
+        return find_python("vllm", "")
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def make_model(folder: Path, layers: int, hidden: int, vocabulary: int = VOCABULARY) -> int:
+    """Write a random Qwen3 in bfloat16 without a tokenizer; returns its number of parameters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    heads = max(2, hidden // 64)
+    config = transformers.Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=max(32, 2 * hidden // heads),
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Process:
+    """A server in a group of its own, which all ends with close()."""
+
+    def __init__(self, command: Sequence[str], folder: Path, name: str):
+        self.token, self.log = secrets.token_urlsafe(12), folder / f"{name}.log"
+        self._port_file = folder / f"{name}.port"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_ENV: self.token}
+        end = command.index("--") if "--" in command else len(command)
+        whole = [*command[:end], "--port-file", str(self._port_file), *command[end:]]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=REPOSITORY,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self) -> str:
+        """Its URL once it answers. Ends the benchmark when it does not."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(FileNotFoundError, EngineError):
+                url = f"http://127.0.0.1:{int(self._port_file.read_text())}"
+                AdminClient(url, self.token).call("GET", "/health", CALL_SECONDS)
+                return url
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.log} ends with: {self.log.read_text()[-2000:]}")
+            time.sleep(0.2)
+
+    def close(self) -> None:
+        """End it and all that it started."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self.process.wait()
+
+
+class VLLMActor:
+    """A vLLM server with its agent, as a run has them. options: of the agent's command line."""
+
+    def __init__(self, folder: Path, name: str, model: Path, dtype: str, options: Sequence[str] = ()):
+        self.name = name
+        self._process = Process(
+            [
+                sys.executable, "-m", "torchtitan.inference.agent", "--engine", "vllm", "--route", "direct",
+                "--model", str(model), "--dtype", dtype, "--name", name, "--token-env", TOKEN_ENV,
+                "--log-file", str(folder / f"{name}.engine.log"), *options,
+            ],
+            folder, name,
+        )  # fmt: skip
+        self.token = self._process.token
+
+    def join(self, coordinator: str, epoch: str, token: str) -> None:
+        """Wait until it serves, and have it receive weights."""
+        agent = AdminClient(self._process.wait(), self.token)
+        body = {"coordinator": coordinator, "actor": self.name, "epoch": epoch, "token": token}
+        agent.call("POST", "/weights/connect", CALL_SECONDS, body)
+        health: dict[str, Any] = agent.call("GET", "/health", CALL_SECONDS)
+        self.engine_url: str = health["engine"]["url"]
+        children = psutil.Process(self._process.process.pid).children(recursive=True)
+        self._workers = [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
+
+    def send_signal(self, number: int) -> None:
+        """To the process that holds the weights."""
+        for worker in self._workers:
+            worker.send_signal(signal.Signals(number))
+
+    def close(self) -> None:
+        self._process.close()
+
+
+class Streams:
+    """Requests that generate without end; `arrivals` has the time (time.time()) of every token that came."""
+
+    def __init__(self, url: str, token: str, count: int, tokens: int = 900):
+        self.arrivals: list[float] = []
+        self.failure: BaseException | None = None
+        self._place, self._token, self._tokens = urlsplit(url), token, tokens
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for_tokens(self, count: int, seconds: float = CALL_SECONDS) -> None:
+        """Until so many more have come. Ends the benchmark when they do not."""
+        target, deadline = len(self.arrivals) + count, time.monotonic() + seconds
+        while len(self.arrivals) < target:
+            if self.failure is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server stopped generating: {self.failure}")
+            time.sleep(0.005)
+
+    def longest_gap(self, begun: float, ended: float) -> float:
+        """Seconds of the longest time without any token that begins or ends between two times."""
+        arrivals = sorted(self.arrivals)
+        gaps = [b - a for a, b in itertools.pairwise(arrivals) if b >= begun and a <= ended]
+        return max(gaps)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(CALL_SECONDS)
+
+    def _run(self, number: int) -> None:
+        try:
+            while not self._ended.is_set():
+                self._request(number)
+        except BaseException as error:
+            if not self._ended.is_set():
+                self.failure = error
+
+    def _request(self, number: int) -> None:
+        sampling = {"max_tokens": self._tokens, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+        body = {"token_ids": [number + 2] * 8, "sampling_params": sampling, "stream": True}
+        connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=CALL_SECONDS)
+        try:
+            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+            connection.request("POST", "/inference/v1/generate", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(response.read(500).decode())
+            while not self._ended.is_set():
+                line = response.readline()
+                if not line:
+                    return
+                if line.startswith(b"data: {"):
+                    self.arrivals.append(time.time())
+        finally:
+            connection.close()

@@ -1,0 +1,81 @@
+"""Every way in which a vLLM goes wrong that gets new weights: seen without the cure, and gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.models import log_probs
+from tests.engines.processes import ENVIRONMENT, ROOT
+from tests.engines.vllm_traps import PROBE, SCORED
+
+TOLERANCE = 1e-4
+WRONG = 0.1
+
+
+@pytest.fixture(scope="module")
+def results(vllm_python: Path, engine_model: Callable[..., Path]) -> dict[str, Any]:
+    """Of tests/engines/vllm_traps.py: case -> log-probs, or an error."""
+    models = [str(engine_model(tied=True, seed=seed)) for seed in (0, 1)]
+    done = subprocess.run(
+        [str(vllm_python), "-m", "tests.engines.vllm_traps", *models],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
+    assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULTS "))
+    found["old"], found["new"] = (log_probs(Path(model), PROBE)[-SCORED:] for model in models)
+    return found
+
+
+def difference(results: dict[str, Any], case: str, weights: str = "new") -> float:
+    """Mean difference of a case's log-probs from transformers'."""
+    assert isinstance(results[case], list), results[case]
+    return sum(abs(a - b) for a, b in zip(results[case], results[weights], strict=True)) / SCORED
+
+
+def test_what_is_loaded_is_served(results: dict[str, Any]) -> None:
+    assert difference(results, "first", "old") < TOLERANCE
+    assert difference(results, "cured") < TOLERANCE and difference(results, "cured_again") < TOLERANCE
+    assert difference(results, "cured", "old") > WRONG
+
+
+def test_the_models_own_loader_fails_on_a_running_engine(results: dict[str, Any]) -> None:
+    assert "Error" in results["plain_load_weights"]
+
+
+def test_a_tied_head_goes_stale_without_packing_it_anew(results: dict[str, Any]) -> None:
+    assert difference(results, "stale_head") > WRONG
+
+
+def test_the_weight_checker_does_not_see_a_stale_head(results: dict[str, Any]) -> None:
+    assert results["checksums_stale_head"] == results["checksums_cured"]
+
+
+def test_a_prefix_outlives_its_weights_without_a_reset(results: dict[str, Any]) -> None:
+    assert difference(results, "stale_prefix") > WRONG
+
+
+def test_a_receive_buffer_must_not_be_used_again(results: dict[str, Any]) -> None:
+    assert difference(results, "reused_buffer") > WRONG
+
+
+def test_a_load_that_broke_off_is_given_up_before_the_next(results: dict[str, Any]) -> None:
+    assert difference(results, "after_a_failure") < TOLERANCE
+    uncured = results["after_a_failure_uncured"]
+    assert isinstance(uncured, str) or difference(results, "after_a_failure_uncured") > WRONG
+
+
+def test_a_version_with_something_missing_is_an_error(results: dict[str, Any]) -> None:
+    assert "IncompleteVersion: 2 of " in results["incomplete"] and "layers.1.mlp" in results["incomplete"]
