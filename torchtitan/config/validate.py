@@ -50,7 +50,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_lengths(config),
         *_check_objective(config),
         *check_lora(config),
-        *_check_rollout(config),
+        *_check_rollout(config, planning),
         *_check_rewards(config),
         *check_inference(config, ranks, planning),
         *_check_weight_sync(config, ranks),
@@ -186,12 +186,12 @@ def _check_objective(config: JobConfig) -> Iterator[Problem]:
         yield refuse(config, "grpo.reward_aggregation", "needs at least two of rewards.functions")
 
 
-def _check_rollout(config: JobConfig) -> Iterator[Problem]:
+def _check_rollout(config: JobConfig, planning: bool) -> Iterator[Problem]:
     rollout = config.rollout
     if not rollout.replay:
-        yield from _check_dataset(config, "rollout.dataset")
+        yield from _check_dataset(config, "rollout.dataset", planning)
     if config.eval.enable and config.eval.dataset:
-        yield from _check_dataset(config, "eval.dataset")
+        yield from _check_dataset(config, "eval.dataset", planning)
         if _evaluates_training_data(config):
             yield refuse(config, "eval.dataset", "must not be the prompts of training (rollout.dataset, same split)")
     if rollout.system_prompt and not rollout.chat_template:
@@ -209,7 +209,7 @@ def _evaluates_training_data(config: JobConfig) -> bool:
     return not has_splits or rollout.dataset_split == evaluation.dataset_split
 
 
-def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
+def _check_dataset(config: JobConfig, key: str, planning: bool) -> Iterator[Problem]:
     name = str(get(config, key))
     what = "must be arithmetic, a .jsonl or .parquet file, or a Hugging Face dataset name"
     path = Path(name)
@@ -225,7 +225,7 @@ def _check_dataset(config: JobConfig, key: str) -> Iterator[Problem]:
             yield refuse(config, key, "a .parquet file needs pyarrow: pip install 'torchtitan-grpo[data]'")
     elif path.exists() or name.startswith((".", "/", "~")):
         yield refuse(config, key, what)
-    elif find_spec("datasets") is None:
+    elif find_spec("datasets") is None and not planning:
         text = f"{what}, which needs an extra: pip install 'torchtitan-grpo[data]'{nearest(name, ['arithmetic'])}"
         yield refuse(config, key, text)
 

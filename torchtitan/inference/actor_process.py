@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan.components.timeline_files import actor_file
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.cores import threads_per_actor
+from torchtitan.inference.devices import engine_devices
 from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorError
 from torchtitan.tools.subprocesses import helper_environment
@@ -68,7 +69,8 @@ class ActorProcess:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         # Another name every time: an actor that outlived its trainer may still be about to write its port.
         port_file = self.log_file.with_name(f"{self.name}.{secrets.token_hex(4)}.port")
-        environment = helper_environment(threads_per_actor(self._config.inference), **{TOKEN_VARIABLE: self._token})
+        extra = {TOKEN_VARIABLE: self._token, **engine_devices(self._config, self._number)}
+        environment = helper_environment(threads_per_actor(self._config.inference), **extra)
         with self.log_file.open("ab") as log:
             # In a session of its own, so that Ctrl-C reaches the trainer alone, which then stops its actors in order.
             self._process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Two GPUs: one trains, on the other an engine generates. Two short runs, one that waits for its actors after every step
+# and one that does not, and then: did the engine always hold the weights that the trainer sent, and what did not
+# waiting gain?
+#
+#   scripts/verify_grpo_2gpu.sh [--training.steps 30 …]       the arguments go to both runs
+#
+#   ENGINE=vllm          or sglang, or embedded
+#   MODEL=DIR            a checkpoint directory (default: the debug checkpoint, which is made)
+#   STEPS=30             steps of each run
+#   LEAST_GAIN=1.0       tokens/s without waiting over tokens/s with, below which the check fails (on a CPU: 0)
+# Without two GPUs the same runs on the CPU, and this says so. Exit code 1: a check failed.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+say() { printf '[verify] %s\n' "$*" >&2; }
+engine="${ENGINE:-vllm}"
+steps="${STEPS:-30}"
+case "$engine" in vllm | sglang | embedded) ;; *)
+    say "ENGINE=$engine must be vllm, sglang or embedded"
+    exit 2
+    ;;
+esac
+gpus=0
+if command -v nvidia-smi >/dev/null 2>&1; then gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"; fi
+kind="$engine"
+if ((gpus >= 2)); then
+    say "$gpus GPUs: the first one trains, the second one runs $engine"
+    least="${LEAST_GAIN:-1.0}"
+else
+    say "THIS MACHINE HAS $gpus GPUs, NOT 2: the same check on the CPU, where trainer and engine share the cores."
+    say "What it shows of throughput says nothing about GPUs."
+    export TORCHTITAN_DEVICE=cpu CUDA_VISIBLE_DEVICES=
+    kind="$engine-cpu"
+    least="${LEAST_GAIN:-0}"
+    # SGLang's kernels have no CPU build; the tests' stand-in does.
+    [[ "$engine" == sglang ]] && export PYTHONPATH="$root/tests/engines/sglang_shim${PYTHONPATH:+:$PYTHONPATH}"
+fi
+[[ "$engine" == embedded ]] || python="$("$root/scripts/install_engine.sh" "$kind")"
+
+source "$root/scripts/setup_env.sh"
+setup_env
+model="${MODEL:-$root/outputs/assets/debug_arithmetic}"
+if [[ ! -f "$model/config.json" ]]; then
+    if [[ -n "${MODEL:-}" ]]; then
+        say "MODEL=$model: there is no config.json in it"
+        exit 2
+    fi
+    "$PYTHON" "$root/scripts/make_debug_checkpoint.py" --output "$model"
+fi
+folder="$(mktemp -d "${TMPDIR:-/tmp}/verify_grpo.XXXXXX")"
+say "run folders: $folder"
+
+run() { # $1: name, then more arguments
+    local name="$1"
+    shift
+    say "$name"
+    NGPU=1 CONFIG_FILE="$root/train_configs/debug_cpu.toml" "$root/run_grpo.sh" --job.dump_folder "$folder/$name" \
+        --job.name "$name" --model.hf_assets_path "$model" --training.steps "$steps" --training.global_batch_size 128 \
+        --inference.backend "$engine" --inference.num_actors 1 --inference.startup_timeout_s 900 \
+        ${python:+--inference.engine_python "$python"} --inference.engine_memory_gb "$([[ -n "${python:-}" ]] && echo 0.5 || echo 0)" \
+        --weight_sync.verify probe --eval.enable false --checkpoint.enable false "$@" >"$folder/$name.log" 2>&1 || {
+        tail -n 30 "$folder/$name.log" >&2
+        say "$name FAILED ($folder/$name.log)"
+        exit 1
+    }
+}
+run waiting --grpo.async_weight_update false "$@"
+run not_waiting --grpo.async_weight_update true "$@"
+exec "$PYTHON" "$root/scripts/judge_runs.py" --waiting "$folder/waiting/latest" --not-waiting "$folder/not_waiting/latest" \
+    --least-gain "$least"
