@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +78,15 @@ def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return made[key]
 
     return model
+
+
+@pytest.fixture(scope="session")
+def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the default run, made as ./run_grpo.sh makes it."""
+    directory = tmp_path_factory.mktemp("assets") / "debug_arithmetic"
+    script = ROOT / "scripts" / "make_debug_checkpoint.py"
+    subprocess.run([sys.executable, script, "--output", directory], check=True, cwd=ROOT, timeout=240)
+    return directory
 
 
 @pytest.fixture
