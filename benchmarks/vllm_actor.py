@@ -130,6 +130,14 @@ class VLLMActor:
         children = psutil.Process(self._process.process.pid).children(recursive=True)
         self._workers = [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
 
+    def pin(self, *cores: int) -> None:
+        """All of its processes, with all their threads, to these cores."""
+        agent = psutil.Process(self._process.process.pid)
+        for process in (agent, *agent.children(recursive=True)):
+            for thread in process.threads():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cores)
+
     def send_signal(self, number: int) -> None:
         """To the process that holds the weights."""
         for worker in self._workers:

@@ -1,9 +1,12 @@
 """How long the trainer stalls when an actor is frozen.
 
     python benchmarks/weight_sync_stall.py --json
+    python benchmarks/weight_sync_stall.py --backend vllm --json
 
 A real training step on a core of its own, which publishes every version to three actors on another core; they receive,
-verify and apply, and generate nothing, so that freezing one frees no core. In turns, block by block:
+verify and apply, and generate nothing, so that freezing one frees no core. With --backend vllm a small Qwen3 trains and
+the actors are vLLM servers with our weight-transfer backend; what is frozen is the worker that holds the weights. In
+turns, block by block:
 
     none     no version is published
     healthy  every step publishes, all actors take part
@@ -27,7 +30,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +40,9 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
+from benchmarks.small_policy import PolicyTrainer  # noqa: E402
 from benchmarks.small_trainer import Job, Trainer  # noqa: E402
+from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 
 BARS = {
     "frozen_step_ratio": ("<=", 1.03),
@@ -63,10 +67,23 @@ class Actor(Protocol):
         """End it."""
 
 
-# Kind of actor -> starts one: (job, its name, the cores it may use).
-ACTOR_KINDS: dict[str, Callable[[Job, str, Sequence[int]], Actor]] = {
-    "receiver": lambda job, name, cores: job.receiver(name, cores),
-}
+def start_receivers(job: Job, names: list[str], core: int) -> dict[str, Actor]:
+    """Actors without an engine."""
+    return {name: job.receiver(name, [core]) for name in names}
+
+
+def start_vllm(job: Job, names: list[str], core: int, folder: Path, stack: contextlib.ExitStack) -> dict[str, Actor]:
+    """vLLM servers with the model in `folder`, one after the other on all cores, then pinned to one."""
+    actors: dict[str, Actor] = {}
+    for name in names:
+        options = ["--max-length", "256", "--max-sequences", "4", "--memory-gb", "0.1"]
+        actor = VLLMActor(folder.parent, name, folder, "float32", options)
+        stack.callback(actor.close)
+        actor.join(job.sync.coordinator_address, job.epoch, job.token)
+        actor.pin(core)
+        actors[name] = actor
+        common.progress(f"{name} is up")
+    return actors
 
 
 class Frozen:
@@ -107,7 +124,7 @@ class Steps:
 class Benchmark:
     """A trainer, its actors and the measurements."""
 
-    def __init__(self, trainer: Trainer, job: Job, actors: dict[str, Actor]):
+    def __init__(self, trainer: Trainer | PolicyTrainer, job: Job, actors: dict[str, Actor]):
         self.trainer, self.job, self.actors = trainer, job, actors
         name = list(actors)[-1]
         self.frozen = Frozen(job, name, actors[name])
@@ -178,21 +195,31 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=4, help="of the model: 16.8 million parameters")
     parser.add_argument("--rows", type=int, default=160, help="of a batch")
-    parser.add_argument("--actor", choices=sorted(ACTOR_KINDS), default="receiver")
+    parser.add_argument("--backend", choices=("receiver", "vllm"), default="receiver", help="what the actors are")
     arguments = parser.parse_args()
+    if arguments.backend == "vllm":
+        # As many parameters in a Qwen3 of 4 layers.
+        arguments.width //= 2
     if arguments.quick:
         arguments.width, arguments.rows, arguments.steps, arguments.block = 128, 512, 20, 10
     trainer_core, other_core = common.two_cores()
-    trainer = Trainer(arguments.width, arguments.blocks, arguments.rows)
+    names = [f"actor-{number}" for number in range(ACTORS)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        trainer: Trainer | PolicyTrainer
+        if arguments.backend == "vllm":
+            trainer = PolicyTrainer(folder / "model", arguments.width, arguments.blocks, arguments.rows)
+        else:
+            trainer = Trainer(arguments.width, arguments.blocks, arguments.rows)
         with common.running_on(other_core):
             job = Job(trainer.parameters, folder)
             stack.callback(job.sync.close)
-            names = [f"actor-{number}" for number in range(ACTORS)]
-            actors = {name: ACTOR_KINDS[arguments.actor](job, name, [other_core]) for name in names}
-        for actor in actors.values():
-            stack.callback(actor.close)
+            if arguments.backend == "receiver":
+                actors = start_receivers(job, names, other_core)
+                for actor in actors.values():
+                    stack.callback(actor.close)
+        if arguments.backend == "vllm":
+            actors = start_vllm(job, names, other_core, folder / "model", stack)
         common.run_on(trainer_core)
         job.publish(not job.sync.reserve())
         job.applied_everywhere(ACTORS)
