@@ -798,7 +798,34 @@ def test_missing_debug_checkpoint_is_named_for_the_launcher(
     assert main(["--missing-assets", *arguments, "--grpo.group_size", "1"]) == 2
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
+# Configurations for GPUs -> their ranks; they are planned by a public shape.
+FOR_GPUS = {
+    "qwen3_0.6b_gsm8k_vllm": 1,
+    "qwen2.5_math_7b_colocated": 8,
+    "qwen2.5_math_72b_4nodes": 32,
+    "llama3.1_8b_gsm8k_sglang": 4,
+}
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_shipped_configurations_for_gpus_are_planned_without_their_files(
+    name: str, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config()
+    monkeypatch.setenv("WORLD_SIZE", str(FOR_GPUS[name]))
+    file = ROOT / "train_configs" / f"{name}.toml"
+    assert main(["--dry-run", "--job.config_file", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "memory estimate per rank" in said and "DOES NOT FIT" not in said
+    # Without its files nothing but planning is possible, and what is missing is said.
+    assert main(["--job.config_file", str(file)]) == 2
+    assert "model.hf_assets_path" in capsys.readouterr().err
+
+
+DEBUG = sorted(file for file in (ROOT / "train_configs").glob("*.toml") if file.stem not in FOR_GPUS)
+
+
+@pytest.mark.parametrize("file", DEBUG, ids=lambda path: path.stem)
 def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     write_config()
     # A debug checkpoint of their own shape is not here, so only what does not depend on it is looked at.

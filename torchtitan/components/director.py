@@ -58,6 +58,7 @@ class Director:
         self._newest = 0
         """The newest version that was snapshotted for the actors"""
         self._evictions: dict[str, int] = {}
+        self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
 
@@ -183,8 +184,10 @@ class Director:
     def warn_of_mismatch(self, version: int, figures: Mapping[str, Figure]) -> None:
         """Say so where the trainer's log-probs and the engine's are further apart than they should be."""
         fields = mismatch.alarm(self.config, figures)
-        if fields is not None:
+        # Said when it begins, not in every step that it lasts.
+        if fields is not None and not self._mismatched:
             self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
+        self._mismatched = fields is not None
 
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
         """The trainer's word on the probe under `version`, which actors are held to."""

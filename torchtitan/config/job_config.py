@@ -372,7 +372,7 @@ class GRPO:
     """Leave completions that hit the length limit out of the loss"""
 
     mismatch_kl_alarm: float = 0.1
-    """Warn in a step whose divergence of the trainer's from the engine's log-probs (mismatch_kl) is above; 0: never"""
+    """Warn when the divergence of the trainer's from the engine's log-probs (mismatch_kl) rises above; 0: never"""
 
     mismatch_kl_stop: float = 0.0
     """Save a checkpoint and stop the run after a step whose mismatch_kl is above; 0: never"""
