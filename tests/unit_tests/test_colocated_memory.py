@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.plan import describe_plan, estimate_memory
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.colocation import engine_arguments
 from torchtitan.inference.colocated.memory import GIB, EngineMemory, engine_memory
@@ -105,6 +106,32 @@ def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
     assert none.kv_cache == 0 < none.kv_one_sequence
     config.inference.engine_memory_gb = 1.5
     assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
+
+
+def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.sleep_level, config.inference.offload_optimizer = 1, True
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters)
+    text = describe_plan(config, 8)
+    assert "actors: 2 × vllm (colocate, tensor parallel 4, bfloat16) on the ranks" in text
+    assert f"gpu_memory_utilization: {engine.utilization(80 * GIB):.3f} on this machine's GPU of 80 GiB" in text
+    assert f"while training: {(memory.total) / GIB:.2f} GiB, the engine asleep" in text
+    generating = (memory.parameters + engine.total) / GIB
+    assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
+    assert "slots per rank" not in text
+
+
+def test_logits_are_bounded_by_the_heads_budget() -> None:
+    config = colocated_config()
+    bounded = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits
+    assert bounded == config.model.logprob_head_budget_mb * 2**20
+    config.model.logprob_head = "full"
+    tokens = config.training.tokens_per_micro_batch
+    assert estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits == 16 * tokens * 152064
 
 
 def test_options_of_the_engine_go_over_ours() -> None:

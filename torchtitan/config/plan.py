@@ -111,7 +111,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * args.intermediate_size
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
-    tokens = training.tokens_per_micro_batch
+    tokens, head = training.tokens_per_micro_batch, config.model
+    all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     # Without FSDP2 (one rank) parameters are used where they lie.
     gathered = 2 * max(root, layer) * computed // tensor if ranks > 1 else 0
     return MemoryEstimate(
@@ -120,7 +121,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         optimizer=2 * share * master,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
-        logits=4 * tokens * args.vocab_size * 4 // tensor,
+        logits=all_logits if head.logprob_head == "full" else min(all_logits, head.logprob_head_budget_mb << 20),
         slots=0 if _colocated(config) else config.weight_sync.slots_per_rank * share * BYTES[config.inference.dtype],
     )
 
