@@ -21,6 +21,7 @@ from torchtitan.config import load_config
 from torchtitan.config.__main__ import main
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.fields import config_to_toml, key_types
+from torchtitan.config.inference import ROUTES
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.manager import apply_tables, parse_command_line
 from torchtitan.config.plan import describe_plan, make_plan
@@ -224,7 +225,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
             ("inference.engine_args.max-model-len", "needs inference.backend vllm or sglang", "options", "8"),
             ("inference.engine_python", "needs inference.backend vllm or sglang", "Python", "/usr/bin/python3"),
             ("inference.engine_memory_gb", "needs inference.backend vllm or sglang", "cache", "2"),
-            ("weight_sync.route", "inference.backend embedded has auto only", "route", "agent"),
+            ("weight_sync.route", "with inference.backend embedded it is auto", "route", "agent"),
             ("inference.sleep_level", "needs inference.mode = colocate", "sleep", "1"),
             ("inference.offload_optimizer", "needs inference.mode = colocate", "offload", "true"),
         )
@@ -236,7 +237,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
                 "sglang",
                 "direct",
                 ["--weight_sync.route", "direct"],
-                ['route = "direct"', "auto or agent or engine only"],
+                ['route = "direct"', "it is auto or agent or engine"],
             ),
             ("sglang", "colocate", ["--inference.mode", "colocate"], ['mode = "colocate"', "colocate is for vllm"]),
             ("vllm", "digest", ["--weight_sync.verify", "digest"], ['verify = "digest"', "take probe"]),
@@ -744,6 +745,14 @@ def test_known_names_are_those_of_the_code() -> None:
     from torchtitan.grpo.objectives import OBJECTIVES
 
     assert LOSS_TYPES == NAMES["grpo.loss_type"] == tuple(OBJECTIVES)
+
+
+def test_known_routes_are_those_of_the_engines() -> None:
+    from torchtitan.inference.agent.engine import load_engine
+
+    for name, routes in ROUTES.items():
+        assert routes[0] == "auto"
+        assert name == "embedded" or sorted(routes[1:]) == sorted(load_engine(name).routes)
 
 
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:

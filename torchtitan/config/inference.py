@@ -17,7 +17,7 @@ from torchtitan.inference.cores import actor_cores
 # Per backend the routes of weights that there are.
 ROUTES = {
     "embedded": ("auto",),
-    "vllm": ("auto", "direct", "agent", "engine"),
+    "vllm": ("auto", "direct"),
     "sglang": ("auto", "agent", "engine"),
 }
 
@@ -87,7 +87,7 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
     backend = inference.backend
     routes = ROUTES.get(backend, ())
     if routes and sync.route not in routes:
-        text = f"inference.backend {backend} has {' or '.join(routes)} only"
+        text = f"with inference.backend {backend} it is {' or '.join(routes)}"
         yield Problem("weight_sync.route", f"weight_sync.route = {show(sync.route)} is not allowed: {text}")
     if backend == "embedded":
         if sync.verify == "digest" and config.lora.rank > 0:
@@ -108,7 +108,7 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
         yield Problem("weight_sync.verify", f"weight_sync.verify = {show(sync.verify)} is not allowed: {text}")
     if inference.exact:
         yield _refuse(config, "exact", "needs inference.backend = embedded")
-    if config.lora.rank > 0:
+    if config.lora.rank > 0 and inference.mode == "server":
         text = f"inference.backend {backend} gets whole weights only, adapters need inference.backend = embedded"
         yield Problem("lora.rank", f"lora.rank = {config.lora.rank} is not allowed: {text}")
     if inference.engine_python and not planning and not Path(inference.engine_python).is_file():

@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
+from torchtitan.config.engine_args import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
@@ -58,22 +58,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     if sync.disk_path:
         command += ["--disk-path", sync.disk_path]
     # The pool may add options of ours behind these, so the engine's own travel as one value.
-    return [*command, "--engine-arguments", json.dumps(engine_arguments(inference.engine_args))]
-
-
-def engine_arguments(table: dict[str, Any]) -> list[str]:
-    """inference.engine_args as a command line: a name gets two dashes; true is the option alone, false leaves it out, a
-    list is several values, a table is JSON."""
-    arguments: list[str] = []
-    for name, value in table.items():
-        if value is False:
-            continue
-        arguments.append(f"--{name}")
-        if value is True:
-            continue
-        values = value if isinstance(value, list) else [value]
-        arguments += [json.dumps(one) if isinstance(one, dict | list | bool) else str(one) for one in values]
-    return arguments
+    return [*command, "--engine-arguments", json.dumps(command_line(inference.engine_args))]
 
 
 def find_python(engine: str, configured: str) -> str:
