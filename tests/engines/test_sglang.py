@@ -8,9 +8,11 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,16 +268,20 @@ def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, process
         other = beside(processes, agent, "by-group", engine_model(seed=0), "--route", "engine")
         with training(engine_model, tmp_path / "second", other) as trainer:
             check_against_transformers(other, trainer)
-            agent_wants_weights(agent)
+            wait_until_lost(agent)
             for seed in (3, 4):
                 other.wait_for_version(trainer.publish(seed), trainer.epoch)
                 check_against_transformers(other, trainer)
     assert other.ask(lambda handler: handler.capabilities(20.0)).route == "engine"
 
 
-def agent_wants_weights(agent: Agent) -> None:
-    """It has noticed that its engine holds what it has not put there, or cannot tell from the label alone."""
-    assert agent.health().status in ("ok", "not_ready")
+def wait_until_lost(agent: Agent) -> None:
+    """It notices that its engine holds what it has not put there, and asks to be connected anew."""
+    end = time.monotonic() + 20
+    while (health := agent.health()).serves:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert "started anew, or changed" in str(health.weights_failure)
 
 
 @pytest.mark.timeout(900)
@@ -284,13 +290,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
 ) -> None:
     make = [sys.executable, "scripts/make_debug_checkpoint.py", "--output", str(tmp_path / "checkpoint")]
     subprocess.run(make, check=True, cwd=ROOT, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan.grpo_train",
-        "--job.config_file",
-        "train_configs/debug_cpu_sglang.toml",
-    ]
+    config = "train_configs/debug_cpu_sglang.toml"
+    command = [sys.executable, "-m", "torchtitan.grpo_train", "--job.config_file", config]
     command += ["--training.steps", "10", "--model.hf_assets_path", str(tmp_path / "checkpoint")]
     command += ["--job.dump_folder", str(tmp_path / "runs"), "--checkpoint.enable", "false"]
     command += ["--inference.engine_python", str(sglang_python), "--metrics.console", "plain"]
@@ -305,17 +306,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
         rows = [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
         return [row for row in rows if row["kind"] == kind]
 
-    processes.wait("run", lambda: len(metrics()) >= 3, START_S)
-    # The scheduler stands still, so that an update is under way when the engine is killed.
-    (engine,) = [
-        one for one in psutil.Process(run.pid).children(recursive=True) if "sglang.serve" in str(one.cmdline())
-    ]
-    for child in engine.children(recursive=True):
-        child.suspend()
-    time.sleep(3.0)
-    for child in engine.children(recursive=True):
-        child.kill()
-    engine.kill()
+    processes.wait("run", lambda: len(metrics()) >= 4, START_S)
+    kill_in_an_update(psutil.Process(run.pid), next((tmp_path / "runs").glob("*/logs/actor-0.log")))
     processes.wait("run", lambda: bool(events("actor_evicted")), 60.0)
     processes.wait("run", lambda: len(events("actor_ready")) >= 2, START_S)
     end = time.monotonic() + 120
@@ -323,5 +315,32 @@ def test_a_run_trains_through_an_update_that_is_killed(
         assert time.monotonic() < end, processes.tail("run")
         time.sleep(0.2)
     assert run.returncode == 0, processes.tail("run")
-    assert len(metrics()) == 10
-    assert all(row["mismatch_kl"] < 1e-3 for row in metrics())
+    steps = [row for row in metrics() if "loss" in row]
+    assert len(steps) == 10
+    assert all(row["mismatch_kl"] < 1e-3 for row in steps)
+
+
+def kill_in_an_update(run: psutil.Process, log: Path) -> None:
+    """Freeze SGLang's scheduler until an update is under way, and kill the server then."""
+    everything = run.children(recursive=True)
+    (agent,) = [one for one in everything if "torchtitan.inference.agent" in one.cmdline()]
+    (server,) = [one for one in everything if "torchtitan.inference.sglang.serve" in one.cmdline()]
+    port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
+    address = f"http://127.0.0.1:{port}/weights"
+    ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
+    parts = server.children(recursive=True)
+    for _ in range(40):
+        for part in parts:
+            part.suspend()
+        for _ in range(5):
+            with urllib.request.urlopen(ask, timeout=10) as response:
+                state = json.load(response)["weights"]["state"]
+            if state == "APPLYING":
+                for one in [*parts, server]:
+                    one.kill()
+                return
+            time.sleep(0.1)
+        for part in parts:
+            part.resume()
+        time.sleep(0.2)
+    raise AssertionError(f"no update came: {state}")

@@ -95,8 +95,10 @@ def test_sglang_scores_under_the_version_of_that_pass() -> None:
     answer = sglang_answer(input_token_logprobs=rows, weight_versions=versions)
     scored = SGLANG.scored([5, 6, 7], answer)
     assert (scored.log_probs, scored.epoch, scored.version) == ([-1.0, -2.0], "epoch-1", 3)
+    rows[2][1] = 0
+    assert SGLANG.scored([5, 6, 63], answer).log_probs == [-1.0, -2.0]
     with pytest.raises(Malformed):
-        SGLANG.scored([5, 6, 8], answer)
+        SGLANG.scored([5, 8, 7], answer)
 
 
 def test_sglang_refusals_are_about_the_request() -> None:

@@ -69,7 +69,9 @@ class SGLangDialect:
         about = answer["meta_info"]
         _check_finished(about)
         rows = about["input_token_logprobs"]
-        if (given := [row[1] for row in rows]) != token_ids:
+        given = [row[1] for row in rows]
+        # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
+        if len(given) != len(token_ids) or any(one not in (own, 0) for one, own in zip(given, token_ids, strict=True)):
             raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
         span = _spans(about, 1)[0]
         return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)
