@@ -74,7 +74,7 @@ class MicroBatch:
     weights: torch.Tensor
     """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
     same_version: torch.Tensor
-    """[A] bool: sampled by the version that this batch is trained on"""
+    """[A] bool: of a completion that the version that this batch is trained on has sampled from end to end"""
     kept: KeptTokens | None
 
 
@@ -112,8 +112,8 @@ def pack(
         advantages += [sample.advantage] * count
         behaviour += sample.log_probs
         token_weights += [weight] * count
-        for span in sample.spans:
-            same += [span.version == version] * (span.end - span.start)
+        # What follows tokens of an older version may have been sampled with its KV cache.
+        same += [all(span.version == version for span in sample.spans)] * count
     if not lengths:
         tokens, lengths = [0], [1]
     return MicroBatch(
