@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import FAMILIES
 from torchtitan.errors import UserError
 from torchtitan.models import attention, export_policy, load_policy
-from torchtitan.models.attention import PackedAttention, PackedLayout, causal_attention
+from torchtitan.models.attention import PackedAttention, PackedLayout, causal_attention, rotate
 from torchtitan.models.hf_checkpoint import read_model_args
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import full_log_probs
+from torchtitan.models.rms_norm import rms_norm
 
 Checkpoints = Callable[..., Path]
 ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -85,17 +86,45 @@ def test_packed_rows_equal_separate_rows(tiny_checkpoint: Checkpoints, family: s
 def test_packed_attention_sees_its_own_sequence_only(lengths: list[int], padding: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     layout = PackedLayout(lengths)
-    q = torch.randn(sum(lengths) + padding, 4, 8, generator=generator)
-    k, v = torch.randn(2, sum(lengths) + padding, 2, 8, generator=generator)
+    q = torch.randn(sum(lengths) + padding, 4, 8, generator=generator).requires_grad_()
+    k, v = (torch.randn(sum(lengths) + padding, 2, 8, generator=generator).requires_grad_() for _ in range(2))
     output = PackedAttention(layout, padding)(0, q, k, v)
+    by_output = torch.randn(output.shape, generator=generator)
+    gradients = torch.autograd.grad(output, (q, k, v), by_output)
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
         expected = causal_attention(q[None, rows], k[None, rows], v[None, rows])[0]
         assert torch.allclose(output[rows], expected, atol=1e-5)
+        expected_gradients = torch.autograd.grad(expected, (q, k, v), by_output[rows])
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            assert torch.allclose(gradient[rows], expected_gradient[rows], atol=1e-5)
         assert layout.positions[rows].tolist() == list(range(length))
         start += length
     assert output.shape == q.shape and not output[start:].any()
+    assert not any(gradient[start:].any() for gradient in gradients)
+
+
+def test_norm_and_rotation_and_their_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    one, by_head = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((8,), (3, 8))
+    )
+    assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-6), (x, one))
+    assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 1e-6), (x, by_head))
+    angles = torch.randn(5, 1, 4, generator=generator, dtype=torch.float64)
+    cosine = torch.cat((angles.cos(), angles.cos()), -1)
+    sine = torch.cat((-angles.sin(), angles.sin()), -1)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cosine, sine), (x,))
+    halves = torch.view_as_complex(torch.stack(x.detach().chunk(2, -1), -1)) * torch.exp(1j * angles)
+    assert torch.allclose(rotate(x, cosine, sine), torch.cat((halves.real, halves.imag), -1))
+    for dtype in (torch.float32, torch.bfloat16):
+        values, weight = x.detach().to(dtype), one.detach().to(dtype)
+        expected = F.rms_norm(values, (8,), weight, 1e-6)
+        assert torch.equal(rms_norm(values, weight, 1e-6), expected)
+        with torch.no_grad():
+            assert torch.equal(rms_norm(values, weight, 1e-6), expected)
 
 
 def test_variable_length_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:

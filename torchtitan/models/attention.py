@@ -53,14 +53,18 @@ class PackedLayout:
         self.positions = (torch.arange(self.total) - offsets[:-1].repeat_interleave(size)).to(device)
         self.cumulative = offsets.to(torch.int32).to(device)
         self.uniform = len(set(lengths)) == 1 and self.longest == padded_length(self.longest)
-        self.buckets: list[torch.Tensor] = []
-        self.restore: torch.Tensor | None = None
+        self.buckets: list[tuple[int, int]] = []
         if not self.uniform:
             self._fill_buckets(size, offsets, device)
 
     def _fill_buckets(self, size: torch.Tensor, offsets: torch.Tensor, device: torch.device | str) -> None:
+        """Buckets (sequences, width), and how a pack [T] becomes all their rows [P], one after another, and back.
+
+        tokens [P]: the token of each place, any for padding; padding: the places that hold none; places [T].
+        """
         order = size.argsort(descending=True, stable=True).tolist()
-        restore = torch.empty(self.total, dtype=torch.int64)
+        places = torch.empty(self.total, dtype=torch.int64)
+        tokens, padding = [], []
         base, start = 0, 0
         while start < len(order):
             width = padded_length(self.lengths[order[start]])
@@ -72,12 +76,42 @@ class PackedLayout:
             column = torch.arange(width)
             inside = column[None, :] < size[members][:, None]
             token = torch.where(inside, offsets[members][:, None] + column[None, :], 0)
-            self.buckets.append(token.to(device))
             place = base + torch.arange(len(members) * width).view(len(members), width)
-            restore[token[inside]] = place[inside]
+            places[token[inside]] = place[inside]
+            tokens.append(token.flatten())
+            padding.append(place[~inside])
+            self.buckets.append((len(members), width))
             base += len(members) * width
             start = end
-        self.restore = restore.to(device)
+        self.tokens, self.padding = torch.cat(tokens).to(device), torch.cat(padding).to(device)
+        self.places = places.to(device)
+
+
+class _ToBuckets(torch.autograd.Function):
+    """x [T, ...] of a pack -> the rows of its buckets [P, ...]. Padding must have no gradient: causality sees to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient.index_select(0, ctx.layout.places), None
+
+
+class _FromBuckets(torch.autograd.Function):
+    """The way back: [P, ...] -> [T, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        layout = ctx.layout
+        return gradient.index_select(0, layout.tokens).index_fill_(0, layout.padding, 0.0), None
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -151,8 +185,13 @@ class PackedAttention:
         if layout.uniform:
             shape = (len(layout.lengths), layout.longest)
             return causal_attention(q.unflatten(0, shape), k.unflatten(0, shape), v.unflatten(0, shape)).flatten(0, 1)
-        outputs = [causal_attention(q[bucket], k[bucket], v[bucket]).flatten(0, 1) for bucket in layout.buckets]
-        return torch.cat(outputs)[layout.restore]
+        sizes = [sequences * width for sequences, width in layout.buckets]
+        parts = zip(*(_ToBuckets.apply(x, layout).split(sizes) for x in (q, k, v)), strict=True)
+        outputs = [
+            causal_attention(*(x.unflatten(0, bucket) for x in part)).flatten(0, 1)
+            for bucket, part in zip(layout.buckets, parts, strict=True)
+        ]
+        return _FromBuckets.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
 
 
 @functools.lru_cache(maxsize=16)
@@ -178,13 +217,33 @@ def inverse_frequencies(args: ModelArgs, device: str) -> torch.Tensor:
 
 
 def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for positions [T], each [T, 1, head_dim]."""
+    """Cosine and sine for positions [T], each [T, 1, head_dim]: (cos, cos) and (-sin, sin) over the two halves."""
     angles = positions.float()[:, None] * inverse_frequencies(args, str(positions.device))[None, :]
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]
+    return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
+
+
+def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    return x.roll(x.shape[-1] // 2, -1).mul_(sine).add_(x * cosine)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is turned back: as few passes over memory as the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        cosine, sine = ctx.saved_tensors
+        return _turn(gradient, cosine, -sine), None, None
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to x [T, heads, D] (the half-split convention of Hugging Face checkpoints)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+    """Apply rotary positions to x [T, heads, D] (the half-split convention of Hugging Face checkpoints).
+
+    cosine, sine: as of `rotary_tables`.
+    """
+    return _Rotate.apply(x, cosine, sine) if torch.is_grad_enabled() else _turn(x, cosine, sine)

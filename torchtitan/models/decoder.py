@@ -18,22 +18,11 @@ from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.rms_norm import RMSNorm
 
 # (layer index, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 
 from torchtitan.models.attention import rotate
 from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
+from torchtitan.models.rms_norm import rms_norm
 
 
 def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -53,8 +54,7 @@ class FusedQueryKeyValue:
         heads = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
         turning = heads[:, : self.rotated]
         if self.norms is not None:
-            normed = F.rms_norm(turning, (self.head_dim,), None, self.eps)
-            turning = normed * self.norms.index_select(0, self.norm_of_head)
+            turning = rms_norm(turning, self.norms.index_select(0, self.norm_of_head), self.eps)
         turning = rotate(turning, *rotary)
         return turning[:, : self.query_heads], turning[:, self.query_heads :], heads[:, self.rotated :]
 
