@@ -322,9 +322,7 @@ def test_a_run_trains_through_an_update_that_is_killed(
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     """Freeze SGLang's scheduler until an update is under way, and kill the server then."""
-    everything = run.children(recursive=True)
-    (agent,) = [one for one in everything if "torchtitan.inference.agent" in one.cmdline()]
-    (server,) = [one for one in everything if "torchtitan.inference.sglang.serve" in one.cmdline()]
+    agent, server = (child_of(run, f"torchtitan.inference.{name}") for name in ("agent", "sglang.serve"))
     port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
     address = f"http://127.0.0.1:{port}/weights"
     ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
@@ -344,3 +342,13 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
             part.resume()
         time.sleep(0.2)
     raise AssertionError(f"no update came: {state}")
+
+
+def child_of(run: psutil.Process, module: str) -> psutil.Process:
+    """Among the processes that the run has started, the one that runs this module."""
+    for child in run.children(recursive=True):
+        # Some come and go.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in child.cmdline():
+                return child
+    raise AssertionError(f"{module} does not run")

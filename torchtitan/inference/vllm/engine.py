@@ -25,7 +25,7 @@ class VLLM:
     """See agent.engine.ForeignEngine."""
 
     name = "vllm"
-    routes: tuple[Route, ...] = ("direct",)
+    routes: tuple[Route, ...] = ("direct", "agent")
 
     def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         own = [
@@ -64,7 +64,11 @@ class VLLM:
 
     def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
         assert isinstance(control, VLLMControl)
-        return DirectHandOver(control, options.host, options.update_timeout_s)
+        if options.route == "direct":
+            return DirectHandOver(control, options.host, options.update_timeout_s)
+        from torchtitan.inference.vllm.disk import VLLMDiskHandOver
+
+        return VLLMDiskHandOver(control, options, ours=bool(options.python))
 
 
 def default_memory_gb() -> float:

@@ -15,6 +15,12 @@ class WorkerExtension:
         """By /collective_rpc: every worker that answers is neither dead nor frozen."""
         return True
 
+    def torchtitan_repack_tied_heads(self) -> None:
+        """By /collective_rpc, after weights were loaded by vLLM itself; see loading.py."""
+        from torchtitan.inference.vllm.loading import repack_tied_heads
+
+        repack_tied_heads(self.get_model())  # type: ignore[attr-defined]
+
 
 def _end_with_server() -> None:
     """vLLM's other processes go on for ever where its server was killed; without a worker they end."""

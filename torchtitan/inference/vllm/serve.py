@@ -31,11 +31,9 @@ OWN_OPTIONS = (
     "--middleware", "torchtitan.inference.vllm.middleware.TokenMiddleware",
     "--enable-scale-out",  # tokens in, tokens and their weight versions out
     "--logprobs-mode", "processed_logprobs",  # those that the tokens were sampled with
-)  # fmt: skip
-DIRECT_OPTIONS = (
     "--worker-extension-cls", "torchtitan.inference.vllm.extension.WorkerExtension",
-    "--weight-transfer-config", '{"backend": "torchtitan"}',
 )  # fmt: skip
+DIRECT_OPTIONS = ("--weight-transfer-config", '{"backend": "torchtitan"}')
 # vLLM's server as a program: the newer place first.
 PROGRAMS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
