@@ -145,7 +145,9 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
             *(request(f"second-{number}", prompt, 24, n=2) for number, prompt in enumerate(prompts)),
             *(request(f"second-greedy-{number}", prompt, 24, temperature=0.0) for number, prompt in enumerate(prompts)),
         )
-        odd = here.rounds(request("too-long", [5] * 300, 4), request("fits", prompts[0], 4))
+        truncated = request("truncated", prompts[0], 4)
+        truncated.sampling.top_p = 0.9
+        odd = here.rounds(request("too-long", [5] * 300, 4), truncated, request("fits", prompts[0], 4))
         here.round(request("unwanted", prompts[0], 200), steps=2)
         here.round(steps=0, cancelled=("unwanted",))
         dropped = not here.replica._engine.busy

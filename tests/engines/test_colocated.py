@@ -133,6 +133,8 @@ def test_the_ranks_of_a_group_sample_the_same_tokens(told: dict[str, Any]) -> No
 
 def test_what_the_engine_cannot_take_is_refused_alone(told: dict[str, Any]) -> None:
     assert "256" in told["answers"]["too-long"]["refused"]
+    # Log-probs among tokens that nobody knows would mean nothing.
+    assert "which tokens were kept" in told["answers"]["truncated"]["refused"]
     assert len(completions(told, "fits")[0]["token_ids"]) == 4
 
 

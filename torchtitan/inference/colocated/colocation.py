@@ -85,6 +85,8 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         "max_num_batched_tokens": max(STEP_TOKENS, config.training.seq_len),
         "kv_cache_memory_bytes": memory.kv_cache,
         "logprobs_mode": "processed_logprobs",
+        # A step that is still under way when the weights change would be counted to the new ones.
+        "async_scheduling": False,
         "generation_config": "vllm",
         "disable_log_stats": True,
     }

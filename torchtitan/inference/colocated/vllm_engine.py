@@ -20,6 +20,7 @@ from unittest import mock
 import numpy
 import torch
 
+from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.engine import SampleRefused, Tag
 from torchtitan.inference.labels import parse_label
@@ -55,6 +56,7 @@ class VllmEngine:
         self.label: str | None = None
         self._sleep_level = sleep_level
         self._keep_kv = keep_kv
+        self._says_kept_tokens = bool(arguments.get("return_sampling_mask", False))
         _log_into(log_file)
         engine_args = _import_vllm("engine.arg_utils").EngineArgs
         llm_engine = _import_vllm("v1.engine.llm_engine").LLMEngine
@@ -74,10 +76,18 @@ class VllmEngine:
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
+        if sampling.truncated and not self._says_kept_tokens:
+            raise SampleRefused(
+                "with top_p, top_k or min_p the trainer has to know which tokens were kept: set return-sampling-mask = "
+                "true under [inference.engine_args], where this vLLM has it"
+            )
         parameters = self._parameters.SamplingParams(
             n=1,
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=sampling.stop_token_ids,
             # Without it the model's configuration would add stop tokens of its own.
             ignore_eos=True,
@@ -136,10 +146,13 @@ def _completion(output: Any) -> Completion:
         label = parse_label(span.version)
         if label is None:
             raise RuntimeError(f"vLLM generated with weights {span.version!r}, which are none of this run's versions")
-        spans.append(VersionSpan(*label, span.start, span.end))
+        if span.end > span.start:
+            spans.append(VersionSpan(*label, span.start, span.end))
     if sum(span.end - span.start for span in spans) != len(tokens):
         raise RuntimeError(f"vLLM names the weights of {spans} only, for {len(tokens)} tokens")
-    return Completion(tokens, log_probs, _FINISHES.get(output.finish_reason, "abort"), spans)
+    mask = getattr(output, "sampling_mask", None)
+    kept = None if mask is None else [list(ids) for ids in mask.token_ids]
+    return Completion(tokens, log_probs, _FINISHES.get(output.finish_reason, "abort"), spans, kept)
 
 
 def _import_vllm(name: str) -> Any:
@@ -192,7 +205,7 @@ def _named(job: str) -> Iterator[None]:
 
     with mock.patch.object(executor, "_distributed_args", named):
         yield
-    torch.distributed.barrier()
+    gather_bytes(b"")  # until all are here
     for path in SHARED_MEMORY.glob(f"{job}-*"):
         path.unlink(missing_ok=True)
 
