@@ -29,35 +29,34 @@ class DirectHandOver:
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
 
     def prepare(self, staged: StagedVersion, label: str) -> None:
-        """Nothing: the engine has it."""
+        """Begin an update, which for our backend is a formality."""
+        try:
+            self._control.order("/start_weight_update", {})
+        except EngineError:
+            # One was left open: by a refused version, or by an agent that ended. Our backend loads in a single step, so
+            # there is nothing half done behind it.
+            self._control.order("/finish_weight_update", {})
+            self._control.order("/start_weight_update", {})
 
     def load(self, staged: StagedVersion, label: str) -> None:
-        assert staged.apply_on_workers is not None
-        try:
-            self._begin()
-        except EngineError as error:
-            raise WeightsRefused(f"the engine takes no weights: {error}") from error
         # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
         offering = _Offer(staged)
         wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
+        failure: BaseException | None = None
         try:
             self._control.order("/update_weights", {"update_info": wanted}, self._timeout_s)
-        finally:
-            offering.join(self._timeout_s)
-        if offering.error is not None:
-            raise offering.error
+        except EngineError as error:
+            failure = error
+        offering.join(self._timeout_s)
+        # The receiver refuses only what the engine's thread has not taken, and will not.
+        if isinstance(offering.error, WeightsRefused) or failure is None:
+            failure = offering.error
+        if failure is not None:
+            raise failure
         self._control.order("/finish_weight_update", {"weight_version": label})
 
     def close(self) -> None:
         """Nothing: the engine's receiver ends with the engine, or with the agent that leads it."""
-
-    def _begin(self) -> None:
-        try:
-            self._control.order("/start_weight_update", {})
-        except EngineError:
-            # An agent that ended in the middle has left one open; what our backend loads it loads in a single step.
-            self._control.order("/finish_weight_update", {})
-            self._control.order("/start_weight_update", {})
 
 
 class _Offer:
