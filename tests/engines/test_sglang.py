@@ -317,7 +317,9 @@ def test_a_run_trains_through_an_update_that_is_killed(
     assert run.returncode == 0, processes.tail("run")
     steps = [row for row in metrics() if "loss" in row]
     assert len(steps) == 10
-    assert all(row["mismatch_kl"] < 1e-3 for row in steps)
+    # Where the trainer still had the weights that sampled, both give the same log-probs.
+    assert all(row["mismatch_kl"] < 1e-6 for row in steps if row["staleness/max"] == 0)
+    assert steps[0]["staleness/max"] == 0 and all(row["mismatch_kl"] < 0.1 for row in steps)
 
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
@@ -327,13 +329,16 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     address = f"http://127.0.0.1:{port}/weights"
     ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
     parts = server.children(recursive=True)
-    for _ in range(40):
+    for _ in range(10):
         for part in parts:
             part.suspend()
-        for _ in range(5):
+        stuck = 0
+        # The trainer has another batch to train, and publishes its version.
+        for _ in range(30):
             with urllib.request.urlopen(ask, timeout=10) as response:
                 state = json.load(response)["weights"]["state"]
-            if state == "APPLYING":
+            stuck += state == "APPLYING"
+            if stuck == 5:
                 for one in [*parts, server]:
                     one.kill()
                 return

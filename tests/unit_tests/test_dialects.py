@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.engine_handling import Malformed, NoVersion
+from torchtitan.inference.engine_handling import Malformed, NoVersion, reachable_url
 from torchtitan.inference.labels import make_label, parse_label
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.sglang.dialect import MOST_KEPT
@@ -38,6 +38,13 @@ def test_labels_come_back() -> None:
         assert parse_label(foreign) is None
     with pytest.raises(ValueError, match="cannot be a label"):
         make_label("", 3)
+
+
+def test_an_engine_is_where_its_agent_is() -> None:
+    assert reachable_url("http://127.0.0.1:8000", "http://gpu01:7000") == "http://gpu01:8000"
+    assert reachable_url("http://[::1]:8000", "http://[fd00::1]:7000") == "http://[fd00::1]:8000"
+    assert reachable_url("http://127.0.0.1:8000", "http://127.0.0.1:7000") == "http://127.0.0.1:8000"
+    assert reachable_url("https://elsewhere/x", "http://gpu01:7000") == "https://elsewhere/x"
 
 
 def test_sglang_gets_each_sample_with_its_seed() -> None:

@@ -6,11 +6,15 @@ import asyncio
 import os
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from torchtitan.inference.handler import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
 from torchtitan.inference.http_client import JsonClient
 from torchtitan.inference.server_handling import ServerHandler, check_completions, parse_health
 from torchtitan.inference.types import Completion, GenerateRequest
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,16 @@ class Dialect(Protocol):
 
     def refused(self, status: int, reason: str) -> bool:
         """Whether an error answer finds fault with the request itself, so that no other actor will like it better."""
+
+
+def reachable_url(engine: str, agent: str) -> str:
+    """The engine's address as whoever has the agent's needs it: what is this machine to the agent may be another to us.
+    Raises ValueError where `engine` is no address."""
+    theirs, ours = urlsplit(engine), urlsplit(agent)
+    if theirs.hostname not in LOOPBACK or ours.hostname in LOOPBACK or ours.hostname is None:
+        return engine
+    host = f"[{ours.hostname}]" if ":" in ours.hostname else ours.hostname
+    return theirs._replace(netloc=host if theirs.port is None else f"{host}:{theirs.port}").geturl()
 
 
 class EngineHandler(ServerHandler):
@@ -120,7 +134,8 @@ class EngineHandler(ServerHandler):
 
     async def _note_engine(self, data: Any) -> None:
         try:
-            url, capabilities = str(data["url"]), Capabilities.from_json(data["capabilities"])
+            url = reachable_url(str(data["url"]), self.url)
+            capabilities = Capabilities.from_json(data["capabilities"])
             variable = data.get("token_env")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ActorError("health", f"the agent says nothing usable of its engine: {error!r}") from error

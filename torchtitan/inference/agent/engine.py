@@ -42,7 +42,7 @@ class EngineOptions:
     """CPU threads of one engine worker"""
     in_flight_kv: Literal["keep", "recompute"] = "keep"
     update_timeout_s: float = 60.0
-    """Deadline of everything that an apply asks of the engine, together"""
+    """Deadline of each order that an apply gives to the engine"""
     disk_path: str = ""
     """Folder for versions on their way into the engine; empty: memory-backed files of this machine"""
     arguments: tuple[str, ...] = ()

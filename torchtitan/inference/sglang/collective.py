@@ -13,6 +13,7 @@ import torch
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.agent.group import Alongside, WeightGroup
+from torchtitan.inference.agent.process import WILDCARDS
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -27,7 +28,7 @@ class CollectiveHandOver:
 
     def __init__(self, control: SGLangControl, options: EngineOptions):
         self._control, self._timeout_s = control, options.update_timeout_s
-        self._host, self._ranks = options.host, options.tensor_parallel_size
+        self._host, self._ranks = WILDCARDS.get(options.host, options.host), options.tensor_parallel_size
         self._group: WeightGroup | None = None
         self._name = ""
 
