@@ -138,6 +138,8 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
         # Two on the way when the weights change: one prompt per replica at least.
         across = [request(f"across-{number}", long, 40, n=2) for number in range(2)]
         here.round(*across, steps=9)
+        # Two that are asked for and have not begun.
+        here.round(*(request(f"late-{number}", long, 24, n=2) for number in range(2)), steps=0)
         here.train_to(models[1])
         here.publish()
         second = here.rounds(

@@ -113,9 +113,11 @@ def test_samples_that_live_through_a_new_version_carry_both(told: dict[str, Any]
 
 
 def test_nothing_cached_with_old_weights_reaches_new_samples(told: dict[str, Any]) -> None:
-    """Their prompt's blocks are still held by samples that began with the old weights."""
-    for number in range(2):
-        for completion in completions(told, f"second-long-{number}"):
+    """Their prompt's blocks are still held by samples that began with the old weights. Those that waited in the engine
+    while the weights changed are new samples too."""
+    for name in ("second-long-0", "second-long-1", "late-0", "late-1"):
+        for completion in completions(told, name):
+            assert [span["version"] for span in completion["spans"]] == [1]
             assert_close(differences(told["models"][1], told["dtype"], LONG, completion), told["dtype"])
 
 

@@ -70,6 +70,8 @@ class VllmEngine:
         with _random_numbers_kept(), _named(job):
             self._engine: Any = llm_engine.from_engine_args(checked)
         self._worker: Any = self._engine.model_executor.driver_worker.worker
+        self._samples: dict[str, tuple[list[int], SamplingParameters, int]] = {}
+        """Under way, as they were asked for"""
 
     @property
     def busy(self) -> bool:
@@ -102,15 +104,19 @@ class VllmEngine:
             self._engine.add_request(name, prompt, parameters)
         except (ValueError, self._refusal) as error:
             raise SampleRefused(str(error)) from error
+        self._samples[name] = (prompt_ids, sampling, seed)
 
     def cancel(self, names: list[str]) -> None:
         if names:
             self._engine.abort_request(names)
+        for name in names:
+            self._samples.pop(name, None)
 
     def step(self) -> list[tuple[str, Completion]]:
-        return [
-            (output.request_id, _completion(output.outputs[0])) for output in self._engine.step() if output.finished
-        ]
+        finished = [(one.request_id, _completion(one.outputs[0])) for one in self._engine.step() if one.finished]
+        for name, _ in finished:
+            self._samples.pop(name, None)
+        return finished
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
         config = self._engine.vllm_config
@@ -121,6 +127,7 @@ class VllmEngine:
         self._engine.reset_prefix_cache(reset_running_requests=not self._keep_kv)
         self._engine.set_weight_version(label)
         self.label = label
+        self._restart_what_has_not_begun()
 
     def sleep(self) -> None:
         if self._sleep_level == 2:
@@ -129,6 +136,15 @@ class VllmEngine:
 
     def wake(self, tag: Tag) -> None:
         self._engine.wake_up([tag])
+
+    def _restart_what_has_not_begun(self) -> None:
+        """Samples without a token yet bear the old weights' salt, and could be given what was cached with them."""
+        states = self._engine.output_processor.request_states.values()
+        names = [state.external_req_id for state in states if state.is_prefilling]
+        asked = [(name, *self._samples[name]) for name in names]
+        self.cancel(names)
+        for sample in asked:
+            self.add(*sample)
 
     def close(self) -> None:
         groups = _import_vllm("distributed.parallel_state")
