@@ -39,7 +39,9 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 logger = logging.getLogger("torchtitan.weight_sync.coordinator")
 
 TICK_SECONDS = 0.1
-STATUS_SECONDS = 0.01
+# What happens within this time is one status; it grows with what a status costs. A trainer that waits for its actors
+# waits for this too.
+STATUS_SECONDS_PER_ACTOR, STATUS_SECONDS = 0.001, 0.01
 # Between two statuses that differ in figures alone.
 FIGURES_SECONDS = 0.1
 # At the end, for lines of the journal that still wait for the disk.
@@ -248,7 +250,8 @@ class Coordinator:
                 self._write(command.event, command.fields)
         if commands and not self._status_due:
             self._status_due = True
-            self._loop.call_later(STATUS_SECONDS, self._send_status)
+            delay = min(STATUS_SECONDS_PER_ACTOR * len(self.machine.actors), STATUS_SECONDS)
+            self._loop.call_later(delay, self._send_status)
 
     def _to_couriers(self, command: ToCourier) -> None:
         ranks = list(self._couriers) if command.rank is None else [command.rank]
