@@ -13,7 +13,6 @@ from torchtitan.inference.http_client import JsonClient
 from torchtitan.inference.server_handling import ServerHandler, check_completions, parse_health
 from torchtitan.inference.types import Completion, GenerateRequest
 
-
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 

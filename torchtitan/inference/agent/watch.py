@@ -35,7 +35,8 @@ class Watch:
         self._control, self._applier, self._lost = control, applier, lost
         self._interval_s, self._probe_s = interval_s, probe_s
         self._ended = threading.Event()
-        self._answered_at = time.monotonic()
+        self._silent_since: float | None = None
+        """When the first of the probes began that had no answer since the last one that had"""
         self.trouble: str | None = None
         """Why the last probe failed"""
         self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
@@ -53,22 +54,24 @@ class Watch:
     def age_s(self) -> float:
         """Seconds for which the engine has answered no probe; 0 while it answers, or applies a version (which has
         deadlines of its own)."""
-        if self.trouble is None or self._applier.busy:
-            return 0.0
-        return time.monotonic() - self._answered_at
+        since = self._silent_since
+        return 0.0 if since is None or self._applier.busy else time.monotonic() - since
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
+            begun = time.monotonic()
             try:
                 self._control.check_health(self._probe_s)
-                self._answered_at, self.trouble = time.monotonic(), None
+                self._silent_since = self.trouble = None
                 self._applier.settle()
                 self._check_label()
             except EngineError as error:
                 if self._applier.busy:
-                    self._answered_at = time.monotonic()
-                elif self.trouble is None:
+                    self._silent_since = None
+                    continue
+                if self._silent_since is None:
                     logger.warning("the engine does not answer: %s", error)
+                    self._silent_since = begun
                 self.trouble = str(error)
 
     def _check_label(self) -> None:
