@@ -56,6 +56,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
     parser.add_argument("--update-timeout", type=float, default=60.0, help="seconds for each order to the engine")
     parser.add_argument("--startup-timeout", type=float, default=600.0, help="seconds until the engine serves")
+    parser.add_argument("--stage-on-device", action="store_true", help="direct: versions are staged on the device")
     parser.add_argument("--disk-path", default="", help="folder for versions on their way; default: in memory")
     parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine stood still")
     parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is made up")
@@ -104,6 +105,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
         threads=arguments.threads,
         in_flight_kv=arguments.in_flight_kv,
         update_timeout_s=arguments.update_timeout,
+        stage_on_device=arguments.stage_on_device,
         disk_path=arguments.disk_path,
         arguments=tuple(arguments.passed),
     )

@@ -14,6 +14,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.cores import threads_per_actor
+from torchtitan.weight_sync.transports import IN_TRAINER
 
 # What an apply asks of the engine has to be over before the coordinator takes the actor for stuck.
 SHARE_OF_APPLY_TIMEOUT = 0.9
@@ -55,6 +56,9 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--token-env", TOKEN_VARIABLE,
         "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
+    if sync.transport in IN_TRAINER:
+        # These bring a version from device to device.
+        command.append("--stage-on-device")
     if sync.disk_path:
         command += ["--disk-path", sync.disk_path]
     # The pool may add options of ours behind these, so the engine's own travel as one value.

@@ -43,6 +43,8 @@ class EngineOptions:
     in_flight_kv: Literal["keep", "recompute"] = "keep"
     update_timeout_s: float = 60.0
     """Deadline of each order that an apply gives to the engine"""
+    stage_on_device: bool = False
+    """Where the engine itself stages versions: on its device, for transports between devices, instead of on the host"""
     disk_path: str = ""
     """Folder for versions on their way into the engine; empty: memory-backed files of this machine"""
     arguments: tuple[str, ...] = ()

@@ -45,7 +45,8 @@ class Joining(WeightTransferInitInfo):
     token: str = field(repr=False)
     host: str = "127.0.0.1"
     """Address that weights are received on"""
-    staging_device: str = "cpu"
+    stage_on_device: bool = False
+    """Transports between devices need it; elsewhere the host's memory is the cheaper one"""
     load_timeout_s: float = 60.0
 
 
@@ -105,7 +106,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             None,
             host=init_info.host,
             served=holds,
-            where=init_info.staging_device,
+            where=str(self.device) if init_info.stage_on_device else "cpu",
         )
         self._worker.start()
 

@@ -65,7 +65,7 @@ class VLLM:
     def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
         assert isinstance(control, VLLMControl)
         if options.route == "direct":
-            return DirectHandOver(control, options.host, options.update_timeout_s)
+            return DirectHandOver(control, options.host, options.update_timeout_s, options.stage_on_device)
         from torchtitan.inference.vllm.disk import VLLMDiskHandOver
 
         return VLLMDiskHandOver(control, options, ours=bool(options.python))

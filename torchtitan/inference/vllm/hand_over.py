@@ -10,12 +10,13 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
 class DirectHandOver:
-    """See agent.hand_over.HandOver. host: address on which the engine receives weights; timeout_s: of a load."""
+    """See agent.hand_over.HandOver. host: address on which the engine receives weights; timeout_s: of a load;
+    on_device: it stages them on its device."""
 
     workers = 1
 
-    def __init__(self, control: VLLMControl, host: str, timeout_s: float):
-        self._control, self._host, self._timeout_s = control, host, timeout_s
+    def __init__(self, control: VLLMControl, host: str, timeout_s: float, on_device: bool = False):
+        self._control, self._host, self._timeout_s, self._on_device = control, host, timeout_s, on_device
 
     def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
         joining = {
@@ -24,6 +25,7 @@ class DirectHandOver:
             "epoch": epoch,
             "token": token,
             "host": self._host,
+            "stage_on_device": self._on_device,
             "load_timeout_s": self._timeout_s,
         }
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
