@@ -105,7 +105,7 @@ def share_a_round(label: str) -> Any:
 
 
 def test_all_ranks_get_the_round() -> None:
-    seen = run_distributed("tests.unit_tests.test_colocated:share_a_round", 2, label=LABEL)
+    seen = run_distributed("tests.unit_tests.test_colocated_replica:share_a_round", 2, label=LABEL)
     assert seen == [["GENERATE", LABEL, [1, 1], None]] * 2
 
 
@@ -194,7 +194,7 @@ def generate_on_four_ranks(label: str) -> Any:
 
 
 def test_every_group_of_ranks_answers_once() -> None:
-    seen = run_distributed("tests.unit_tests.test_colocated:generate_on_four_ranks", 4, label=LABEL)
+    seen = run_distributed("tests.unit_tests.test_colocated_replica:generate_on_four_ranks", 4, label=LABEL)
     assert [number for number, _ in seen] == [0, 0, 1, 1]
     assert [answers for _, answers in seen[1:]] == [None] * 3
     assert [(answer["request_id"], answer["refused"]) for answer in seen[0][1]] == [
