@@ -240,6 +240,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
                 ['route = "direct"', "it is auto or agent or engine"],
             ),
             ("sglang", "colocate", ["--inference.mode", "colocate"], ['mode = "colocate"', "colocate is for vllm"]),
+            ("sglang", "drain", ["--inference.update_mode", "drain"], ['update_mode = "drain"', "end first"]),
             ("vllm", "digest", ["--weight_sync.verify", "digest"], ['verify = "digest"', "take probe"]),
             ("vllm", "exact", ["--inference.exact"], ["inference.exact = true", "backend = embedded"]),
             ("vllm", "adapters", ["--lora.rank", "4"], ["lora.rank = 4", "whole weights only"]),

@@ -108,6 +108,9 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
         yield Problem("weight_sync.verify", f"weight_sync.verify = {show(sync.verify)} is not allowed: {text}")
     if inference.exact:
         yield _refuse(config, "exact", "needs inference.backend = embedded")
+    if inference.update_mode == "drain" and backend == "sglang":
+        # Its pause either stops at once or drops what runs.
+        yield _refuse(config, "update_mode", "inference.backend sglang cannot let running requests end first")
     if config.lora.rank > 0 and inference.mode == "server":
         text = f"inference.backend {backend} gets whole weights only, adapters need inference.backend = embedded"
         yield Problem("lora.rank", f"lora.rank = {config.lora.rank} is not allowed: {text}")
