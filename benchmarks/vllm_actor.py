@@ -66,6 +66,14 @@ def make_model(folder: Path, layers: int, hidden: int, vocabulary: int = VOCABUL
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def pin_tree(root: psutil.Process, *cores: int) -> None:
+    """A process and all that it started, with all their threads, to these cores."""
+    for process in (root, *root.children(recursive=True)):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cores)
+
+
 class Process:
     """A server in a group of its own, which all ends with close()."""
 
@@ -92,6 +100,10 @@ class Process:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self.log} ends with: {self.log.read_text()[-2000:]}")
             time.sleep(0.2)
+
+    def pin(self, *cores: int) -> None:
+        """All of its processes to these cores."""
+        pin_tree(psutil.Process(self.process.pid), *cores)
 
     def close(self) -> None:
         """End it and all that it started."""
@@ -131,12 +143,8 @@ class VLLMActor:
         self._workers = [child for child in children if "VLLM::Worker" in " ".join(child.cmdline())]
 
     def pin(self, *cores: int) -> None:
-        """All of its processes, with all their threads, to these cores."""
-        agent = psutil.Process(self._process.process.pid)
-        for process in (agent, *agent.children(recursive=True)):
-            for thread in process.threads():
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(thread.id, cores)
+        """All of its processes to these cores."""
+        self._process.pin(*cores)
 
     def send_signal(self, number: int) -> None:
         """To the process that holds the weights."""

@@ -10,6 +10,8 @@ Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; f
              order, the worker loads them as they come; prefix cache reset, resume. vLLM ships no engine for CPUs: the
              smallest one with gloo is registered on both sides (benchmarks/peers/vllm_gloo.py).
 
+Servers have a core of their own; trainers, couriers and clients share another.
+
     pause_ratio   longest time in which no token came, ours ÷ theirs
     total_ratio   time of the whole, ours ÷ theirs
 
@@ -36,11 +38,20 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from benchmarks.small_trainer import Job  # noqa: E402
-from benchmarks.vllm_actor import TOKEN_ENV, Process, Streams, VLLMActor, make_model, vllm_python  # noqa: E402
+from benchmarks.vllm_actor import (  # noqa: E402
+    TOKEN_ENV,
+    Process,
+    Streams,
+    VLLMActor,
+    make_model,
+    pin_tree,
+    vllm_python,
+)
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync.parameters import unique_parameters  # noqa: E402
 
@@ -58,21 +69,21 @@ class Ours:
         import transformers
 
         options = [word for name, value in SERVER_OPTIONS.items() for word in (f"--{name}", value)]
-        self._actor = VLLMActor(folder, "ours", model, "bfloat16", options)
-        stack.callback(self._actor.close)
+        self.actor = VLLMActor(folder, "ours", model, "bfloat16", options)
+        stack.callback(self.actor.close)
         policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self._parameters = unique_parameters(dict(policy.named_parameters()))
         self._job = Job(self._parameters, folder, WeightSyncConfig(), dtype="bfloat16")
         stack.callback(self._job.sync.close)
-        self.token = self._actor.token
+        self.token = self.actor.token
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": [], "pause_s": []}
 
     def join(self) -> str:
         """URL of the engine, once it serves a first version."""
         sync = self._job.sync
-        self._actor.join(sync.coordinator_address, self._job.epoch, self._job.token)
+        self.actor.join(sync.coordinator_address, self._job.epoch, self._job.token)
         self._publish()
-        return self._actor.engine_url
+        return self.actor.engine_url
 
     def update(self) -> tuple[float, float]:
         """When it began and ended (time.time())."""
@@ -102,7 +113,7 @@ class Theirs:
     def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack):
         python = vllm_python()
         self._model, self._python, self._stack, self._folder = model, python, stack, folder
-        self._server = Process(
+        self.server = Process(
             [
                 python, "-m", "torchtitan.inference.vllm.serve", "--stock", "--token-env", TOKEN_ENV, "--",
                 "--model", str(model), "--dtype", "bfloat16", "--enforce-eager",
@@ -114,12 +125,12 @@ class Theirs:
             ],
             folder, "theirs",
         )  # fmt: skip
-        stack.callback(self._server.close)
-        self.token = self._server.token
+        stack.callback(self.server.close)
+        self.token = self.server.token
 
     def join(self) -> str:
         """URL of the server, once it got a first version."""
-        url = self._server.wait()
+        url = self.server.wait()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -190,6 +201,11 @@ def main() -> None:
             "ours": Turns(ours.join(), ours.token, ours.update),
             "theirs": Turns(theirs.join(), theirs.token, theirs.update),
         }
+        trainer_core, server_core = common.two_cores()
+        # Trainers, couriers and clients here, the servers there, as if these were two machines.
+        pin_tree(psutil.Process(), trainer_core)
+        ours.actor.pin(server_core)
+        theirs.server.pin(server_core)
         for turn in range(-1, arguments.turns):
             for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
                 ways[name].turn()
@@ -217,6 +233,8 @@ def main() -> None:
         "parameters": elements,
         "bytes_per_version": 2 * elements,
         "streams": STREAMS,
+        "trainer_core": trainer_core,
+        "server_core": server_core,
         "torch": torch.__version__,
     }
     common.report("vllm_sync", figures, BARS, conditions, arguments.json)
