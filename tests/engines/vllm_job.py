@@ -124,6 +124,15 @@ def training(folder: Path, model: Path, **options: Any) -> Iterator[Trainer]:
         trainer.close()
 
 
+def holding_weights(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """vLLM's workers; where there is one, it may be inside the engine's process."""
+    named = {
+        title: [p for p in processes if title in " ".join(p.cmdline())]
+        for title in ("VLLM::Worker", "VLLM::EngineCore")
+    }
+    return named["VLLM::Worker"] or named["VLLM::EngineCore"]
+
+
 class Actor:
     """A vLLM server and its agent."""
 
@@ -174,7 +183,7 @@ class Actor:
     def workers(self) -> list[psutil.Process]:
         """The engine's processes that hold weights."""
         agent = psutil.Process(self.health()["pid"])
-        return [child for child in agent.children(recursive=True) if "VLLM::Worker" in " ".join(child.cmdline())]
+        return holding_weights(agent.children(recursive=True))
 
     def freeze(self) -> None:
         """Stop the process that receives weights."""
