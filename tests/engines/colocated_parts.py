@@ -53,7 +53,7 @@ class Colocated:
         self.policy = build_policy(self.config, self.dims)
         optimizer = build_optimizer(self.policy, self.config.optimizer)
         before = draws_to_come()
-        self._opened = open_replica(self.config, optimizer, Path(folder), EPOCH)
+        self._opened = open_replica(self.config, optimizer, Path(folder))
         replica = self._opened.__enter__()
         assert replica is not None
         self.replica: Replica = replica
@@ -119,6 +119,11 @@ def draws_to_come() -> str:
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
+def shared_memory() -> set[str]:
+    """Names under which vLLM's ranks would find each other's memory."""
+    return {path.name for path in Path("/dev/shm").glob("*cpushm*")}
+
+
 def as_json(answers: list[Answer]) -> dict[str, Any]:
     return {
         answer.request_id: {"refused": answer.refused, "completions": [one.to_json() for one in answer.completions]}
@@ -128,6 +133,7 @@ def as_json(answers: list[Answer]) -> dict[str, Any]:
 
 def story(folder: str, models: list[str], options: list[str], prompts: list[list[int]], long: list[int]) -> Any:
     """Two versions: samples of the first, samples that live through the change, and samples of the second."""
+    shared_before = shared_memory()
     here = Colocated(folder, models[0], options)
     try:
         here.publish()
@@ -159,7 +165,7 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
             "random_numbers_kept": here.random_numbers_kept,
             "dropped": dropped,
             "stale": refuses_stale_weights(here),
-            "left_behind": [path.name for path in Path("/dev/shm").glob(f"{EPOCH}-*")],
+            "left_behind": sorted(shared_memory() - shared_before),
             "actors": {name: status.version for name, status in here.weights.actors().items()},
         }
     finally:

@@ -84,7 +84,10 @@ def test_reward_rises_though_the_engine_is_killed(debug_checkpoint: Path, proces
     assert len([event for event in events if event["kind"] == "actor_restarting"]) == 1
     steps = steps_of(tmp_path)
     assert max(row["staleness/max"] for row in steps) == 1
-    assert all(row["mismatch_kl/same_version"] < 1e-6 for row in steps if "mismatch_kl/same_version" in row)
+    # A step may hold no token of the policy's own version.
+    mismatches = [row["mismatch_kl/same_version"] for row in steps if row.get("mismatch_kl/same_version") is not None]
+    assert mismatches
+    assert max(mismatches) < 1e-6
 
 
 @pytest.mark.usefixtures("vllm_python")

@@ -251,7 +251,7 @@ class Job:
         served = config.inference.mode == "server"
         self._probe = probe_tokens(config, policy.args.vocab_size) if served else []
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
-        self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir, facts["epoch"]))
+        self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
         self.weights = self._closing.enter_context(
             open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir, self.replica)
         )

@@ -23,9 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def open_replica(
-    config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path, epoch: str
-) -> Iterator[Replica | None]:
+def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: Path) -> Iterator[Replica | None]:
     """This rank's part of the colocated engines (collective); None where actors are processes of their own.
 
     Raises:
@@ -49,7 +47,6 @@ def open_replica(
         )
     engine = VllmEngine(
         engine_arguments(config, memory, total),
-        job=epoch,
         log_file=run_dir / "logs" / f"vllm-{rank}.log",
         sleep_level=inference.sleep_level,
         keep_kv=inference.in_flight_kv == "keep",

@@ -20,7 +20,6 @@ from unittest import mock
 import numpy
 import torch
 
-from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.engine import SampleRefused, Tag
 from torchtitan.inference.labels import parse_label
@@ -35,7 +34,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
 }
-SHARED_MEMORY = Path("/dev/shm")
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -44,7 +42,6 @@ class VllmEngine:
 
     Args:
         arguments: of vllm.EngineArgs, complete.
-        job: names this run among those on the same machine.
         log_file: what vLLM has to say.
         sleep_level: 1 keeps the weights in host memory during sleep, 2 drops them.
         keep_kv: samples that run go on with their KV cache after new weights; else they compute it again.
@@ -52,7 +49,7 @@ class VllmEngine:
     Raises UserError where this Python has no vLLM, or vLLM does not take the arguments.
     """
 
-    def __init__(self, arguments: dict[str, Any], job: str, log_file: Path, sleep_level: int = 0, keep_kv: bool = True):
+    def __init__(self, arguments: dict[str, Any], log_file: Path, sleep_level: int = 0, keep_kv: bool = True):
         self.label: str | None = None
         self._sleep_level = sleep_level
         self._keep_kv = keep_kv
@@ -67,7 +64,7 @@ class VllmEngine:
             checked = engine_args(**arguments)
         except TypeError as error:
             raise UserError(f"inference.engine_args: vLLM does not take that: {error}") from error
-        with _random_numbers_kept(), _named(job):
+        with _random_numbers_kept(), _without_shared_memory():
             self._engine: Any = llm_engine.from_engine_args(checked)
         self._worker: Any = self._engine.model_executor.driver_worker.worker
         self._samples: dict[str, tuple[list[int], SamplingParameters, int]] = {}
@@ -207,23 +204,21 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named(job: str) -> Iterator[None]:
-    """vLLM names the shared memory of its CPU ranks after the address where they met, which is "env://" for all runs of
-    a machine: only one could start. The ranks have met already, so only the name counts. It also leaves the files
-    behind; once all ranks have them open, nobody needs their names any more.
+def _without_shared_memory() -> Iterator[None]:
+    """On a CPU vLLM's ranks exchange through shared memory named after the address where they met, "env://" for every run
+    of a machine, and the names outlive a killed rank: the next run fails on them. Ranks that disagree on the name take
+    torch.distributed instead.
     """
     executor = _import_vllm("v1.executor.uniproc_executor").ExecutorWithExternalLauncher
     original = executor._distributed_args
 
     def named(self: Any) -> tuple[str, int, int]:
         _, rank, local_rank = original(self)
-        return f"env://:{job}", rank, local_rank
+        # The ranks have met already: of the address only the name counts.
+        return f"env://:{rank}", rank, local_rank
 
     with mock.patch.object(executor, "_distributed_args", named):
         yield
-    gather_bytes(b"")  # until all are here
-    for path in SHARED_MEMORY.glob(f"{job}-*"):
-        path.unlink(missing_ok=True)
 
 
 def _log_into(path: Path) -> None:
