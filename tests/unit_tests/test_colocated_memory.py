@@ -160,4 +160,4 @@ def test_a_python_without_vllm_says_how_to_get_one(tmp_path: Path) -> None:
         mock.patch.dict(os.environ),
         pytest.raises(UserError, match=r"has none: start the run with PYTHON=\"\$\(scripts/install_engine.sh vllm"),
     ):
-        VllmEngine({}, "e1-x", tmp_path / "vllm.log")
+        VllmEngine({}, tmp_path / "vllm.log")

@@ -205,9 +205,9 @@ def _random_numbers_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """On a CPU vLLM's ranks exchange through shared memory named after the address where they met, "env://" for every run
-    of a machine, and the names outlive a killed rank: the next run fails on them. Ranks that disagree on the name take
-    torch.distributed instead.
+    """On a CPU vLLM's ranks exchange through shared memory that is named after the address where they met. It is
+    "env://" for every run of a machine, and names outlive a killed rank: the next run fails on them. Ranks that
+    disagree on the name take torch.distributed instead.
     """
     executor = _import_vllm("v1.executor.uniproc_executor").ExecutorWithExternalLauncher
     original = executor._distributed_args
