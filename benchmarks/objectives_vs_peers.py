@@ -285,26 +285,13 @@ class AdvantageCase:
 ADVANTAGES = [
     AdvantageCase('advantage = "group"', {}, {}),
     AdvantageCase('advantage = "rloo" (theirs: RLOOTrainer)', {"estimator": "rloo"}, {"beta": 0.0}, rloo=True),
-    AdvantageCase(
-        'scale_rewards = "group"',
-        {"scale_rewards": "group"},
-        {"scale_rewards": "group"},
-        reason="Theirs is the standard deviation with n − 1, ours that with n, which a group of one has too: a factor "
-        "of √(n/(n−1)).",
-    ),
-    AdvantageCase(
-        'scale_rewards = "batch"',
-        {"scale_rewards": "batch"},
-        {"scale_rewards": "batch"},
-        reason="The same, over the batch.",
-    ),
+    AdvantageCase('scale_rewards = "group"', {"scale_rewards": "group"}, {"scale_rewards": "group"}),
+    AdvantageCase('scale_rewards = "batch"', {"scale_rewards": "batch"}, {"scale_rewards": "batch"}),
     AdvantageCase(
         'reward_aggregation = "normalize_each", scale_rewards = "group"',
         {"scale_rewards": "group"},
         {"multi_objective_aggregation": "normalize_then_sum"},
         each=True,
-        reason="The same within groups; theirs then divides the sum by its standard deviation over the batch, ours "
-        "keeps the scale that rewards.weights give it.",
     ),
 ]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.grpo.advantages import group_advantages
+from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions
 from torchtitan.grpo.off_policy import CorrectionOptions
@@ -83,12 +83,44 @@ def test_advantages(scale: str) -> None:
     groups = [[1.0, 0.0, 0.5], [0.25, 0.75]]
     flat = [value for group in groups for value in group]
     mean = sum(flat) / len(flat)
-    batch_std = math.sqrt(sum((value - mean) ** 2 for value in flat) / len(flat))
+    batch_std = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
     for group, ours in zip(groups, group_advantages(groups, scale), strict=True):
         centre = sum(group) / len(group)
-        group_std = math.sqrt(sum((value - centre) ** 2 for value in group) / len(group))
+        group_std = math.sqrt(sum((value - centre) ** 2 for value in group) / (len(group) - 1))
         divisor = {"none": 1.0, "group": group_std + 1e-4, "batch": batch_std + 1e-4}[scale]
         assert ours == pytest.approx([(value - centre) / divisor for value in group])
+
+
+def test_a_group_of_one_has_no_deviation() -> None:
+    assert group_advantages([[0.7]], "group") == [[0.0]]
+    assert group_advantages([[0.7]], "batch") == [[0.0]]
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+def test_rewards_normalised_each(scale: str) -> None:
+    """GDPO: groups by function, weighted sum, then the batch; a reward of None takes no part."""
+    groups: list[list[dict[str, float | None]]] = [
+        [{"a": 1.0, "b": 30.0}, {"a": 0.0, "b": 10.0}, {"a": 0.5, "b": None}],
+        [{"a": 0.25, "b": None}, {"a": 0.75, "b": None}],
+    ]
+    weights = {"a": 1.0, "b": 0.5}
+    sums = [[0.0] * len(group) for group in groups]
+    for name, weight in weights.items():
+        for total, group in zip(sums, groups, strict=True):
+            there = [(i, value) for i, one in enumerate(group) if (value := one[name]) is not None]
+            if not there:
+                continue
+            mean = sum(value for _, value in there) / len(there)
+            std = math.sqrt(sum((value - mean) ** 2 for _, value in there) / (len(there) - 1))
+            for i, value in there:
+                total[i] += weight * (value - mean) / (std + 1e-4 if scale == "group" else 1.0)
+    if scale == "group":
+        flat = [value for total in sums for value in total]
+        mean = sum(flat) / len(flat)
+        std = math.sqrt(sum((value - mean) ** 2 for value in flat) / (len(flat) - 1))
+        sums = [[(value - mean) / (std + 1e-4) for value in total] for total in sums]
+    for ours, expected in zip(normalized_each(groups, weights, scale), sums, strict=True):
+        assert ours == pytest.approx(expected)
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90), ranks=st.integers(1, 5))

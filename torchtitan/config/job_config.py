@@ -335,8 +335,8 @@ class GRPO:
     kl_estimator: str = "k3"
     """Per-token estimate of that divergence: k1, k2 or k3"""
 
-    kl_ratio_correction: bool = False
-    """Multiply the divergence by the importance ratio, which makes its gradient unbiased off policy"""
+    kl_ratio_correction: bool = True
+    """Multiply the divergence by the importance ratio, without which its gradient is biased, off policy most of all"""
 
     reference_ema_decay: float = 0.0
     """Reference policy: 0 keeps the initial weights; else it follows the policy, keeping this share at every sync"""

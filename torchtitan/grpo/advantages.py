@@ -31,9 +31,21 @@ def batch(rewards: Groups) -> Groups:
 def reinforce_pp(rewards: Groups) -> Groups:
     """R - mean of its group, then normalised over the whole batch (Hu et al. 2025, REINFORCE++-baseline)."""
     centred = group(rewards)
-    everything = torch.cat(centred) if centred else torch.zeros(1)
-    mean, deviation = everything.mean(), everything.std(correction=0)
-    return [(one - mean) / (deviation + STD_EPSILON) for one in centred]
+    return _normalized(centred)
+
+
+def _deviation(values: torch.Tensor) -> torch.Tensor:
+    """Standard deviation with n - 1, as TRL and verl have it; 0 for a single value."""
+    return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
+
+
+def _normalized(advantages: Groups) -> Groups:
+    """Mean 0 and standard deviation 1 over the whole batch."""
+    if not advantages:
+        return []
+    everything = torch.cat(advantages)
+    mean, deviation = everything.mean(), _deviation(everything)
+    return [(one - mean) / (deviation + STD_EPSILON) for one in advantages]
 
 
 ESTIMATORS: dict[str, Callable[[Groups], Groups]] = {
@@ -52,7 +64,7 @@ def group_advantages(
     Args:
         groups: rewards, one list per group; groups may differ in size.
         scale_rewards: `none` (Dr. GRPO), `group` divides by the group's standard deviation + 1e-4 (GRPO),
-            `batch` by that of all rewards.
+            `batch` by that of all rewards; standard deviations with n - 1.
         estimator: a name of ESTIMATORS; reinforce_pp has a scale of its own.
 
     Raises:
@@ -63,9 +75,9 @@ def group_advantages(
     rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
     centred = ESTIMATORS[estimator](rewards)
     if scale_rewards == "group":
-        centred = [c / (one.std(correction=0) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
+        centred = [c / (_deviation(one) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
     elif scale_rewards == "batch" and rewards:
-        deviation = torch.cat(rewards).std(correction=0)
+        deviation = _deviation(torch.cat(rewards))
         centred = [c / (deviation + STD_EPSILON) for c in centred]
     return [one.tolist() for one in centred]
 
@@ -78,6 +90,7 @@ def normalized_each(
 ) -> list[list[float]]:
     """Advantages of every reward function by itself, then their weighted sum (Liu et al. 2026, GDPO).
 
+    Where rewards are scaled, the sum is normalised over the batch, as there: its size does not grow with the functions.
     groups: per sample the rewards by function; None is absent: it neither counts in its group's mean nor adds anything.
     """
     result = [[0.0] * len(samples) for samples in groups]
@@ -89,4 +102,6 @@ def normalized_each(
         for number, advantages in zip(used, group_advantages(values, scale_rewards, estimator), strict=True):
             for i, advantage in zip(present[number], advantages, strict=True):
                 result[number][i] += weight * advantage
-    return result
+    if scale_rewards == "none":
+        return result
+    return [one.tolist() for one in _normalized([torch.tensor(one, dtype=torch.float64) for one in result])]
