@@ -345,6 +345,29 @@ def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
     run(work())
 
 
+def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = tmp_path / "dead"
+    monkeypatch.setenv("FAKE_DEAD", str(dead))
+
+    async def work() -> None:
+        async with running(make_config(num_actors=1), tmp_path) as pool:
+            await until(ready(pool, 1))
+            dead.touch()
+            redone = asyncio.create_task(pool.generate(request(0)))
+            await until(lambda: pool.actors["actor-0"] == "suspect")
+            # Time for many probes, all of which find the actor itself in good health.
+            await asyncio.sleep(1.0)
+            assert pool.actors["actor-0"] == "suspect"
+            assert not redone.done()
+            dead.unlink()
+            assert await redone
+            assert pool.statistics == Counter(requests_redone=1)
+
+    run(work())
+
+
 def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@ Whatever GET /health, /v1/generate and /weights/connect promise it does at once;
 The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,
 and 17 makes it answer nonsense. While the file that FAKE_HANG names exists, its engine hangs; with FAKE_DEAF it has no
 use for connections to a coordinator; with FAKE_LOST its weight receiver has given up, until it is connected anew. The
-process whose number stands in the file FAKE_POISONED holds half a version, drops what runs and serves nothing.
+process whose number stands in the file FAKE_POISONED holds half a version, drops what runs and serves nothing. While
+there is FAKE_DEAD, the engine beside it is dead since then, which it does not say.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import hmac
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +56,15 @@ class FakeActor:
         age = 60.0 if flag("FAKE_HANG") else 0.0
         weights = {"state": "READY", "failure": "no coordinator for 60 s" if flag("FAKE_LOST") else None}
         answer = {"status": status, "epoch": self.epoch, "version": self.version}
+        if flag("FAKE_DEAD"):
+            answer["answered_age_s"] = time.time() - Path(os.environ["FAKE_DEAD"]).stat().st_mtime
         return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})
 
     async def generate(self, request: web.Request) -> web.Response:
         if self.version is None or poisoned():
             return web.json_response({"error": "no weights"}, status=503)
+        if flag("FAKE_DEAD"):
+            return web.json_response({"error": "the engine is dead"}, status=500)
         body = await request.json()
         if body["prompt_ids"] == [13]:
             return web.json_response({"error": "wrong"}, status=400)

@@ -44,7 +44,7 @@ class ActorState(enum.Enum):
     """alive, but without weights of this epoch"""
     READY = "ready"
     SUSPECT = "suspect"
-    """a request failed; the next probe decides"""
+    """a request failed; the next sign of life from its engine decides"""
     EVICTED = "evicted"
     GAVE_UP = "gave up"
 
@@ -109,7 +109,7 @@ class Actor:
         self._failed_joins = 0
         self._requests = self._failed_requests = 0
         self._announced = False
-        self._evicted_at = self._ready_at = self._rejects_since = 0.0
+        self._evicted_at = self._ready_at = self._rejects_since = self._suspect_since = 0.0
         self._wake = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -261,6 +261,9 @@ class Actor:
         health = await self._handler.health(self._config.health_timeout_s)
         if health.engine_age_s > self._config.health_timeout_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
+        if self.state is ActorState.SUSPECT and health.answered_age_s > time.monotonic() - self._suspect_since:
+            # What is beside a dead engine does not know yet: more requests would be lost on it.
+            return
         if self.state is ActorState.EVICTED:
             # It may have missed anything: a fresh connection and a full version.
             self._connected = False
@@ -365,13 +368,15 @@ class Actor:
         self._set_state(ActorState.GAVE_UP)
 
     def _set_state(self, state: ActorState) -> None:
+        if state is ActorState.SUSPECT:
+            self._suspect_since = time.monotonic()
         self.state = state
         self._changed()
 
     async def _sleep(self) -> None:
         """Until the next probe is due, somebody asks for one, or the process ends."""
         interval = self._config.health_interval_s
-        if self.state is ActorState.JOINING:
+        if self.state in (ActorState.JOINING, ActorState.SUSPECT):
             interval = min(interval, JOINING_PROBE_S)
         if self.starved:
             interval = min(interval, FAST_PROBE_S)

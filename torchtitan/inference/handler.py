@@ -85,6 +85,8 @@ class ActorHealth:
     """Why its weight receiver has given up"""
     engine_age_s: float = 0.0
     """Seconds without progress of an engine that has work"""
+    answered_age_s: float = 0.0
+    """Seconds since the engine behind it was last seen alive, where that is not the actor itself"""
 
     @property
     def serves(self) -> bool:

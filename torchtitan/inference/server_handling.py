@@ -52,10 +52,11 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
         raise ActorError("health", f"the answer is malformed: version {version!r}")
     # Engines may say -1 for "no version yet".
     served = None if version is None or version < 0 else version
-    age = data.get("engine_age_s", 0.0)
+    age, answered = data.get("engine_age_s", 0.0), data.get("answered_age_s", 0.0)
     weights = data.get("weights") or {}
-    if not isinstance(age, int | float) or not isinstance(weights, dict):
-        raise ActorError("health", f"the answer is malformed: engine_age_s {age!r}, weights {weights!r}")
+    if not isinstance(age, int | float) or not isinstance(answered, int | float) or not isinstance(weights, dict):
+        ages = f"engine_age_s {age!r}, answered_age_s {answered!r}"
+        raise ActorError("health", f"the answer is malformed: {ages}, weights {weights!r}")
     return ActorHealth(
         str(data.get("status")),
         data.get("epoch") or None,
@@ -64,6 +65,7 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
         weights_state=weights.get("state"),
         weights_failure=weights.get("failure"),
         engine_age_s=float(age),
+        answered_age_s=float(answered),
     )
 
 

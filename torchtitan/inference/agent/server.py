@@ -216,6 +216,7 @@ class AgentServer:
             "epoch": None if held is None else held[0],
             "version": None if held is None else held[1],
             "engine_age_s": round(self._watch.age_s, 3),
+            "answered_age_s": round(self._watch.answered_age_s, 3),
             "engine_trouble": self._watch.trouble,
             "pid": os.getpid(),
             "weights": weights,

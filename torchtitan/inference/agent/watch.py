@@ -37,6 +37,7 @@ class Watch:
         self._ended = threading.Event()
         self._silent_since: float | None = None
         """When the first of the probes began that had no answer since the last one that had"""
+        self._answered_at = time.monotonic()
         self.trouble: str | None = None
         """Why the last probe failed"""
         self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
@@ -57,12 +58,18 @@ class Watch:
         since = self._silent_since
         return 0.0 if since is None or self._applier.busy else time.monotonic() - since
 
+    @property
+    def answered_age_s(self) -> float:
+        """Seconds since the last probe that had an answer began."""
+        return time.monotonic() - self._answered_at
+
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
             begun = time.monotonic()
             try:
                 self._control.check_health(self._probe_s)
                 self._silent_since = self.trouble = None
+                self._answered_at = begun
                 self._applier.settle()
                 self._check_label()
             except EngineError as error:
