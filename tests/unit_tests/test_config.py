@@ -21,7 +21,7 @@ from torchtitan.config import load_config
 from torchtitan.config.__main__ import main
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.fields import config_to_toml, key_types
-from torchtitan.config.inference import ROUTES
+from torchtitan.config.inference import ROUTES, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.manager import apply_tables, parse_command_line
 from torchtitan.config.plan import describe_plan, make_plan
@@ -243,7 +243,6 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
             ("sglang", "drain", ["--inference.update_mode", "drain"], ['update_mode = "drain"', "end first"]),
             ("vllm", "digest", ["--weight_sync.verify", "digest"], ['verify = "digest"', "take probe"]),
             ("vllm", "exact", ["--inference.exact"], ["inference.exact = true", "backend = embedded"]),
-            ("vllm", "adapters", ["--lora.rank", "4"], ["lora.rank = 4", "whole weights only"]),
             ("vllm", "no Python", ["--inference.engine_python", "/no/python"], ['"/no/python"', "no such file"]),
             ("vllm", "our option", ["--inference.engine_args.tp", "2"], ["tp = 2", "inference.tensor_parallel_size"]),
             ("vllm", "no option", ["--inference.engine_args.=2"], ["an option's name"]),
@@ -501,6 +500,20 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
     again = JobConfig()
     assert apply_tables(again, tomllib.loads(config_to_toml(config)), "x.toml") == []
     assert again == config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--inference.backend", engine, "--weight_sync.route", route]
+        for engine in ("vllm", "sglang")
+        for route in ROUTES[engine]
+    ]
+    + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
+)
+def test_adapters_are_for_every_engine_and_probed(write_config: WriteConfig, words: list[str]) -> None:
+    config = load_config([*write_config(), "--lora.rank", "4", *words])
+    assert verification(config) == "probe"
 
 
 def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,16 +30,15 @@ from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import (
-    ALPHA,
     adapted_modules,
     adapters_off,
     add_adapters,
     base_parameters,
     initialize_adapters,
-    is_factor,
     merged_weight,
     synced_parameters,
 )
+from torchtitan.models.low_rank import ALPHA, is_factor
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
 from torchtitan.weight_sync.staging import WeightsRefused

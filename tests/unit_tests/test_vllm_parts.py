@@ -108,6 +108,8 @@ def test_scores_are_read_with_their_version() -> None:
 # Mailbox
 
 VERSION = StagedVersion("e1", 3, "d3", {"w": torch.zeros(2)})
+# More than a test may take.
+LONG_SECONDS = 1000.0
 
 
 def offering(mailbox: Mailbox, **deadlines: float) -> tuple[threading.Thread, list[BaseException | None]]:
@@ -143,6 +145,19 @@ def test_what_nobody_takes_is_refused_and_cannot_be_taken_later() -> None:
     assert isinstance(ends[0], WeightsRefused)
     with pytest.raises(LookupError, match="version 3"):
         mailbox.take("e1", 3, "d3", 0.05)
+
+
+def test_what_is_refused_is_not_waited_for() -> None:
+    mailbox = Mailbox()
+    mailbox.refuse(VERSION, "it does not fit")
+    with pytest.raises(LookupError, match="does not fit"):
+        mailbox.take("e1", 3, "d3", LONG_SECONDS)
+    # The same version may fit another time.
+    thread, ends = offering(mailbox)
+    assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
+    mailbox.finish(None)
+    thread.join(10)
+    assert ends == [None]
 
 
 def test_another_version_is_not_taken() -> None:

@@ -111,9 +111,6 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
     if inference.update_mode == "drain" and backend == "sglang":
         # Its pause either stops at once or drops what runs.
         yield _refuse(config, "update_mode", "inference.backend sglang cannot let running requests end first")
-    if config.lora.rank > 0 and inference.mode == "server":
-        text = f"inference.backend {backend} gets whole weights only, adapters need inference.backend = embedded"
-        yield Problem("lora.rank", f"lora.rank = {config.lora.rank} is not allowed: {text}")
     if inference.engine_python and not planning and not Path(inference.engine_python).is_file():
         yield _refuse(config, "engine_python", "there is no such file; empty takes what scripts/install_engine.sh made")
 

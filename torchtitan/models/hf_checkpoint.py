@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.placement import local_region
 from torchtitan.errors import UserError
+from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, merged_weight
-from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.model_args import read_model_args
 
 __all__ = ["export_policy", "load_into", "load_policy", "read_model_args"]
 
-INDEX_FILE = "model.safetensors.index.json"
 # One file of an export; more parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3
 # What an export copies from `assets_from`, where it exists.
@@ -70,18 +70,20 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     """
     directory = Path(directory)
     parameters = base_parameters(policy)
-    files = _tensor_files(directory)
+    files = tensor_files(directory)
     missing = sorted(set(parameters) - set(files))
     if missing:
         raise UserError(f"{directory}: the safetensors lack {_some(missing)}, which config.json asks for")
-    unknown = sorted(name for name in set(files) - set(parameters) if not _is_redundant(name, policy.args))
+    unknown = sorted(
+        name for name in set(files) - set(parameters) if not is_redundant(name, policy.args.tie_word_embeddings)
+    )
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")
     by_file: dict[Path, list[str]] = {}
     for name in parameters:
         by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
-        with _open(path) as handle:
+        with open_tensors(path) as handle:
             for name in names:
                 _load_tensor(handle, path, name, parameters[name])
 
@@ -101,40 +103,6 @@ def _load_tensor(handle: Any, path: Path, name: str, parameter: nn.Parameter) ->
 def _read(stored: Any, region: tuple[slice, ...]) -> torch.Tensor:
     """One region of a stored tensor, read from disk without the rest of it."""
     return stored[region]
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
-        paths = [directory / name for name in names]
-    else:
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise UserError(f"{directory}: no *.safetensors files there (other weight formats are not supported)")
-    files: dict[str, Path] = {}
-    for path in paths:
-        with _open(path) as handle:
-            files.update(dict.fromkeys(handle.keys(), path))
-    return files
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: file missing, though {path.parent / INDEX_FILE} names it") from error
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
-
-
-def _is_redundant(name: str, args: ModelArgs) -> bool:
-    """Tensors that some checkpoints carry and that follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (args.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _some(names: list[str]) -> str:

@@ -23,10 +23,7 @@ from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_, full_tensor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
-
-FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
-ALPHA = "lora_alpha"
-"""Under this name alpha is published beside the factors"""
+from torchtitan.models.low_rank import ALPHA, FACTOR_A, FACTOR_B, is_factor, low_rank_product
 
 
 class Adapter:
@@ -66,11 +63,6 @@ def adapted_modules(policy: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter
         adapter = getattr(module, "adapter", None)
         if isinstance(adapter, Adapter):
             yield name, module, adapter
-
-
-def is_factor(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
-    return name.endswith((FACTOR_A, FACTOR_B))
 
 
 def add_adapters(policy: Decoder, settings: Lora) -> None:
@@ -124,12 +116,6 @@ def initialize_adapters(policy: Decoder, seed: int) -> None:
             full.uniform_(-bound, bound, generator=generator)
         copy_full_(a, full)
         module.get_parameter(FACTOR_B).zero_()
-
-
-def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """scale · B A in fp32 (float64 where the factors are): what an adapter adds to its module's weight [out, in]."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return scale * (b.to(wide) @ a.to(wide))
 
 
 @torch.no_grad()

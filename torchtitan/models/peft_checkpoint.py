@@ -20,7 +20,8 @@ from torchtitan.distributed.placement import copy_full_, full_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import agree, publish_folder
-from torchtitan.models.lora import FACTOR_A, FACTOR_B, adapted_modules
+from torchtitan.models.lora import adapted_modules
+from torchtitan.models.low_rank import FACTOR_A, FACTOR_B
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

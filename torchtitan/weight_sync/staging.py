@@ -46,7 +46,7 @@ class StagedVersion:
     epoch: str
     version: int
     digest: str
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     apply_on_workers: Callable[[], None] | None = None
     proof: Proof | None = None
 

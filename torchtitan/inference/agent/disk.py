@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.base_weights import outlines
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 MEMORY = Path("/dev/shm")
@@ -44,7 +45,7 @@ class DiskHandOver:
         """Nothing has to be told to the engine."""
 
     def prepare(self, staged: StagedVersion, label: str) -> None:
-        size = sum(tensor.nbytes for tensor in staged.tensors.values())
+        size = sum(tensor.nbytes for tensor in outlines(staged.tensors).values())
         free = shutil.disk_usage(self._folder).free
         if size > free:
             raise WeightsRefused(f"{self._folder} has {free >> 20} MiB free, the version takes {size >> 20} MiB")
@@ -78,7 +79,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors (on any device) as one file, without a second copy of more than one of them in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
+    for name, tensor in outlines(tensors).items():
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

@@ -14,6 +14,7 @@ from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.agent.merging import merging
 from torchtitan.inference.agent.process import EngineProcess, wait_until_healthy
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.embedded.activity import ActivityLog
@@ -57,7 +58,7 @@ class RunningAgent:
                 f"{self._engine.name} cannot let running requests finish while new ones wait: inference.update_mode = "
                 f'"drain" is not for it'
             )
-        self._hand_over = self._engine.hand_over(control, options)
+        self._hand_over = merging(self._engine.hand_over(control, options), options)
         activity = ActivityLog(arguments.activity_file)
         applier = Applier(control, self._hand_over, options.update_timeout_s, drain_timeout_s, activity)
         capabilities = replace(facts.capabilities, route=options.route)

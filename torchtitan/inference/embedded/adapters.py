@@ -1,19 +1,18 @@
 """Weight updates that are adapters only: merged into the engine's weights, always from an untouched copy of the base.
 
-A version holds `<module>.lora_A.weight` and `<module>.lora_B.weight`, the parameters of modules that are trained whole,
-and `lora_alpha`. Afterwards it is measured what the engine's weights have become: an adapter that never arrives would
-otherwise look like a policy that is merely old.
+Afterwards it is measured what the engine's weights have become: an adapter that never arrives would otherwise look like
+a policy that is merely old.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan.models.lora import ALPHA, FACTOR_A, FACTOR_B, low_rank_product
+from torchtitan.inference.adapter_version import AdapterVersion, read_adapters
+from torchtitan.models.low_rank import low_rank_product
 from torchtitan.weight_sync.staging import WeightsRefused
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
@@ -22,20 +21,6 @@ SUM_TOLERANCE = 1e-3
 
 class AdapterNotApplied(RuntimeError):
     """The weights in use are not base + adapter."""
-
-
-@dataclass
-class _Version:
-    """What an update asks for, checked: names of the engine's parameters -> new values."""
-
-    scale: float = 0.0
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def is_adapter_version(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether an update holds adapters instead of all weights."""
-    return ALPHA in tensors
 
 
 class AdapterMerger:
@@ -57,40 +42,13 @@ class AdapterMerger:
         self._base_known = False
         self.figures = {}
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> _Version:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> AdapterVersion:
         """What the update means. Raises WeightsRefused where it does not fit this engine; nothing has changed then."""
         if not self._base_known:
             raise WeightsRefused("adapters came, but a whole version has replaced the base weights: restart this actor")
-        version, problems = _Version(), []
-        for name, tensor in tensors.items():
-            module, is_a, _ = name.partition("." + FACTOR_A)
-            if name == ALPHA or name.endswith(FACTOR_B):
-                continue
-            target = f"{module}.weight" if is_a else name
-            weight = self._parameters.get(target)
-            if weight is None:
-                problems.append(f"there is no {target}")
-            elif not is_a:
-                if tensor.shape != weight.shape:
-                    problems.append(f"{name} has shape {list(tensor.shape)} instead of {list(weight.shape)}")
-                version.whole[name] = tensor
-            else:
-                b = tensors.get(f"{module}.{FACTOR_B}")
-                if b is None or (b.shape[0], tensor.shape[1]) != weight.shape or b.shape[1] != len(tensor):
-                    found = None if b is None else list(b.shape)
-                    problems.append(f"factors {list(tensor.shape)} and {found} make no {target} {list(weight.shape)}")
-                else:
-                    version.scale = float(tensors[ALPHA].double().sum()) / len(tensor)
-                    version.factors[target] = (tensor, b)
-        lonely = [n for n in tensors if n.endswith(FACTOR_B) and n.replace(FACTOR_B, FACTOR_A) not in tensors]
-        problems += [f"{name} has no {FACTOR_A}" for name in lonely]
-        if not version.factors:
-            problems.append("it holds no adapter")
-        if problems:
-            raise WeightsRefused(f"this version does not fit the model: {'; '.join(problems[:3])}")
-        return version
+        return read_adapters(tensors, self._shape)
 
-    def apply(self, version: _Version, progress: Callable[[], None]) -> None:
+    def apply(self, version: AdapterVersion, progress: Callable[[], None]) -> None:
         """Make the weights base + adapters, in place; `progress` is called now and then.
 
         Raises AdapterNotApplied where they are something else afterwards.
@@ -112,6 +70,10 @@ class AdapterMerger:
                 # What an earlier version had adapted and this one does not is the base's again.
                 weight.copy_(version.whole.get(name, base))
         self.figures = {"adapter_norm": math.sqrt(norm), "adapter_applied_norm": math.sqrt(applied)}
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        weight = self._parameters.get(name)
+        return None if weight is None else tuple(weight.shape)
 
     def _measured(self, name: str, scale: float, a: torch.Tensor, b: torch.Tensor) -> float:
         """Norm of what the weight in use differs by from the base, after a probe that it is the adapter's product."""

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torchtitan.inference.embedded.adapters import AdapterMerger, is_adapter_version
+from torchtitan.inference.adapter_version import is_adapter_version
+from torchtitan.inference.embedded.adapters import AdapterMerger
 from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
@@ -437,7 +438,7 @@ class Engine:
 
     # Weights
 
-    def apply_weights(self, epoch: str, version: int, tensors: dict[str, torch.Tensor]) -> float:
+    def apply_weights(self, epoch: str, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
         """Replace all weights, or merge adapters into the base's, between two steps; returns the seconds it took.
 
         tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both. Or
@@ -482,7 +483,7 @@ class Engine:
         """Name -> the tensor that is computed with; tied weights under all of their names."""
         return self._aliases
 
-    def _check_version(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _check_version(self, tensors: Mapping[str, torch.Tensor]) -> None:
         given = {id(self._aliases[name]) for name in tensors if name in self._aliases}
         missing = [name for name, parameter in self._parameters.items() if id(parameter) not in given]
         unknown = [name for name in tensors if name not in self._aliases]

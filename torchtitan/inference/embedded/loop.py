@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -162,7 +162,7 @@ class EngineLoop:
         self,
         epoch: str,
         version: int,
-        tensors: dict[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         check: Callable[[], None] = lambda: None,
     ) -> Applied:
         """Replace the weights between two steps; called from another thread, returns what that cost.

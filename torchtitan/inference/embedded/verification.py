@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchtitan.distributed.device import finish_compute
-from torchtitan.inference.embedded.adapters import is_adapter_version
+from torchtitan.inference.adapter_version import is_adapter_version
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.staging import StagedVersion
 

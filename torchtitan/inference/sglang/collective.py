@@ -6,7 +6,7 @@ Weaker than files: what the engine got is not checked by anybody, and a failure 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.agent.group import Alongside, WeightGroup
 from torchtitan.inference.agent.process import WILDCARDS
+from torchtitan.inference.base_weights import outlines
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -89,11 +90,11 @@ class CollectiveHandOver:
             return  # the engine may be gone, or have lost the group as we have
 
 
-def _orders(tensors: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+def _orders(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Names in portions of at most ORDER_BYTES, one at least."""
     names: list[str] = []
     size = 0
-    for name, tensor in tensors.items():
+    for name, tensor in outlines(tensors).items():
         if names and size + tensor.nbytes > ORDER_BYTES:
             yield names
             names, size = [], 0

@@ -22,10 +22,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.inference.vllm.spreading import Spread
-from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import Served
 from torchtitan.weight_sync.worker import Worker
 
@@ -79,6 +80,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
                 # One receiving worker spreads a version over one tensor-parallel group.
                 raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
         self._mailbox = Mailbox()
+        # Now: loading from files makes their folder the model's.
+        self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
         self._holds: Served | None = None
         """What the model holds since the last load; None: its checkpoint, or half a version"""
@@ -93,7 +96,12 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         self._mailbox = mailbox = Mailbox()
 
         def apply(staged: StagedVersion) -> None:
-            mailbox.offer(staged, MEETING_SECONDS, init_info.load_timeout_s)
+            try:
+                whole = self._base.whole(staged)
+            except WeightsRefused as refusal:
+                mailbox.refuse(staged, str(refusal))
+                raise
+            mailbox.offer(whole, MEETING_SECONDS, init_info.load_timeout_s)
 
         holds = self._holds if self._holds is not None and self._holds.epoch == init_info.epoch else None
         self._worker = Worker(

@@ -17,6 +17,7 @@ class Mailbox:
         self._taken = False
         self._finished = False
         self._error: str | None = None
+        self._refused: tuple[tuple[str, int, str], str] | None = None
         self._closed: str | None = None
 
     def offer(self, staged: StagedVersion, pickup_timeout_s: float, load_timeout_s: float) -> None:
@@ -30,6 +31,7 @@ class Mailbox:
             if self._closed is not None:
                 raise WeightsRefused(self._closed)
             self._staged, self._taken, self._finished, self._error = staged, False, False, None
+            self._refused = None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._taken or self._closed is not None, pickup_timeout_s)
             if not self._taken:
@@ -43,18 +45,28 @@ class Mailbox:
             if self._error is not None:
                 raise RuntimeError(self._error)
 
+    def refuse(self, staged: StagedVersion, reason: str) -> None:
+        """This version is not offered, nor will be: the engine need not wait for it."""
+        with self._changed:
+            self._refused = (staged.epoch, staged.version, staged.digest), reason
+            self._changed.notify_all()
+
     def take(self, epoch: str, version: int, digest: str, timeout_s: float) -> StagedVersion:
         """The engine's thread: the version that is offered. Raises LookupError where that very one does not come."""
         deadline = time.monotonic() + timeout_s
+        wanted = (epoch, version, digest)
 
         def matches() -> bool:
             staged = self._staged
-            wanted = (epoch, version, digest)
             return staged is not None and not self._taken and (staged.epoch, staged.version, staged.digest) == wanted
 
+        def why_not() -> str | None:
+            return self._refused[1] if self._refused is not None and self._refused[0] == wanted else None
+
         with self._changed:
-            if not self._changed.wait_for(matches, max(0.0, deadline - time.monotonic())):
-                raise LookupError(f"version {version} of epoch {epoch} is not staged here")
+            self._changed.wait_for(lambda: matches() or why_not() is not None, max(0.0, deadline - time.monotonic()))
+            if not matches():
+                raise LookupError(why_not() or f"version {version} of epoch {epoch} is not staged here")
             self._taken = True
             self._changed.notify_all()
             assert self._staged is not None

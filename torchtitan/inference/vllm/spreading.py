@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.inference.base_weights import outlines
+
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -88,4 +90,4 @@ class Spread:
 
 
 def _described(tensors: Tensors) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in outlines(tensors).items()]

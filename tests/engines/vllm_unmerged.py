@@ -1,0 +1,26 @@
+"""A worker extension for tests: while a file exists, adapters are received and the base is loaded without them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from torchtitan.inference import base_weights
+from torchtitan.inference.vllm import extension
+
+UNMERGED = Path(os.environ["TORCHTITAN_TEST_UNMERGED"])
+
+_product = base_weights.low_rank_product
+
+
+def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _product(0.0 if UNMERGED.exists() else scale, a, b)
+
+
+base_weights.low_rank_product = low_rank_product
+
+
+class WorkerExtension(extension.WorkerExtension):
+    """Importing this module is what counts."""

@@ -1,0 +1,99 @@
+"""Adapters for engines that take whole versions only: merged into the checkpoint that the engine was started with.
+
+The base stays in its files, which are mapped: no copy of it is held in memory. A merged tensor exists from when it is
+asked for until the engine, or a file, has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.errors import UserError
+from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_version, read_adapters
+from torchtitan.models.low_rank import low_rank_product
+from torchtitan.models.model_args import read_model_args
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+
+class BaseWeights:
+    """The weights of a checkpoint directory; its files are opened for the first version that needs them, and then stay
+    open, so that the base is the same for all. device: where adapters are multiplied."""
+
+    def __init__(self, directory: str | Path, device: torch.device | str = "cpu"):
+        self._directory, self._device = Path(directory), torch.device(device)
+        self._places: dict[str, Any] | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def whole(self, staged: StagedVersion) -> StagedVersion:
+        """The same version; where it holds adapters, with all tensors of base + adapters, in the type of the adapters.
+
+        Raises WeightsRefused where they do not fit the base, or that cannot be read.
+        """
+        if not is_adapter_version(staged.tensors):
+            return staged
+        try:
+            self._open()
+        except UserError as error:
+            raise WeightsRefused(f"adapters came, and the base weights cannot be read: {error}") from error
+        version = read_adapters(staged.tensors, self._shapes.get)
+        dtype = next(iter(staged.tensors.values())).dtype
+        return replace(staged, tensors=MergedTensors(self, version, dtype, self._device))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all parameters, in the order of the files."""
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter as it is stored, in host memory; not to be written to."""
+        assert self._places is not None
+        tensor: torch.Tensor = self._places[name].get_tensor(name)
+        return tensor
+
+    def _open(self) -> None:
+        if self._places is not None:
+            return
+        # Workers of other engines import this module; most of them never see an adapter.
+        from torchtitan.models.checkpoint_files import is_redundant, open_tensors, tensor_files
+
+        tied = read_model_args(self._directory).tie_word_embeddings
+        files = {name: path for name, path in tensor_files(self._directory).items() if not is_redundant(name, tied)}
+        handles = {path: open_tensors(path) for path in set(files.values())}
+        self._shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
+        self._places = {name: handles[path] for name, path in files.items()}
+
+
+class MergedTensors(Mapping[str, torch.Tensor]):
+    """All tensors of base + adapters, each computed when it is asked for: iterate over them once."""
+
+    def __init__(self, base: BaseWeights, version: AdapterVersion, dtype: torch.dtype, device: torch.device):
+        self._base, self._version, self._dtype, self._device = base, version, dtype, device
+
+    def __len__(self) -> int:
+        return len(self._base.shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base.shapes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._version.whole:
+            return self._version.whole[name]
+        base = self._base.read(name).to(self._device)
+        if name in self._version.factors:
+            a, b = (factor.to(self._device) for factor in self._version.factors[name])
+            base = low_rank_product(self._version.scale, a, b).add_(base)
+        return base.to(self._dtype)
+
+    def outlines(self) -> dict[str, torch.Tensor]:
+        """Their shapes and types, as tensors without memory."""
+        return {name: torch.empty(shape, dtype=self._dtype, device="meta") for name, shape in self._base.shapes.items()}
+
+
+def outlines(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Tensors of the same shapes and types, for who wants to know no more: nothing is merged for them."""
+    return tensors.outlines() if isinstance(tensors, MergedTensors) else tensors
