@@ -28,11 +28,17 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import Served
 
 TOKEN = "a-token-for-tests"
+MAX_LENGTH = 4000
 ANSWER_SECONDS = 20
 
 
 def body(max_tokens: int = 6, name: str = "a", **sampling: Any) -> dict[str, Any]:
     return GenerateRequest(name, [5, 9, 3], SamplingParameters(max_tokens, **sampling)).to_json()
+
+
+def endless(name: str = "a") -> dict[str, Any]:
+    """Eight sequences that run for seconds: from this prompt the most likely token is never the end."""
+    return GenerateRequest(name, [4, 9, 3], SamplingParameters(MAX_LENGTH - 3, 8, 0.0)).to_json()
 
 
 class Client:
@@ -80,7 +86,7 @@ def process(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     port_file = tmp_path_factory.mktemp("server") / "port"
     arguments = ("--token-env", "ENGINE_TOKEN", "--port-file", str(port_file), "--max-sequences", "8")
-    server = start(tiny_checkpoint(), *arguments, "--max-length", "400", ENGINE_TOKEN=TOKEN)
+    server = start(tiny_checkpoint(), *arguments, "--max-length", str(MAX_LENGTH), ENGINE_TOKEN=TOKEN)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
@@ -144,8 +150,8 @@ def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[str], st
             ):
                 status, answer = await client.call("POST", "/v1/generate", data=content)
                 assert status == 400 and said in answer["error"]
-            status, answer = await client.call("POST", "/v1/generate", json=body(398))
-            assert status == 413 and "max_length 400" in answer["error"]
+            status, answer = await client.call("POST", "/v1/generate", json=body(MAX_LENGTH - 2))
+            assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
             status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
             assert status == 400 and "token ids" in answer["error"]
             status, answer = await client.call("POST", "/weights/connect", json={"coordinator": "x"})
@@ -159,7 +165,7 @@ def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[str], st
 def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) -> None:
     async def scenario() -> None:
         async with Client(process[1]) as client:
-            long = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, "long", n=8, top_k=120)))
+            long = asyncio.create_task(client.call("POST", "/v1/generate", json=endless("long")))
             await client.until(lambda health: health["running"] == 8)
             queued = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4, "queued", n=2)))
             await client.until(lambda health: health["waiting"] == 2)
@@ -175,7 +181,7 @@ def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) 
             assert (await client.call("POST", "/resume"))[1]["status"] == "ok"
             status, answer = await queued
             assert status == 200 and len(answer["completions"]) == 2
-            hopeless = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+            hopeless = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
             await client.until(lambda health: health["running"] == 8)
             await client.call("POST", "/pause", json={"mode": "abort"})
             status, answer = await hopeless
@@ -190,7 +196,7 @@ def test_sigterm_ends_it_quickly_with_requests_running(process: tuple[subprocess
 
     async def scenario() -> None:
         async with Client(url) as client:
-            running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+            running = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
             await client.until(lambda health: health["running"] == 8)
             server.send_signal(signal.SIGTERM)
             status, answer = await running
@@ -247,7 +253,7 @@ def in_process(directory: Path, scenario: Callable[[EngineServer, Client], Await
     """Run a scenario against a server in this process, whose engine can be reached into."""
 
     async def run() -> None:
-        server = EngineServer(Engine(load_policy(directory), 8, 400, ()), "tiny", TOKEN, threads=1, **options)
+        server = EngineServer(Engine(load_policy(directory), 8, MAX_LENGTH, ()), "tiny", TOKEN, threads=1, **options)
         port = await server.start("127.0.0.1", 0)
         try:
             async with Client(f"http://127.0.0.1:{port}") as client:
@@ -265,13 +271,13 @@ def test_versions_arrive_between_steps_and_failed_ones_poison(tiny_checkpoint: C
     async def scenario(server: EngineServer, client: Client) -> None:
         assert (await client.call("POST", "/v1/generate", json=body()))[0] == 503
         assert (await asyncio.to_thread(server.loop.apply, "e", 1, weights)).pause_s > 0
-        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(300, n=8)))
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(1500, n=8)))
         await client.until(lambda health: health["running"] == 8 and health["version"] == 1)
         await asyncio.to_thread(server.loop.apply, "e", 2, weights)
         _, answer = await running
         for one in answer["completions"]:
             assert [span["version"] for span in one["spans"]] == [1, 2]
-        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=8, top_k=120)))
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
         await client.until(lambda health: health["running"] == 8)
         with pytest.raises((RuntimeError, NotImplementedError)):
             await asyncio.to_thread(server.loop.apply, "e", 3, broken)

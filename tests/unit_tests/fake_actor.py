@@ -32,6 +32,11 @@ def flag(variable: str, lower: bool = False) -> bool:
     return raised
 
 
+def age_of_flag(variable: str) -> float:
+    """Seconds since the flag was raised."""
+    return time.time() - Path(os.environ[variable]).stat().st_mtime
+
+
 def poisoned() -> bool:
     """Whether this process is the one that is to be."""
     path = Path(os.environ.get("FAKE_POISONED", "/nowhere"))
@@ -57,7 +62,7 @@ class FakeActor:
         weights = {"state": "READY", "failure": "no coordinator for 60 s" if flag("FAKE_LOST") else None}
         answer = {"status": status, "epoch": self.epoch, "version": self.version}
         if flag("FAKE_DEAD"):
-            answer["answered_age_s"] = time.time() - Path(os.environ["FAKE_DEAD"]).stat().st_mtime
+            answer["answered_age_s"] = age_of_flag("FAKE_DEAD")
         return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})
 
     async def generate(self, request: web.Request) -> web.Response:

@@ -226,8 +226,8 @@ class ReceiverMachine:
         if not self.wants(attempt):
             return []
         self.refused_versions += 1
-        commands = self._drop_attempt()
-        return [*commands, Send({"type": "refused", "attempt": attempt, "reason": reason})]
+        # First why: the senders only see connections that end, and the coordinator goes by what it hears first.
+        return [Send({"type": "refused", "attempt": attempt, "reason": reason}), *self._drop_attempt()]
 
     def abort(self, attempt: int) -> list[Command]:
         """The coordinator ends the attempt. After apply has begun this does nothing."""
