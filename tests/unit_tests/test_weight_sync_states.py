@@ -906,7 +906,7 @@ def test_receiver_stages_only_what_is_whole() -> None:
 
 def test_receiver_refuses_what_is_corrupt_and_keeps_the_old() -> None:
     machine = receiving()
-    assert kinds(machine.bucket(10, (0, 0), False)) == ["Discard", "refused"]
+    assert kinds(machine.bucket(10, (0, 0), False)) == ["refused", "Discard"]
     assert machine.state is ReceiverState.READY and machine.refused_versions == 1 and machine.served is None
     assert machine.bucket(10, (0, 0), True) == []
 
