@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 
+from tests.engines.models import randomize_adapters
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.weights import open_weight_path
 from torchtitan.config.manager import parse_command_line
@@ -20,7 +21,7 @@ from torchtitan.inference.colocated.colocation import open_replica
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
 
 EPOCH = "e1-test"
@@ -168,6 +169,21 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
             "left_behind": sorted(shared_memory() - shared_before),
             "actors": {name: status.version for name, status in here.weights.actors().items()},
         }
+    finally:
+        here.close()
+
+
+def adapted(folder: str, model: str, options: list[str], prompt: list[int]) -> Any:
+    """Two versions of adapters: each one's merged checkpoint in `folder`/merged-N, and what was sampled with it."""
+    here = Colocated(folder, model, ["--lora.rank", "4", "--lora.modules_to_save", "norm", *options])
+    try:
+        answers = []
+        for version in range(2):
+            randomize_adapters(here.policy, version)
+            export_policy(here.policy, Path(folder) / f"merged-{version}")
+            here.publish()
+            answers.append(as_json(here.rounds(request("one", prompt, 24)))["one"])
+        return answers
     finally:
         here.close()
 

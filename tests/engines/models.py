@@ -55,6 +55,20 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else 0.12 * noise)
 
 
+def randomize_adapters(policy: torch.nn.Module, seed: int) -> None:
+    """Adapters of our policy, and its final norm, from the seed; on any layout."""
+    from torchtitan.distributed.placement import copy_full_
+    from torchtitan.models.low_rank import is_factor
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if is_factor(name):
+            copy_full_(parameter, 0.15 * noise)
+        elif name == "model.norm.weight":
+            copy_full_(parameter, 1 + 0.1 * noise)
+
+
 @cache
 def _loaded(directory: Path, dtype: str) -> Any:
     import transformers

@@ -149,3 +149,18 @@ def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
         assert "holds weights e1-test/1, e1-test/2 was to generate" in rank["stale"]
         assert set(rank["actors"].values()) == {1}
         assert rank["left_behind"] == []
+
+
+def test_adapters_are_merged_in_the_trainer(
+    vllm_python: Path, engine_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = engine_model(False, "float32", 0)
+    (answers,) = run_distributed(
+        "tests.engines.colocated_parts:adapted", 1, timeout=240.0, python=vllm_python,
+        folder=str(tmp_path), model=str(model), options=["--inference.dtype", "float32"], prompt=PROMPTS[0],
+    )  # fmt: skip
+    for version, answer in enumerate(answers):
+        (completion,) = answer["completions"]
+        assert [span["version"] for span in completion["spans"]] == [version]
+        assert_close(differences(tmp_path / f"merged-{version}", "float32", PROMPTS[0], completion), "float32")
+        assert max(differences(model, "float32", PROMPTS[0], completion)) > 0.3

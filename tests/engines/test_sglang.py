@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 
+from tests.engines import adapter_trainer
 from tests.engines.models import END, greedy, log_probs
 from tests.engines.processes import ROOT, Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
@@ -273,6 +274,25 @@ def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, process
                 other.wait_for_version(trainer.publish(seed), trainer.epoch)
                 check_against_transformers(other, trainer)
     assert other.ask(lambda handler: handler.capabilities(20.0)).route == "engine"
+
+
+@pytest.mark.parametrize("route", ["agent", "engine"])
+def test_adapters_are_merged(
+    agent: Agent, engine_model: Model, processes: Processes, tmp_path: Path, route: str
+) -> None:
+    model = engine_model(seed=0)
+    other = beside(processes, agent, f"adapters-{route}", model, "--route", route)
+    with adapter_trainer.training(tmp_path, model, TOKEN) as trainer:
+        address = trainer.sync.coordinator_address
+        other.ask(lambda handler: handler.connect_weights(address, other.name, trainer.epoch, 20.0))
+        for _ in range(2):
+            other.wait_for_version(trainer.publish(), trainer.epoch)
+            (completion,) = other.generate(max_tokens=12, temperature=0.0)
+            whole = PROMPT + completion.token_ids
+            expected = trainer.log_probs(whole)
+            assert completion.log_probs == pytest.approx(expected[len(PROMPT) - 1 :], abs=1e-4)
+            assert max(abs(a - b) for a, b in zip(expected, trainer.base_log_probs(whole), strict=True)) > 0.3
+        assert trainer.journal("applied")[-1]["figures"]["bytes_full"] < 0.15 * trainer.base_bytes
 
 
 def wait_until_lost(agent: Agent) -> None:

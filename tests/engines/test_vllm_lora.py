@@ -3,97 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.engines.adapter_trainer import AdapterTrainer, training
 from tests.engines.processes import Processes
-from tests.engines.test_vllm import FP32_TOLERANCE, PROMPT, differences
-from tests.engines.vllm_job import TOKEN_ENV, Actor, Trainer, start_actor
+from tests.engines.test_vllm import BF16_TOLERANCE, FP32_TOLERANCE, PROMPT, differences
+from tests.engines.vllm_job import TOKEN_ENV, Actor, start_actor
 from torchtitan.components.events import EventLog
-from torchtitan.config.job_config import JobConfig, Lora
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.engine_handling import EngineHandler
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.vllm.dialect import DIALECT
-from torchtitan.models import load_policy
-from torchtitan.models.lora import add_adapters, base_parameters, initialize_adapters, synced_parameters
-from torchtitan.models.low_rank import is_factor
-from torchtitan.models.peft_checkpoint import save_adapter
-from torchtitan.weight_sync.facade import WeightSync
 
-SETTINGS = Lora(rank=4, alpha=10.0, modules_to_save=["norm"])
 SECONDS = 60.0
-
-
-class AdapterTrainer(Trainer):
-    """Version n has adapters and a final norm of seed n, on the base of the model directory."""
-
-    def __init__(self, folder: Path, model: Path, dtype: str = "float32"):
-        self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
-        self._base = model
-        self.policy = load_policy(model)
-        add_adapters(self.policy, SETTINGS)
-        initialize_adapters(self.policy, 0)
-        parameters = synced_parameters(self.policy)
-        self.bytes = sum(tensor.nbytes for tensor in parameters.values())
-        self.sync = WeightSync(
-            WeightSyncConfig(bucket_bytes=16 * 1024), parameters,
-            epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype,
-        )  # fmt: skip
-        self.version, self._dtype = -1, torch.float32
-
-    @torch.no_grad()
-    def change(self, version: int) -> None:
-        generator = torch.Generator().manual_seed(version)
-        for name, parameter in self.policy.named_parameters():
-            if is_factor(name):
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-        norm = self.policy.get_parameter("model.norm.weight")
-        norm.copy_(1 + 0.1 * torch.randn(norm.shape, generator=generator))
-
-    def publish(self) -> int:
-        no = not self.sync.reserve()
-        self.sync.fence()
-        self.version += 1
-        self.change(self.version)
-        assert self.sync.commit(self.version, int(no)) == "published"
-        self.sync.fence()
-        return self.version
-
-    def _policy(self, version: int | None) -> torch.nn.Module:
-        """transformers' model of the base with PEFT's adapters, which read what we export."""
-        import peft
-        import transformers
-
-        assert version is None
-        save_adapter(self.policy, self.folder / "adapter", base_model=str(self._base))
-        base = transformers.AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32).eval()
-        return peft.PeftModel.from_pretrained(base, self.folder / "adapter").eval()
-
-    def base_log_probs(self, token_ids: Sequence[int]) -> list[float]:
-        import transformers
-
-        base = transformers.AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32)
-        with torch.no_grad():
-            rows = base(torch.tensor([list(token_ids)])).logits[0, :-1].log_softmax(-1)
-        return rows.gather(1, torch.tensor(list(token_ids))[1:, None])[:, 0].tolist()
-
-
-@contextlib.contextmanager
-def training(folder: Path, model: Path) -> Iterator[AdapterTrainer]:
-    pytest.importorskip("peft")
-    trainer = AdapterTrainer(folder, model)
-    try:
-        yield trainer
-    finally:
-        trainer.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +54,13 @@ def beside(actor: Actor, processes: Processes, python: Path, model: Path, monkey
     return other
 
 
-def check_serves_newest(actor: Actor, trainer: AdapterTrainer) -> None:
+def check_serves_newest(actor: Actor, trainer: AdapterTrainer, tolerance: float = FP32_TOLERANCE) -> None:
     (completion,) = actor.generate(PROMPT, 12, stop_token_ids=[])
     assert [(span.epoch, span.version) for span in completion.spans] == [(trainer.epoch, trainer.version)]
     ids = [*PROMPT, *completion.token_ids]
     expected = trainer.log_probs(ids)
-    assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < FP32_TOLERANCE
-    assert differences(actor.score(ids), expected) < FP32_TOLERANCE
+    assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < tolerance
+    assert differences(actor.score(ids), expected) < tolerance
     # The adapter is no trifle.
     assert differences(expected, trainer.base_log_probs(ids)) > 0.3
 
@@ -156,8 +83,7 @@ def test_adapters_are_served_as_transformers_and_peft_have_them(
             trainer.wait_applied()
             check_serves_newest(receiver, trainer)
         figures = trainer.journal("applied")[-1]["figures"]
-    whole = 4 * sum(parameter.numel() for parameter in base_parameters(trainer.policy).values())
-    assert trainer.bytes <= figures["bytes_full"] < 1.2 * trainer.bytes < 0.15 * whole
+    assert trainer.bytes <= figures["bytes_full"] < 1.2 * trainer.bytes < 0.15 * trainer.base_bytes
 
 
 def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
@@ -220,3 +146,17 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
     (evicted,) = of("actor_evicted")
     assert differs["version"] == 1 and differs["difference"] > 0.1
     assert evicted["noticed_by"] == "parity" and "serves version 1" in evicted["reason"]
+
+
+def test_adapters_for_two_workers_in_bfloat16(
+    vllm_python: Path, model: Path, processes: Processes, tmp_path: Path
+) -> None:
+    options = ("--tensor-parallel-size", "2", "--dtype", "bfloat16")
+    actor = start_actor(processes, vllm_python, model, *options)
+    assert len(actor.workers()) == 2
+    with training(tmp_path, model, dtype="bfloat16") as trainer:
+        actor.connect(trainer)
+        for _ in range(2):
+            trainer.publish()
+            trainer.wait_applied()
+            check_serves_newest(actor, trainer, BF16_TOLERANCE)
