@@ -15,7 +15,8 @@ from tests.engines.processes import ROOT, Processes
 from tests.engines.vllm_job import holding_weights
 
 RUN_SECONDS = 500.0
-STEPS = 20
+# Fewer bring less than one batch differs from the next.
+STEPS = 60
 KILL_AT = 8
 
 
@@ -56,12 +57,11 @@ def check_learned(dump: Path) -> None:
     """Also on the 128 held-out prompts, where both versions draw with the same random numbers."""
     before, after = [row for row in rows_of(dump) if "eval/version" in row]
     assert (before["eval/version"], after["eval/version"]) == (0, STEPS)
-    # Greedy accuracy on 128 prompts moves by more than 20 steps bring.
     assert after["eval/pass@1"] > before["eval/pass@1"]
     steps = steps_of(dump)
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     rewards = [row["reward/mean"] for row in steps]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5
+    assert sum(rewards[-10:]) > sum(rewards[:10])
 
 
 def end(run: psutil.Process, processes: Processes) -> None:
