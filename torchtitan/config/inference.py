@@ -17,7 +17,7 @@ from torchtitan.inference.cores import actor_cores
 # Per backend the routes of weights that there are.
 ROUTES = {
     "embedded": ("auto",),
-    "vllm": ("auto", "direct", "agent"),
+    "vllm": ("auto", "direct", "agent", "engine"),
     "sglang": ("auto", "agent", "engine"),
 }
 

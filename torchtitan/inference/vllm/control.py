@@ -37,9 +37,11 @@ class VLLMControl:
         self.client = AdminClient(url, token)
         self.timeout_s = timeout_s
         self._keeps, self._kept_tokens = in_flight_kv == "keep", kept_tokens
+        self.version = ""
+        """What it says it is, after describe()"""
 
     def describe(self) -> EngineFacts:
-        version = str(self._get("/version")["version"])
+        self.version = version = str(self._get("/version")["version"])
         routes = self._get("/openapi.json")["paths"]
         for route, how in NEEDED.items():
             if route not in routes:

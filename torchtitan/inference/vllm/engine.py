@@ -13,6 +13,8 @@ from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.hand_over import DirectHandOver
 
 GIGABYTE = 2**30
+# Its own way of taking weights. Options that are handed through come after it, and so count.
+ENGINE_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
 CPU_ARGUMENTS = (
     # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
     "--enforce-eager",
@@ -25,7 +27,7 @@ class VLLM:
     """See agent.engine.ForeignEngine."""
 
     name = "vllm"
-    routes: tuple[Route, ...] = ("direct", "agent")
+    routes: tuple[Route, ...] = ("direct", "agent", "engine")
 
     def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         own = [
@@ -46,6 +48,7 @@ class VLLM:
             # Requests say all that matters; the checkpoint's own defaults would come on top.
             "--generation-config", "vllm",
             "--disable-uvicorn-access-log",
+            *(ENGINE_TRANSFER if options.route == "engine" else ()),
         ]  # fmt: skip
         memory_gb = options.memory_gb
         environment = {}
@@ -66,6 +69,10 @@ class VLLM:
         assert isinstance(control, VLLMControl)
         if options.route == "direct":
             return DirectHandOver(control, options.host, options.update_timeout_s, options.stage_on_device)
+        if options.route == "engine":
+            from torchtitan.inference.vllm.collective import CollectiveHandOver
+
+            return CollectiveHandOver(control, options)
         from torchtitan.inference.vllm.disk import VLLMDiskHandOver
 
         return VLLMDiskHandOver(control, options, ours=bool(options.python))

@@ -148,17 +148,23 @@ class _GlooPending:
             self._work.wait(timedelta(seconds=seconds))
 
 
+def nccl_group(store: dist.Store, rank: int, size: int, where: torch.device) -> Any:  # type: ignore[name-defined]
+    """A process group of torch's over NCCL, which begins to connect; its deadlines and errors are the caller's."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NO_TIMEOUT
+    options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
+    options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
+    with _errors_are_ours():
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(where)
+    return group
+
+
 class NcclCommunicator:
     """Between two GPUs, on a stream of its own; a frozen peer holds nothing but that stream, until abort()."""
 
     def __init__(self, store: PairStore, rank: int, where: torch.device):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NO_TIMEOUT
-        options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
-        options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
-        with _errors_are_ours():
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
-        self._group.eager_connect_single_device(where)
+        self._group: Any = nccl_group(store, rank, 2, where)
         self._where, self._stream = where, torch.cuda.Stream(where, priority=0)
         self._peer = 1 - rank
         self.given_up = threading.Event()
