@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engines.adapter_trainer import AdapterTrainer, training
+from tests.engines.models import make_model
 from tests.engines.processes import Processes
 from tests.engines.test_vllm import BF16_TOLERANCE, FP32_TOLERANCE, PROMPT, differences
 from tests.engines.vllm_job import TOKEN_ENV, Actor, start_actor
@@ -84,6 +85,24 @@ def test_adapters_are_served_as_transformers_and_peft_have_them(
             check_serves_newest(receiver, trainer)
         figures = trainer.journal("applied")[-1]["figures"]
     assert trainer.bytes <= figures["bytes_full"] < 1.2 * trainer.bytes < 0.15 * trainer.base_bytes
+
+
+def test_adapters_of_another_model_are_refused_and_the_engine_serves_on(
+    actor: Actor, model: Path, tmp_path: Path
+) -> None:
+    deeper = make_model(tmp_path / "deeper", tied=False, num_hidden_layers=4)
+    (tmp_path / "fits").mkdir()
+    with training(tmp_path / "fits", model) as trainer:
+        actor.connect(trainer)
+        trainer.publish()
+        trainer.wait_applied()
+        with training(tmp_path, deeper) as other:
+            actor.connect(other)
+            other.publish()
+            other.wait_for(lambda: other.journal_tail().count('"refused"') > 1)
+            assert "there is no model.layers.3." in other.journal("refused")[0]["reason"]
+            assert not other.journal("poisoned")
+        check_serves_newest(actor, trainer)
 
 
 def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
