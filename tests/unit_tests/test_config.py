@@ -511,9 +511,24 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
     ]
     + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
 )
-def test_adapters_are_for_every_engine_and_probed(write_config: WriteConfig, words: list[str]) -> None:
+def test_adapters_are_for_every_engine_and_probed(
+    write_config: WriteConfig, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
     config = load_config([*write_config(), "--lora.rank", "4", *words])
     assert verification(config) == "probe"
+
+
+def test_vllms_own_group_needs_gpus(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*write_config(), "--inference.backend", "vllm", "--weight_sync.route", "engine"]
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match='route = "engine" is not allowed: .* no NVIDIA GPU'):
+        load_config(words)
+    # Servers elsewhere may have some, and another backend of vLLM's may need none.
+    load_config([*words, "--inference.servers", "http://127.0.0.1:1"])
+    load_config([*words, "--inference.engine_args.weight-transfer-config", '{"backend": "gloo"}'])
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    load_config(words)
 
 
 def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

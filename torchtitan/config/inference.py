@@ -111,6 +111,10 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
     if inference.update_mode == "drain" and backend == "sglang":
         # Its pause either stops at once or drops what runs.
         yield _refuse(config, "update_mode", "inference.backend sglang cannot let running requests end first")
+    own_group = backend == "vllm" and sync.route == "engine" and "weight-transfer-config" not in inference.engine_args
+    if own_group and not planning and not inference.servers and not has_gpu():
+        text = "vLLM's own group is NCCL's, and there is no NVIDIA GPU: take direct or agent"
+        yield Problem("weight_sync.route", f"weight_sync.route = {show(sync.route)} is not allowed: {text}")
     if inference.engine_python and not planning and not Path(inference.engine_python).is_file():
         yield _refuse(config, "engine_python", "there is no such file; empty takes what scripts/install_engine.sh made")
 
