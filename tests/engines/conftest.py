@@ -61,7 +61,7 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
-    """The Python that has SGLang (on a CPU it needs the shim of tests/engines on its PYTHONPATH)."""
+    """The Python that has SGLang."""
     return engine_python("sglang")
 
 

@@ -33,8 +33,6 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.models import load_policy
 from torchtitan.weight_sync.facade import WeightSync
 
-SHIM = Path(__file__).parent / "sglang_shim"
-PATH = f"{ROOT}:{SHIM}"
 TOKEN = "of-this-test"
 EPOCHS = itertools.count()
 PROMPT = [5, 6, 7, 8]
@@ -134,7 +132,7 @@ def start_agent(processes: Processes, name: str, model: Path, *more: str | Path)
     command += ["--model", str(model), "--token-env", TOKEN_VARIABLE, "--max-sequences", "16"]
     command += ["--max-length", str(MAX_LENGTH), "--log-file", str(processes.folder / f"{name}.engine.log")]
     command += ["--startup-timeout", str(START_S), "--update-timeout", "20"]
-    environment = {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": PATH}
+    environment = {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": str(ROOT)}
     port = processes.start_server(name, [*command, *more], START_S, **environment)
     return Agent(port, processes, name)
 
@@ -315,7 +313,7 @@ def test_a_run_trains_through_an_update_that_is_killed(
     command += ["--training.steps", "10", "--model.hf_assets_path", str(tmp_path / "checkpoint")]
     command += ["--job.dump_folder", str(tmp_path / "runs"), "--checkpoint.enable", "false"]
     command += ["--inference.engine_python", str(sglang_python), "--metrics.console", "plain"]
-    run = processes.start("run", command, PYTHONPATH=PATH)
+    run = processes.start("run", command, PYTHONPATH=str(ROOT))
 
     def metrics() -> list[dict[str, Any]]:
         files = list((tmp_path / "runs").glob("*/metrics.jsonl"))

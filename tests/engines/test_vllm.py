@@ -91,7 +91,7 @@ def test_log_probs_and_greedy_tokens_are_those_of_transformers(server: Server, t
         trainer.publish()
         trainer.wait_applied()
         check_serves_newest(server.actor, trainer)
-    figures = trainer.journal("applied")[-1]["figures"]
+    figures = trainer.journal("applied", at_least=3)[-1]["figures"]
     assert figures["pause_s"] < UPDATE_SECONDS and figures["source"] == "trainer"
 
 
@@ -218,8 +218,8 @@ def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
         server.actor.thaw()
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
-    assert len(trainer.journal("evict")) >= 1
-    assert trainer.journal("applied")[-1]["figures"]["bytes_full"] > 0
+    assert len(trainer.journal("evict", at_least=1)) >= 1
+    assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
 def test_corrupted_byte_is_refused_and_sent_again(
@@ -232,7 +232,7 @@ def test_corrupted_byte_is_refused_and_sent_again(
             trainer.publish()
             trainer.wait_applied()
         check_serves_newest(server.actor, trainer)
-        (aborted,) = trainer.journal("abort")
+        (aborted,) = trainer.journal("abort", at_least=1)
         assert "checksum" in aborted["reason"]
 
 
@@ -267,7 +267,7 @@ def kill_and_replace(server: Server, trainer: Trainer) -> None:
     server.start().connect(trainer)
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
-    assert trainer.journal("applied")[-1]["figures"]["bytes_full"] > 0
+    assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
 @pytest.mark.usefixtures("slow_second_version")

@@ -75,7 +75,7 @@ def test_an_update_that_fails_half_way_is_never_served_and_heals_whole(actor: Ac
     (actor.processes.folder / "fail").touch()
     trainer.publish()
     trainer.wait_applied()
-    (poisoned,) = trainer.journal("poisoned")
+    (poisoned,) = trainer.journal("poisoned", at_least=1)
     assert poisoned["version"] == trainer.version and "half of it" in poisoned["reason"]
     assert actor.health()["status"] == "ok"
     check_serves_newest(actor, trainer)

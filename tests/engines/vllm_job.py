@@ -18,6 +18,7 @@ import torch
 
 from tests.engines.models import END, randomize
 from tests.engines.processes import Processes
+from tests.journals import journal_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.engine_handling import EngineHandler
@@ -71,10 +72,9 @@ class Trainer:
             assert time.monotonic() < deadline, f"waited {seconds:g} s; {self.sync.actors()}\n{self.journal_tail()}"
             time.sleep(0.02)
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        """What the coordinator noted of that kind."""
-        lines = (self.folder / "weight_sync" / "coordinator.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+    def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
+        """What the coordinator noted of that kind, once there is so much."""
+        return journal_of(self.folder, event, at_least)
 
     def journal_tail(self) -> str:
         path = self.folder / "weight_sync" / "coordinator.jsonl"

@@ -23,6 +23,7 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values, version_held
+from tests.journals import journal_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop
@@ -90,9 +91,8 @@ class Job:
         self.receivers.append(receiver)
         return receiver
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        lines = (self.run_dir / "weight_sync" / "coordinator.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+    def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
+        return journal_of(self.run_dir, event, at_least)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
         deadline = time.monotonic() + timeout
@@ -193,7 +193,7 @@ def test_any_address_over_several_streams(host: str, bind: str, tmp_path: Path) 
         for _ in range(2):
             job.step()
             assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
-        (first, _) = (record["figures"] for record in job.journal("applied"))
+        (first, _) = (record["figures"] for record in job.journal("applied", at_least=2))
         assert first["bytes_full"] == first["bytes_resulting"] > 0 and first["source"] == "trainer"
         assert first["transfer_begin"] <= first["transfer_end"] <= first["apply_begin"] <= first["apply_end"]
     assert engine.versions == [0, 1]
@@ -208,7 +208,7 @@ def test_corrupt_byte_is_refused_counted_and_sent_again(tmp_path: Path, monkeypa
             job.step()
             assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
         assert receiver.status().versions_refused == 2
-        reasons = [record["reason"] for record in job.journal("abort")]
+        reasons = [record["reason"] for record in job.journal("abort", at_least=2)]
         assert len(reasons) == 2 and all("checksum" in reason for reason in reasons)
         assert "FAULT INJECTION IS ON" in (tmp_path / "weight_sync" / "courier-rank0.log").read_text()
     assert engine.versions == [0, 1, 2]
@@ -223,7 +223,9 @@ def test_poisoned_engine_does_not_serve_until_it_applied(tmp_path: Path) -> None
         engine.fail_next = True
         job.step()
         assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
-        assert [record["reason"] for record in job.journal("poisoned")] == ["MemoryError('engine failed half-way')"]
+        assert [record["reason"] for record in job.journal("poisoned", at_least=1)] == [
+            "MemoryError('engine failed half-way')"
+        ]
         assert not receiver.poisoned and job.sync.actors()["a"].serves
     assert engine.versions == [0, 1]
 
@@ -274,7 +276,7 @@ def test_an_engine_that_refuses_a_version_goes_on_with_its_own(tmp_path: Path) -
         engine.refuse_next = True
         job.step()
         assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
-        assert [record["reason"] for record in job.journal("refused")] == ["not for this model"]
+        assert [record["reason"] for record in job.journal("refused", at_least=1)] == ["not for this model"]
         assert receiver.status().versions_refused == 1 and not job.journal("poisoned")
     assert engine.versions == [0, 1]
 
@@ -323,7 +325,7 @@ def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Pat
             outcome = job.step()
             assert (job.sync.owed == job.version) is (outcome == "skipped")
             time.sleep(0.03)
-        suspected = [record for record in job.journal("suspect") if record["actor"] in frozen]
+        suspected = [record for record in job.journal("suspect", at_least=2) if record["actor"] in frozen]
         assert {(record["actor"], record["phase"]) for record in suspected} == {(name, "OFFERED") for name in frozen}
         # While nothing was known against them.
         unharmed = [record for record in job.journal("applied") if record["time"] < suspected[0]["time"]]

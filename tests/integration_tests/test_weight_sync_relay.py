@@ -50,6 +50,7 @@ def test_trainer_sends_each_version_a_bounded_number_of_times(tmp_path: Path, fa
             assert job.step() == "published"
             assert job.sync.wait_until_applied(job.version, 20, at_least=4).applied == set(NAMES)
         total = job.journal("layout")[0]["bytes"]
+        job.journal("applied", at_least=24)
         for version in range(6):
             assert 0 < fed_by_trainer(job)[version] <= fanout
             assert Counter(sources(job, version).values())["trainer"] <= fanout
@@ -71,7 +72,7 @@ def test_corrupting_source_is_caught_and_replaced(tmp_path: Path, monkeypatch: p
         for _ in range(4):
             job.step()
             assert job.sync.wait_until_applied(job.version, 20, at_least=4).applied == set(NAMES)
-        aborts = job.journal("abort")
+        aborts = job.journal("abort", at_least=2)
         assert len(aborts) == 2 and all(record["version"] == 2 and record["source"] for record in aborts)
         assert all("checksum" in record["reason"] for record in aborts)
     assert all(engine.versions == [0, 1, 2, 3] for engine in engines.values())

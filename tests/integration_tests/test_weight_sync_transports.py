@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed_launcher import REPOSITORY, run_distributed
 from tests.integration_tests.test_weight_sync import Served, running_job
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
+from tests.journals import journal_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.device import ensure_process_group
 from torchtitan.errors import UserError
@@ -121,9 +122,8 @@ class Ranks:
 
         self.wait_for(served)
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        lines = (self.run_dir / "weight_sync" / "coordinator.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["event"] == event]
+    def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
+        return journal_of(self.run_dir, event, at_least)
 
 
 class Actors:

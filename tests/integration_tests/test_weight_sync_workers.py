@@ -83,14 +83,14 @@ def test_workers_die_and_nothing_is_torn(streams: int, tmp_path: Path, monkeypat
         job.step()
         assert job.sync.wait_until_applied(0, 60, at_least=1).applied == {"a"}
         assert [group.applied(number) for number in range(WORKERS)] == [[0], [0]]
-        (applied,) = job.journal("applied")
+        (applied,) = job.journal("applied", at_least=1)
         assert applied["figures"]["bytes_full"] > 0 and applied["figures"]["source"] == "trainer"
         job.step()
         job.wait_for(lambda: job.sync.actors()["a"].state == "RECEIVING")
         time.sleep(0.1)
         group.restart(1)
         assert job.sync.wait_until_applied(1, 60, at_least=1).applied == {"a"}
-        reasons = [record["reason"] for record in job.journal("evict")]
+        reasons = [record["reason"] for record in job.journal("evict", at_least=1)]
         assert reasons and group.served == [0, 1]
 
         group.hold.touch()
@@ -146,18 +146,18 @@ def test_a_split_poisons_the_actor_until_all_have_applied(tmp_path: Path) -> Non
         engines[1].raises = MemoryError("half-way")
         job.step()
         job.wait_for(lambda: served == [0, 1])
-        assert ["worker 1: MemoryError" in record["reason"] for record in job.journal("poisoned")] == [True]
+        assert ["worker 1: MemoryError" in record["reason"] for record in job.journal("poisoned", at_least=1)] == [True]
         assert engines[0].versions == [0, 1, 1] and engines[1].versions == [0, 1]
         # All refuse: the actor is as it was. One refuses after the other has applied: poisoned.
         for engine in engines:
             engine.raises = WeightsRefused("not this one")
         job.step()
         job.wait_for(lambda: served == [0, 1, 2])
-        assert len(job.journal("refused")) == 1 and len(job.journal("poisoned")) == 1
+        assert len(job.journal("refused", at_least=1)) == 1 and len(job.journal("poisoned", at_least=1)) == 1
         engines[0].raises = WeightsRefused("not this one")
         job.step()
         job.wait_for(lambda: served == [0, 1, 2, 3])
-        assert len(job.journal("refused")) == 1 and len(job.journal("poisoned")) == 2
+        assert len(job.journal("refused", at_least=1)) == 1 and len(job.journal("poisoned", at_least=2)) == 2
 
 
 def test_an_engine_that_forgets_its_workers_is_poisoned(tmp_path: Path) -> None:
