@@ -310,7 +310,14 @@ def test_a_run_trains_through_an_update_that_is_killed(
     subprocess.run(make, check=True, cwd=ROOT, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
     config = "train_configs/debug_cpu_sglang.toml"
     command = [sys.executable, "-m", "torchtitan.grpo_train", "--job.config_file", config]
-    command += ["--training.steps", "10", "--model.hf_assets_path", str(tmp_path / "checkpoint")]
+    command += [
+        "--training.steps",
+        "10",
+        "--training.global_batch_size",
+        "128",
+        "--model.hf_assets_path",
+        str(tmp_path / "checkpoint"),
+    ]
     command += ["--job.dump_folder", str(tmp_path / "runs"), "--checkpoint.enable", "false"]
     command += ["--inference.engine_python", str(sglang_python), "--metrics.console", "plain"]
     run = processes.start("run", command, PYTHONPATH=str(ROOT))
