@@ -26,4 +26,4 @@ workers=()
 # collected first and are the longest: they have to begin first, too.
 ((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadgroup --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).
-exec "$PYTHON" -m pytest "${workers[@]}" "$@"
+exec "$PYTHON" -m pytest "${workers[@]}" --durations=25 --durations-min=5 "$@"

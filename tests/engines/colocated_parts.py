@@ -26,6 +26,7 @@ from torchtitan.models.parallelize import build_policy
 
 EPOCH = "e1-test"
 ROUND_SECONDS = 120.0
+THREADS = 2
 
 
 def request(name: str, prompt: list[int], tokens: int, n: int = 1, temperature: float = 1.0) -> GenerateRequest:
@@ -54,11 +55,17 @@ class Colocated:
         self.policy = build_policy(self.config, self.dims)
         optimizer = build_optimizer(self.policy, self.config.optimizer)
         before = draws_to_come()
+        # As a trainer does, beside an engine that takes the function away.
+        set_threads = torch.set_num_threads
+        set_threads(THREADS)
         self._opened = open_replica(self.config, optimizer, Path(folder))
         replica = self._opened.__enter__()
         assert replica is not None
         self.replica: Replica = replica
         self.random_numbers_kept = before == draws_to_come()
+        torch.set_num_threads(THREADS + 1)
+        self.threads = torch.get_num_threads()
+        set_threads(1)
         self._path = open_weight_path(self.config, self.policy, EPOCH, "", Path(folder), replica)
         self.weights = self._path.__enter__()
         self.version = -1
@@ -163,6 +170,7 @@ def story(folder: str, models: list[str], options: list[str], prompts: list[list
         return {
             "answers": as_json([*first, *second, *odd]),
             "tokens": here.tokens,
+            "threads": here.threads,
             "random_numbers_kept": here.random_numbers_kept,
             "dropped": dropped,
             "stale": refuses_stale_weights(here),

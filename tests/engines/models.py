@@ -11,6 +11,7 @@ import torch
 
 # The debug tokenizer's; engines want one that is a multiple of 8 under tensor parallelism.
 VOCABULARY = 64
+LAYERS = 3
 END = 1
 
 
@@ -27,7 +28,7 @@ def make_model(directory: Path, tied: bool = True, dtype: str = "float32", seed:
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -141,10 +141,10 @@ def test_what_the_engine_cannot_take_is_refused_alone(told: dict[str, Any]) -> N
 
 
 def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
-    """It leaves the trainer's random numbers alone, drops what nobody waits for, refuses to sample with old weights,
-    and leaves no shared memory behind."""
+    """It leaves the trainer's random numbers alone, and the threads that it chose before (afterwards nobody can), drops
+    what nobody waits for, refuses to sample with old weights, and leaves no shared memory behind."""
     for rank in told["seen"]:
-        assert rank["random_numbers_kept"]
+        assert rank["random_numbers_kept"] and rank["threads"] == 2
         assert rank["dropped"]
         assert "holds weights e1-test/1, e1-test/2 was to generate" in rank["stale"]
         assert set(rank["actors"].values()) == {1}

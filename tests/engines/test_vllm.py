@@ -49,7 +49,7 @@ class Server:
             self._processes, self._python, self.model,
             "--update-timeout", str(UPDATE_SECONDS),
             "--", "--worker-extension-cls", "tests.engines.vllm_holding.WorkerExtension",
-            name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold),
+            name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold), VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         )  # fmt: skip
         return self.actor
 
@@ -107,6 +107,12 @@ def test_every_route_asks_for_the_token(server: Server) -> None:
         }
         assert set(answers.values()) == {401}, answers
     assert engine.exchange("GET", "/metrics", 20)[0] == 200
+
+
+def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Server) -> None:
+    agent = psutil.Process(server.actor.health()["pid"])
+    (engine,) = (child for child in agent.children() if "torchtitan.inference.vllm.serve" in child.cmdline())
+    assert [of.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"] for of in (agent, engine)] == ["1", "0"]
 
 
 def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import log_probs
+from tests.engines.models import LAYERS, log_probs
 from tests.engines.processes import ENVIRONMENT, ROOT
 from tests.engines.vllm_traps import PROBE, SCORED
 
@@ -69,6 +69,12 @@ def test_a_prefix_outlives_its_weights_without_a_reset(results: dict[str, Any]) 
 
 def test_a_receive_buffer_must_not_be_used_again(results: dict[str, Any]) -> None:
     assert difference(results, "reused_buffer") > WRONG
+
+
+def test_weights_are_packed_from_where_they_were_staged(results: dict[str, Any]) -> None:
+    """Four matrices of each layer and the embedding; that memory may change once they are loaded."""
+    assert results["in_place_layers"] == 4 * LAYERS + 1
+    assert difference(results, "in_place") < TOLERANCE and difference(results, "in_place", "old") > WRONG
 
 
 def test_a_load_that_broke_off_is_given_up_before_the_next(results: dict[str, Any]) -> None:

@@ -73,6 +73,30 @@ def reusing_a_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, to
         yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def in_one_area(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Copies one behind the other in a trainer's order, each aligned, and the memory that they share."""
+    order = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    names = sorted(weights, key=lambda name: order.index(part) if (part := name.split(".")[-2]) in order else -1)
+    weights = {name: weights[name] for name in sorted(names, key=lambda name: name.split(".")[:3])}
+    area = torch.zeros(sum(-(-tensor.nbytes // 64) * 64 for tensor in weights.values()), dtype=torch.uint8)
+    placed, at = {}, 0
+    for name, tensor in weights.items():
+        placed[name] = area[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        at += -(-tensor.nbytes // 64) * 64
+    return area, placed
+
+
+def counting(join: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
+    """`join`, noting for each call whether it found something."""
+
+    def noting(*arguments: Any) -> Any:
+        result = join(*arguments)
+        joined.append(result is not None)
+        return result
+
+    return noting
+
+
 def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Half of the first layer's projections, then an error."""
     for name, tensor in weights.items():
@@ -82,7 +106,7 @@ def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
 
 
 def main(model: str, other: str) -> None:
-    from torchtitan.inference.vllm import loading
+    from torchtitan.inference.vllm import adopting, loading
 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
@@ -122,6 +146,15 @@ def main(model: str, other: str) -> None:
         engine.load(reusing_a_buffer(new))
         engine.llm.reset_prefix_cache()
 
+    def load_in_place() -> None:
+        """From one piece of memory, as it is staged, which is another version's as soon as this one is loaded."""
+        with mock.patch.object(adopting, "in_one_piece", counting(adopting.in_one_piece, adopted)):
+            area, weights = in_one_area(new)
+            engine.load(iter(weights.items()))
+        area.fill_(0x3F)
+        engine.llm.reset_prefix_cache()
+
+    adopted: list[bool] = []
     results["first"] = engine.log_probs()
     record("cured", load_all)
     results["checksums_cured"] = engine.checksums()
@@ -129,6 +162,8 @@ def main(model: str, other: str) -> None:
     results["checksums_stale_head"] = engine.checksums()
     record("stale_prefix", lambda: load_all(reset=False))
     record("reused_buffer", load_from_a_buffer)
+    record("in_place", load_in_place)
+    results["in_place_layers"] = sum(adopted)
     record("after_a_failure", load_after_a_failure)
     record("after_a_failure_uncured", lambda: with_leftovers(engine, load_after_a_failure))
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))

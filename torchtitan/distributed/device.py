@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import queue
@@ -22,14 +21,13 @@ import torch.distributed as dist
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import UserError
 from torchtitan.tools.cores import usable_cores
+from torchtitan.tools.freed_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # A copy within the host's memory that takes longer than this will not end.
 _CPU_WORK_SECONDS = 600.0
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @functools.cache
@@ -122,19 +120,8 @@ def set_threads(threads: int, processes: int) -> int:
     chosen = threads or max(1, len(usable_cores()) // max(1, processes))
     torch.set_num_threads(chosen)
     if device().type == "cpu":
-        _keep_freed_memory()
+        keep_freed_memory()
     return chosen
-
-
-def _keep_freed_memory() -> None:
-    """Have malloc keep what is freed, as torch's allocator does on a GPU: the next micro-batch takes it again.
-
-    Pages that went back to the system come back zeroed, one page fault each. Tensors of 32 MiB and more are left out.
-    """
-    change = getattr(ctypes.CDLL(None), "mallopt", None)
-    if change is not None:  # glibc, that is
-        change(_M_TRIM_THRESHOLD, 2**31 - 1)
-        change(_M_MMAP_THRESHOLD, 32 << 20)
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:

@@ -26,6 +26,7 @@ from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.inference.vllm.spreading import Spread
+from torchtitan.tools.freed_memory import keep_freed_memory
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import Served
 from torchtitan.weight_sync.worker import Worker
@@ -80,6 +81,9 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
                 # One receiving worker spreads a version over one tensor-parallel group.
                 raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
         self._mailbox = Mailbox()
+        if device.type == "cpu":
+            # The next version needs the same buffers; without this a fifth of a load is page faults.
+            keep_freed_memory()
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None

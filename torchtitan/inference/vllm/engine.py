@@ -51,7 +51,8 @@ class VLLM:
             *(ENGINE_TRANSFER if options.route == "engine" else ()),
         ]  # fmt: skip
         memory_gb = options.memory_gb
-        environment = {}
+        # Its /collective_rpc would unpickle what it is sent, whoever asked for that in this shell.
+        environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
         if not has_gpu():
             # vLLM would have every actor on the same cores, and take nearly all of the machine's memory for each.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")

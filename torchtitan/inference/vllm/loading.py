@@ -12,6 +12,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from torchtitan.inference.vllm.adopting import adopting_weights
+
 NAMES_SHOWN = 5
 # Said at every load of layers that have nothing to load; what is really missing is found below.
 FALSE_ALARM = "Failed to load weights"
@@ -34,8 +36,9 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     _abandon(model, model_config)
     expected = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
-    loaded = model.load_weights(iter(weights))  # type: ignore[operator]
-    finalize_layerwise_reload(model, model_config)
+    with adopting_weights():
+        loaded = model.load_weights(iter(weights))  # type: ignore[operator]
+        finalize_layerwise_reload(model, model_config)
     repack_tied_heads(model)
     missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
     if missing:

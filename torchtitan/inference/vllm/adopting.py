@@ -1,0 +1,97 @@
+"""Spares vLLM's layerwise reload a copy: it packs a layer's weights from where they were staged. Runs inside vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+
+# Layers whose weight is that of the checkpoint, or several of them one below the other.
+LAYERS = (
+    linear.ReplicatedLinear,
+    linear.ColumnParallelLinear,
+    linear.MergedColumnParallelLinear,
+    linear.QKVParallelLinear,
+    linear.RowParallelLinear,
+    VocabParallelEmbedding,
+)
+METHODS = (linear.UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+POSITIONS = {None: 0, "q": 0, "k": 1, "v": 2}
+
+
+@contextlib.contextmanager
+def adopting_weights() -> Iterator[None]:
+    """Inside, a layer that is materialized to be loaded takes the tensors that wait for it as its own, where they lie
+    in memory as it wants them; what vLLM does next with it copies them. Elsewhere, and in a vLLM without that function,
+    nothing changes.
+    """
+    materialize = getattr(layerwise, "materialize_layer", None)
+    # zentorch may go on computing with the weight that it was given.
+    if materialize is None or getattr(current_platform, "is_zen_cpu", bool)():
+        yield
+        return
+
+    def materialize_and_adopt(layer: nn.Module, info: Any) -> None:
+        materialize(layer, info)
+        _adopt(layer, info)
+
+    layerwise.materialize_layer = materialize_and_adopt
+    try:
+        yield
+    finally:
+        layerwise.materialize_layer = materialize
+
+
+def _adopt(layer: nn.Module, info: Any) -> None:
+    if type(layer) not in LAYERS or type(layer.quant_method) not in METHODS or getattr(layer, "tp_size", 0) != 1:
+        return
+    waiting = [call for name, call in info.loaded_weights if name == "weight"]
+    pieces = _in_order(waiting)
+    joined = None if pieces is None else in_one_piece(pieces)
+    weight = layer.weight
+    if joined is not None and (joined.shape, joined.dtype, joined.device) == (
+        weight.shape,
+        weight.dtype,
+        weight.device,
+    ):
+        weight.data = joined
+        info.loaded_weights = [(name, call) for name, call in info.loaded_weights if name != "weight"]
+
+
+def _in_order(calls: Sequence[inspect.BoundArguments]) -> list[torch.Tensor] | None:
+    """What the calls of the weight's loader are to load, from the weight's first row on."""
+    placed: dict[int, torch.Tensor] = {}
+    for call in calls:
+        shard = call.arguments.get("loaded_shard_id")
+        position = POSITIONS.get(shard, shard) if shard is None or isinstance(shard, str) else shard
+        if not isinstance(position, int) or position in placed:
+            return None
+        placed[position] = call.arguments["loaded_weight"]
+    return [placed[position] for position in sorted(placed)]
+
+
+def in_one_piece(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrices one below the other without a copy; None where they do not lie so in one storage."""
+    first = pieces[0] if pieces else None
+    if first is None or first.dim() != 2:
+        return None
+    storage, end, rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    for piece in pieces:
+        same = (piece.dtype, piece.shape[1:], piece.untyped_storage().data_ptr()) == (
+            first.dtype,
+            first.shape[1:],
+            storage,
+        )
+        if not same or not piece.is_contiguous() or piece.data_ptr() != end:
+            return None
+        end += piece.numel() * piece.element_size()
+        rows += piece.shape[0]
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
