@@ -36,6 +36,8 @@ class Liar:
         self.noise = 0.0
         self.able = Capabilities("vllm", "0.32.0", score=True)
         self.fails = False
+        self.breaks: Exception | None = None
+        self.hangs = False
         self.scored: list[int] = []
         self.connections = 0
 
@@ -55,6 +57,10 @@ class Liar:
         assert token_ids == IDS
         if self.fails:
             raise ActorError("score", "busy")
+        if self.breaks is not None:
+            raise self.breaks
+        if self.hangs:
+            await asyncio.Event().wait()
         self.scored.append(self.says)
         values = truth(self.says if self.holds is None else self.holds)
         return ScoredTokens([value + self.noise for value in values], "e", self.says)
@@ -132,6 +138,44 @@ def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(
     expected = sum(abs(a - b) for a, b in zip(truth(2), truth(1), strict=True)) / 3
     assert differs["difference"] == pytest.approx(expected) and differs["tolerance"] == 0.001
     assert [event["actor"] for event in of(events, "weights_probed")] == ["actor-0", "actor-1"]
+
+
+def test_an_actor_that_never_answers_hides_nobody_else(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, frozen: Liar, stale: Liar) -> None:
+        frozen.hangs, stale.holds = True, 3
+        pool.expect(0, IDS, truth(0))
+        await until(lambda: pool.actors["actor-1"] == "joining")
+        # What waits for it ends with the eviction, and the next process is looked at.
+        frozen.hangs = False
+        await pool.redo_elsewhere("actor-0", "frozen")
+        await until(lambda: frozen.scored)
+
+    events = run(tmp_path, make_config(), scenario)
+    assert [event["actor"] for event in of(events, "weights_differ")] == ["actor-1"]
+
+
+def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, honest: Liar, odd: Liar) -> None:
+        odd.breaks = ZeroDivisionError("nobody thought of this")
+        pool.expect(0, IDS, truth(0))
+        await until(lambda: pool.actors["actor-1"] == "gave up")
+        pool.expect(1, IDS, truth(1))
+        honest.says = 1
+        await until(lambda: 1 in honest.scored)
+
+    events = run(tmp_path, make_config(), scenario)
+    failed = of(events, "parity_guard_failed")
+    assert len(failed) == 3 and {event["actor"] for event in failed} == {"actor-1"}
+
+
+def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(pool: InferencePool, honest: Liar, other: Liar) -> None:
+        await until(lambda: pool._guard is not None and pool._guard.done())
+        with pytest.raises(UserError, match="nobody compares the actors' weights"):
+            await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
+
+    monkeypatch.setattr("torchtitan.inference.parity.POLL_S", "soon")
+    assert of(run(tmp_path, make_config(), scenario), "parity_guard_failed")
 
 
 def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import Inference
@@ -25,6 +25,8 @@ from torchtitan.inference.types import Completion, GenerateRequest
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 BACKOFF_S = 0.5
+# The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
+LONGEST_SCORE_S = 60.0
 LONGEST_BACKOFF_S = 30.0
 # An actor that has served for this long has its restarts forgiven.
 STABLE_S = 600.0
@@ -36,6 +38,8 @@ JOIN_ATTEMPTS = 3
 ON_THE_WAY = ("RECEIVING", "STAGED", "APPLYING")
 # A process whose connections broke is given this long to be recognised as dead.
 REAP_S = 0.3
+
+Result = TypeVar("Result")
 
 
 class ActorState(enum.Enum):
@@ -143,10 +147,11 @@ class Actor:
         return await self._handler.capabilities(self._config.health_timeout_s)
 
     async def score(self, token_ids: list[int]) -> ScoredTokens:
-        """Raises ActorError."""
+        """Raises ActorError, also where the actor is evicted meanwhile."""
         if self._handler is None:
             raise ActorError("score", "the actor has not started")
-        return await self._handler.score(token_ids, self._config.request_timeout_s)
+        timeout_s = min(self._config.request_timeout_s, LONGEST_SCORE_S)
+        return await self._unless_lost("score", self._handler.score(token_ids, timeout_s))
 
     async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
         """What it serves as `version` is something else: it is out until it serves a newer one, a process of ours is
@@ -172,14 +177,9 @@ class Actor:
         if self._handler is None:
             raise ActorError("generate", "the actor has not started")
         self._requests += 1
-        lost = self._lost
-        work = asyncio.ensure_future(self._handler.generate(request, self._config.request_timeout_s))
         try:
-            either: set[asyncio.Future[Any]] = {work, lost}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ActorError("generate", f"evicted: {lost.result()}")
-            completions = work.result()
+            work = self._handler.generate(request, self._config.request_timeout_s)
+            completions = await self._unless_lost("generate", work)
             self._check(completions)
         except ActorNotReady:
             if self.state is ActorState.READY:
@@ -194,13 +194,24 @@ class Actor:
             raise
         finally:
             self._requests -= 1
-            work.cancel()
         # The answer is newer than the last probe.
         served = max((span.version for completion in completions for span in completion.spans), default=0)
         if self.version is not None and served > self.version:
             self.version = served
             self._changed()
         return completions
+
+    async def _unless_lost(self, doing: str, request: Coroutine[Any, Any, Result]) -> Result:
+        """The request's answer; ActorError where the actor is evicted before it has come."""
+        lost, work = self._lost, asyncio.ensure_future(request)
+        try:
+            either: set[asyncio.Future[Any]] = {work, lost}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ActorError(doing, f"evicted: {lost.result()}")
+            return work.result()
+        finally:
+            work.cancel()
 
     async def supervise(self) -> None:
         """Run until the actor is given up or the task is cancelled."""

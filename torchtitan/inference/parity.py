@@ -79,10 +79,10 @@ class ParityGuard:
         self._epoch, self._events, self._actors = epoch, events, actors
         self._how = verification(config)
         self._tolerance = probe_tolerance(config)
-        self._timeout_s = config.inference.request_timeout_s
         self._expected = _Expected([])
         self._seen: dict[str, _Seen] = {}
         self._failures: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
         self.probes = 0
         self.largest = 0.0
         """Largest difference of an actor that passed, in nats"""
@@ -96,16 +96,42 @@ class ParityGuard:
             del expected.versions[old]
 
     async def run(self) -> None:
-        """Look at all actors until cancelled."""
+        """Look at all actors until cancelled, at each by itself: one that never answers keeps nobody else unseen."""
         if self._how == "off":
             return
+        looks: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                await asyncio.gather(*(self._look(actor) for actor in self._actors()))
+                for actor in self._actors():
+                    if actor.name not in looks or looks[actor.name].done():
+                        looks[actor.name] = asyncio.create_task(self._look_and_survive(actor))
                 await asyncio.sleep(POLL_S)
         except Exception as error:
             self._events.write("parity_guard_failed", level=logging.ERROR, reason=repr(error))
             raise
+        finally:
+            for look in looks.values():
+                look.cancel()
+            await asyncio.gather(*looks.values(), return_exceptions=True)
+
+    async def _look_and_survive(self, actor: Probed) -> None:
+        """An actor that cannot be looked at, for a reason that nobody foresaw, is not to be trusted in the end."""
+        try:
+            await self._look(actor)
+            self._broken.pop(actor.name, None)
+        except Exception as error:
+            self._broken[actor.name] = broken = self._broken.get(actor.name, 0) + 1
+            if broken > MOST_FAILURES:
+                return  # it is given up, or its process refuses to end: both were said
+            self._events.write("parity_guard_failed", level=logging.ERROR, actor=actor.name, reason=repr(error))
+            if broken == MOST_FAILURES:
+                await self._give_up(actor, f"its weights cannot be verified ({error!r}, {broken} times in a row)")
+
+    async def _give_up(self, actor: Probed, reason: str) -> None:
+        try:
+            await actor.distrust(actor.version or 0, reason, forever=True)
+        except Exception as error:  # it is out; what failed is ending its process
+            logger.error("%s was given up, but: %r", actor.name, error)
 
     async def _look(self, actor: Probed) -> None:
         seen = self._seen.get(actor.name)

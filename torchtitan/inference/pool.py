@@ -65,6 +65,7 @@ class InferencePool:
         self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: list[_Waiter] = []
         self._redone = 0
+        self._guard: asyncio.Task[None] | None = None
         self._parity = ParityGuard(config, epoch, events, lambda: self._actors)
 
     @property
@@ -105,7 +106,8 @@ class InferencePool:
                 )
             )
         self._supervisors = [asyncio.create_task(actor.supervise()) for actor in self._actors]
-        self._supervisors.append(asyncio.create_task(self._parity.run()))
+        self._guard = asyncio.create_task(self._parity.run())
+        self._supervisors.append(self._guard)
 
     async def connect_weights(self, coordinator: str) -> None:
         """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
@@ -133,6 +135,7 @@ class InferencePool:
         """
         failures: list[str] = []
         while True:
+            self._check_guard()
             actor = await self._acquire(request.sampling.n, min_version)
             try:
                 return await actor.generate(request)
@@ -161,6 +164,15 @@ class InferencePool:
             if isinstance(result, Exception):
                 logger.error("an actor's supervision had failed: %r", result)
         await asyncio.gather(*(actor.close() for actor in self._actors))
+
+    def _check_guard(self) -> None:
+        """Raises UserError where the guard against stale and torn weights has failed."""
+        guard = self._guard
+        if guard is not None and guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
+            raise UserError(
+                f"nobody compares the actors' weights with the trainer's any more ({error!r}): what they sample could be "
+                "stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
+            )
 
     async def _acquire(self, sequences: int, min_version: int) -> Actor:
         waiter = _Waiter(sequences, min_version, asyncio.get_running_loop().create_future())
