@@ -170,8 +170,8 @@ class InferencePool:
         guard = self._guard
         if guard is not None and guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
             raise UserError(
-                f"nobody compares the actors' weights with the trainer's any more ({error!r}): what they sample could be "
-                "stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
+                f"nobody compares the actors' weights with the trainer's any more ({error!r}): what they sample could "
+                "be stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
             )
 
     async def _acquire(self, sequences: int, min_version: int) -> Actor:
