@@ -38,9 +38,14 @@ def weight_problems(run: Path) -> list[str]:
     problems += [f"{event['actor']}: {event['reason']}" for event in events if event["kind"] == "weights_not_verified"]
     if not kinds["weights_probed"]:
         problems.append("no actor was ever compared with the trainer")
-    versions = [row["policy_version"] for row in read_json_lines(run / "metrics.jsonl") if "policy_version" in row]
-    if max(versions, default=0) < 1:
+    problems += [
+        f"the comparison failed: {event['reason']}" for event in events if event["kind"] == "parity_guard_failed"
+    ]
+    rows = read_json_lines(run / "metrics.jsonl")
+    if max((row.get("policy_version", 0) for row in rows), default=0) < 1:
         problems.append("no version was trained")
+    elif max((row.get("inference/probed_version", 0) for row in rows), default=0) < 1:
+        problems.append("no version after the first was compared with the trainer")
     return problems
 
 

@@ -199,9 +199,12 @@ def test_nothing_is_ever_killed_by_its_name() -> None:
         assert not any(word in text for word in ("pkill", "killall", "kill -9", "-KILL")), script
 
 
-def write_run(folder: Path, rates: list[float], events: list[dict[str, Any]]) -> Path:
+def write_run(folder: Path, rates: list[float], events: list[dict[str, Any]], probes: bool = True) -> Path:
     folder.mkdir(parents=True)
-    rows = [{"step": step, "policy_version": step, "tokens_per_s": rate} for step, rate in enumerate(rates, 1)]
+    rows = [
+        {"step": step, "policy_version": step, "tokens_per_s": rate, "inference/probed_version": probes * (step - 1.0)}
+        for step, rate in enumerate(rates, 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
@@ -211,6 +214,7 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probed = {"kind": "weights_probed", "actor": "actor-0", "version": 0, "difference": 1e-6}
+    broken = {"kind": "parity_guard_failed", "reason": "KeyError(3)"}
     differs = {"kind": "weights_differ", "actor": "actor-0", "version": 3, "difference": 0.4}
     waiting = write_run(tmp_path / "waiting", [1, 1, 1, 100, 100, 110, 90, 100, 100, 100], [probed])
     for name, rates, events, least, code, said in (
@@ -218,9 +222,12 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
         ("slower", [90] * 5, [probed], 1.0, 1, "0.90× (at least 1: NO)"),
         ("slower is allowed", [90] * 5, [probed], 0.0, 0, "weights right"),
         ("stale", [150] * 5, [probed, differs], 1.0, 1, "actor-0 did not hold version 3"),
+        ("no guard", [150] * 5, [probed, broken], 1.0, 1, "the comparison failed: KeyError(3)"),
+        ("the first only", [150] * 5, [probed], 1.0, 1, "no version after the first"),
         ("never asked", [150] * 5, [], 1.0, 1, "no actor was ever compared"),
     ):
-        run_folder = write_run(tmp_path / name, [float(rate) for rate in rates], events)
+        rates = [float(rate) for rate in rates]
+        run_folder = write_run(tmp_path / name, rates, events, probes=name != "the first only")
         arguments = ["--waiting", str(waiting), "--not-waiting", str(run_folder), "--least-gain", str(least)]
         assert judge(arguments) == code, name
         assert said in capsys.readouterr().out

@@ -84,6 +84,8 @@ class ParityGuard:
         self._failures: dict[str, int] = {}
         self._broken: dict[str, int] = {}
         self.probes = 0
+        self.newest = 0
+        """Newest version that an actor was found to hold"""
         self.largest = 0.0
         """Largest difference of an actor that passed, in nats"""
 
@@ -171,6 +173,7 @@ class ParityGuard:
             seen.version, seen.doubted = max(seen.version, scored.version), False
             self._failures[actor.name] = 0
             self.probes += 1
+            self.newest = max(self.newest, scored.version)
             self.largest = max(self.largest, difference)
             return
         if not seen.doubted:

@@ -74,6 +74,8 @@ class InferencePool:
             requests_redone=self._redone,
             evictions=sum(actor.evictions for actor in self._actors),
             restarts=sum(actor.restarts for actor in self._actors),
+            probes=self._parity.probes,
+            probed_version=self._parity.newest,
         )
 
     @property
