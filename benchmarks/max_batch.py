@@ -86,17 +86,19 @@ def work(head: str, batch: int) -> float:
 
 
 def largest(head: str, limit: float, first: int, second: int) -> tuple[int, float]:
-    """The largest batch that stays below the limit, and its peak: by a line through two smaller ones, then tried."""
-    low, high = trial(head, first), trial(head, second)
-    slope = (high - low) / (second - first)
-    batch = max(1, int((limit - low) / slope) + first)
-    peak = trial(head, batch)
-    while peak > limit:
-        batch -= 1
-        peak = trial(head, batch)
-    while (following := trial(head, batch + 1)) <= limit:
-        batch, peak = batch + 1, following
-    return batch, peak
+    """The largest batch that stays below the limit, and its peak: by a line through the last two trials, until the next
+    larger one was tried and does not fit."""
+    last, peaks = (first, second), {batch: trial(head, batch) for batch in (first, second)}
+    while True:
+        fits = max((batch for batch, peak in peaks.items() if peak <= limit), default=0)
+        too_large = min((batch for batch, peak in peaks.items() if peak > limit), default=None)
+        if too_large == fits + 1:
+            return fits, peaks[fits]
+        slope = (peaks[last[1]] - peaks[last[0]]) / (last[1] - last[0])
+        guess = int((limit - peaks[last[1]]) / slope) + last[1]
+        guess = max(fits + 1, guess if too_large is None else min(guess, too_large - 1))
+        peaks[guess] = trial(head, guess)
+        last = (fits or first, guess) if guess != fits else last
 
 
 def main() -> None:
