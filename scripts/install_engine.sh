@@ -45,13 +45,14 @@ requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>
 if [[ "$engine" == vllm* ]]; then requirements+=("tyro>=0.9" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
 
 # Another list of requirements is another environment.
-recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null; } | cksum | cut -d' ' -f1)"
+recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null || true; } | cksum | cut -d' ' -f1)"
 place="$HOME_OF_ENGINES/$engine"
 
 # Prints the environment's Python; the stand-ins are this checkout's.
 hand_over() {
-    local file packages
-    for file in "$ROOT/scripts/engines/$engine/site-packages"/*; do
+    local file packages from="$ROOT/scripts/engines/$engine/site-packages"
+    # *.pth last: a Python that starts in between imports what they name.
+    for file in "$from"/*.py "$from"/*.pth; do
         [[ -f "$file" ]] || continue
         packages=("$place"/lib/python3*/site-packages)
         cmp -s "$file" "${packages[0]}/${file##*/}" && continue

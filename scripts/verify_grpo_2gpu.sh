@@ -34,7 +34,12 @@ else
     kind="$engine-cpu"
     least="${LEAST_GAIN:-0}"
 fi
-[[ "$engine" == embedded ]] || python="$("$root/scripts/install_engine.sh" "$kind")"
+memory=()
+if [[ "$engine" != embedded ]]; then
+    python="$("$root/scripts/install_engine.sh" "$kind")"
+    # On a CPU the debug checkpoint needs no more; a GPU is the engine's own, and MODEL may be large.
+    [[ "$kind" != *-cpu ]] || memory=(--inference.engine_memory_gb 0.5)
+fi
 
 source "$root/scripts/setup_env.sh"
 setup_env
@@ -56,7 +61,7 @@ run() { # $1: name, then more arguments
     NGPU=1 CONFIG_FILE="$root/train_configs/debug_cpu.toml" "$root/run_grpo.sh" --job.dump_folder "$folder/$name" \
         --job.name "$name" --model.hf_assets_path "$model" --training.steps "$steps" --training.global_batch_size 128 \
         --inference.backend "$engine" --inference.num_actors 1 --inference.startup_timeout_s 900 \
-        ${python:+--inference.engine_python "$python"} --inference.engine_memory_gb "$([[ -n "${python:-}" ]] && echo 0.5 || echo 0)" \
+        ${python:+--inference.engine_python "$python"} "${memory[@]}" \
         --weight_sync.verify probe --eval.enable false --checkpoint.enable false "$@" >"$folder/$name.log" 2>&1 || {
         tail -n 30 "$folder/$name.log" >&2
         say "$name FAILED ($folder/$name.log)"

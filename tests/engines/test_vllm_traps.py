@@ -16,15 +16,14 @@ from tests.engines.processes import ENVIRONMENT, ROOT
 from tests.engines.vllm_traps import PROBE, SCORED
 
 TOLERANCE = 1e-4
+BF16_TOLERANCE = 0.15
 WRONG = 0.1
 
 
-@pytest.fixture(scope="module")
-def results(vllm_python: Path, engine_model: Callable[..., Path]) -> dict[str, Any]:
-    """Of tests/engines/vllm_traps.py: case -> log-probs, or an error."""
-    models = [str(engine_model(tied=True, seed=seed)) for seed in (0, 1)]
+def run_cases(vllm_python: Path, models: list[Path], *cases: str, dtype: str = "float32") -> dict[str, Any]:
+    """Of tests/engines/vllm_traps.py: case -> log-probs, or an error; and what transformers says of both models."""
     done = subprocess.run(
-        [str(vllm_python), "-m", "tests.engines.vllm_traps", *models],
+        [str(vllm_python), "-m", "tests.engines.vllm_traps", *map(str, models), *cases],
         capture_output=True,
         text=True,
         timeout=500,
@@ -35,8 +34,13 @@ def results(vllm_python: Path, engine_model: Callable[..., Path]) -> dict[str, A
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    found["old"], found["new"] = (log_probs(Path(model), PROBE)[-SCORED:] for model in models)
+    found["old"], found["new"] = (log_probs(model, PROBE, dtype)[-SCORED:] for model in models)
     return found
+
+
+@pytest.fixture(scope="module")
+def results(vllm_python: Path, engine_model: Callable[..., Path]) -> dict[str, Any]:
+    return run_cases(vllm_python, [engine_model(tied=True, seed=seed) for seed in (0, 1)])
 
 
 def difference(results: dict[str, Any], case: str, weights: str = "new") -> float:
@@ -71,10 +75,22 @@ def test_a_receive_buffer_must_not_be_used_again(results: dict[str, Any]) -> Non
     assert difference(results, "reused_buffer") > WRONG
 
 
-def test_weights_are_packed_from_where_they_were_staged(results: dict[str, Any]) -> None:
+def check_in_place(results: dict[str, Any], tolerance: float) -> None:
     """Four matrices of each layer and the embedding; that memory may change once they are loaded."""
     assert results["in_place_layers"] == 4 * LAYERS + 1
-    assert difference(results, "in_place") < TOLERANCE and difference(results, "in_place", "old") > WRONG
+    assert difference(results, "in_place") < tolerance and difference(results, "in_place", "old") > WRONG + tolerance
+    assert results["in_place"] == results["copied"], "the layers hold the same either way"
+
+
+def test_weights_are_packed_from_where_they_were_staged(results: dict[str, Any]) -> None:
+    check_in_place(results, TOLERANCE)
+
+
+def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(
+    vllm_python: Path, engine_model: Callable[..., Path]
+) -> None:
+    models = [engine_model(tied=True, dtype="bfloat16", seed=seed) for seed in (0, 1)]
+    check_in_place(run_cases(vllm_python, models, "in_place", "copied", dtype="bfloat16"), BF16_TOLERANCE)
 
 
 def test_a_load_that_broke_off_is_given_up_before_the_next(results: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
 """What goes wrong in a vLLM that gets new weights, with and without the cures; one engine in this process.
 
-    {vLLM's python} -m tests.engines.vllm_traps MODEL OTHER_MODEL    prints {case: log-probs of the probe, or an error}
+    {vLLM's python} -m tests.engines.vllm_traps MODEL OTHER_MODEL [CASE …]
+        prints {case: log-probs of the probe, or an error} for these cases, by default all
 
 OTHER_MODEL holds the new weights, of the same architecture. "…_cured" is what torchtitan.inference.vllm.loading does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,6 +20,10 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
+from torchtitan.weight_sync.staging import Staging
+
 # Longer than a block of the KV cache, so that its beginning can be found there.
 PROBE = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
 # How many of its tokens are scored. (vLLM does not read its prefix cache for those whose log-probs it is asked for.)
@@ -27,13 +33,13 @@ SCORED = 8
 class Engine:
     """vLLM in this process."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, dtype: str):
         from vllm import LLM
 
         self.llm = LLM(
             model,
             enforce_eager=True,
-            dtype="float32",
+            dtype=dtype,
             max_model_len=256,
             kv_cache_memory_bytes=64 * 2**20,
             enable_prefix_caching=True,
@@ -73,26 +79,40 @@ def reusing_a_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, to
         yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-def in_one_area(weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Copies one behind the other in a trainer's order, each aligned, and the memory that they share."""
+def in_trainers_order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layer by layer, with what vLLM stacks one behind the other."""
     order = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     names = sorted(weights, key=lambda name: order.index(part) if (part := name.split(".")[-2]) in order else -1)
-    weights = {name: weights[name] for name in sorted(names, key=lambda name: name.split(".")[:3])}
-    area = torch.zeros(sum(-(-tensor.nbytes // 64) * 64 for tensor in weights.values()), dtype=torch.uint8)
-    placed, at = {}, 0
-    for name, tensor in weights.items():
-        placed[name] = area[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        at += -(-tensor.nbytes // 64) * 64
-    return area, placed
+    return {name: weights[name] for name in sorted(names, key=lambda name: name.split(".")[:3])}
 
 
-def counting(join: Callable[..., Any], joined: list[bool]) -> Callable[..., Any]:
-    """`join`, noting for each call whether it found something."""
+def received(weights: dict[str, torch.Tensor], ranks: int = 2) -> Staging:
+    """Staging memory that holds these weights, each cut by its rows over the ranks of a trainer."""
+    plans = []
+    for rank in range(ranks):
+        placed = [Placed(tuple(tensor.shape), (ranks,), (rank,), (Sharded(0),)) for tensor in weights.values()]
+        parameters = [PlacedParameter(name, place) for name, place in zip(weights, placed, strict=True)]
+        plans.append(plan_rank(parameters, rank, dtype_of(weights), 2**20))
+    staging = Staging(Layout(2**20, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))
+    for area, layout in zip(staging.memory, staging.layout.ranks, strict=True):
+        for shard in layout.shards:
+            whole = weights[staging.layout.parameters[shard.parameter].name]
+            rows = whole[shard.offset[0] : shard.offset[0] + shard.shape[0]].contiguous()
+            area[shard.byte_offset : shard.byte_offset + rows.nbytes] = rows.view(torch.uint8).numpy().tobytes()
+    return staging
 
-    def noting(*arguments: Any) -> Any:
-        result = join(*arguments)
-        joined.append(result is not None)
-        return result
+
+def dtype_of(weights: dict[str, torch.Tensor]) -> str:
+    """The type that all of them have."""
+    return str(next(iter(weights.values())).dtype).removeprefix("torch.")
+
+
+def counting(function: Callable[..., bool], count: list[bool]) -> Callable[..., bool]:
+    """`function`, adding what it returns to `count`."""
+
+    def noting(*arguments: Any) -> bool:
+        count.append(function(*arguments))
+        return count[-1]
 
     return noting
 
@@ -105,17 +125,19 @@ def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
         yield name, torch.full_like(tensor, 7.0)
 
 
-def main(model: str, other: str) -> None:
+def main(model: str, other: str, *only: str) -> None:
     from torchtitan.inference.vllm import adopting, loading
 
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
-    engine = Engine(model)
+    engine = Engine(model, dtype_of(old))
     results: dict[str, Any] = {}
 
     def record(case: str, load: Callable[[], None]) -> None:
         """Log-probs after `load`, which starts from the old weights."""
+        if only and case not in only:
+            return
         engine.load(iter(old.items()))
         engine.llm.reset_prefix_cache()
         engine.log_probs()
@@ -147,12 +169,17 @@ def main(model: str, other: str) -> None:
         engine.llm.reset_prefix_cache()
 
     def load_in_place() -> None:
-        """From one piece of memory, as it is staged, which is another version's as soon as this one is loaded."""
-        with mock.patch.object(adopting, "in_one_piece", counting(adopting.in_one_piece, adopted)):
-            area, weights = in_one_area(new)
-            engine.load(iter(weights.items()))
-        area.fill_(0x3F)
+        """From staging memory, which is another version's as soon as this one is loaded."""
+        staged = received(in_trainers_order(new)).assemble()
+        with mock.patch.object(adopting, "_adopt", counting(adopting._adopt, adopted)):
+            engine.load(iter(staged.items()))
+        for tensor in staged.values():
+            tensor.fill_(7.0)
         engine.llm.reset_prefix_cache()
+
+    def load_copied() -> None:
+        with mock.patch.object(loading, "adopting_weights", contextlib.nullcontext):
+            load_all()
 
     adopted: list[bool] = []
     results["first"] = engine.log_probs()
@@ -164,6 +191,7 @@ def main(model: str, other: str) -> None:
     record("reused_buffer", load_from_a_buffer)
     record("in_place", load_in_place)
     results["in_place_layers"] = sum(adopted)
+    record("copied", load_copied)
     record("after_a_failure", load_after_a_failure)
     record("after_a_failure_uncured", lambda: with_leftovers(engine, load_after_a_failure))
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
@@ -187,4 +215,4 @@ def plainly(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

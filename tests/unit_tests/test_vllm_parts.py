@@ -1,10 +1,13 @@
-"""Our side of vLLM without vLLM: dialect, mailbox, token, spread over ranks, command lines."""
+"""Our side of vLLM without vLLM: dialect, mailbox, token, spread over ranks, adopted weights, command lines."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
+import inspect
 import os
+import re
 import socket
 import sys
 import threading
@@ -133,7 +136,7 @@ def test_what_is_offered_is_taken_and_its_end_comes_back(error: str | None) -> N
     thread, ends = offering(mailbox)
     assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
     assert thread.is_alive()
-    mailbox.finish(error)
+    assert mailbox.finish(error)
     thread.join(10)
     assert ends == [None] if error is None else isinstance(ends[0], RuntimeError) and error in str(ends[0])
 
@@ -176,12 +179,29 @@ def test_a_load_that_does_not_end_is_no_refusal() -> None:
     mailbox.take("e1", 3, "d3", 10.0)
     thread.join(10)
     assert isinstance(ends[0], RuntimeError) and not isinstance(ends[0], WeightsRefused)
-    mailbox.finish(None)  # too late: nobody waits, and the next one is not taken for this one
+    assert not mailbox.finish(None)  # too late: nobody waits, and the next one is not taken for this one
     thread, ends = offering(mailbox)
     mailbox.take("e1", 3, "d3", 10.0)
     time.sleep(0.05)
     assert thread.is_alive()
     mailbox.finish(None)
+    thread.join(10)
+    assert ends == [None]
+
+
+def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:
+    mailbox = Mailbox()
+    thread, _ = offering(mailbox, load=0.05)
+    mailbox.take("e1", 3, "d3", 10.0)
+    thread.join(10)
+    thread, ends = offering(mailbox)
+    while mailbox._staged is None:
+        time.sleep(0.001)
+    assert not mailbox.finish(None), "what was taken was given up, and what is offered was not taken"
+    mailbox.take("e1", 3, "d3", 10.0)
+    time.sleep(0.05)
+    assert thread.is_alive(), "it is not loaded yet"
+    assert mailbox.finish(None)
     thread.join(10)
     assert ends == [None]
 
@@ -305,6 +325,141 @@ def test_one_rank_needs_no_collectives() -> None:
         Spread(group, torch.device("cpu"), None, "lost")
 
 
+# Adopted weights
+
+
+class Linear(torch.nn.Module):
+    """As vLLM's: its weight's loader is a method of its own, and is kept while the weight is not there."""
+
+    tp_size = 1
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, 4), requires_grad=False)
+        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        self.quant_method = Unquantized()
+
+    def weight_loader(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        raise AssertionError("nothing was to be copied")
+
+
+class Unquantized:
+    pass
+
+
+def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
+    info.materialized = True
+
+
+def vllm_with(materialize: Any) -> dict[str, Any]:
+    """Modules of a vLLM, as far as adopting.py knows them."""
+    layers, reload = "vllm.model_executor.layers", "vllm.model_executor.model_loader.reload"
+    names = ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+    layerwise = SimpleNamespace(_get_original_loader=lambda weight: weight.weight_loader)
+    if materialize is not None:
+        layerwise.materialize_layer = materialize
+    other = type("Other", (), {})
+    return {
+        f"{layers}.linear": SimpleNamespace(
+            **dict.fromkeys(names, Linear), RowParallelLinear=other, UnquantizedLinearMethod=Unquantized
+        ),
+        f"{layers}.vocab_parallel_embedding": SimpleNamespace(
+            UnquantizedEmbeddingMethod=other, VocabParallelEmbedding=other
+        ),
+        reload: SimpleNamespace(layerwise=layerwise),
+        f"{reload}.layerwise": layerwise,
+        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace()),
+    }
+
+
+def adopting_in(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchtitan.inference.vllm.adopting as it is imported in this vLLM."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "torchtitan.inference.vllm.adopting"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    specification = importlib.util.find_spec(name)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def waiting_for(layer: Linear, *pieces: tuple[Any, torch.Tensor]) -> SimpleNamespace:
+    """vLLM's record of a layer that all has come for."""
+    bind = inspect.signature(layer.weight_loader).bind
+    return SimpleNamespace(loaded_weights=[("weight", bind(layer.weight, piece, shard)) for shard, piece in pieces])
+
+
+def test_a_layer_takes_what_lies_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = vllm_with(materialize_layer)
+    adopting = adopting_in(modules, monkeypatch)
+    layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
+    area = torch.arange(32.0).view(8, 4)
+    layer = Linear(8)
+    info = waiting_for(layer, ("k", area[4:6]), ("v", area[6:]), ("q", area[:4]))
+    with adopting.adopting_weights():
+        layerwise.materialize_layer(layer, info)
+    assert layerwise.materialize_layer is materialize_layer
+    assert info.materialized and info.loaded_weights == [] and layer.weight.data_ptr() == area.data_ptr()
+    assert torch.equal(layer.weight, area)
+
+
+def other_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.copy_(loaded_weight.flip(0))
+
+
+def use_other_loader(layer: Linear) -> None:
+    layer.weight.weight_loader = other_loader  # type: ignore[attr-defined]
+
+
+def use_other_layers_loader(layer: Linear) -> None:
+    layer.weight.weight_loader = Linear(8).weight_loader  # type: ignore[attr-defined]
+
+
+def be_split(layer: Linear) -> None:
+    layer.tp_size = 2
+
+
+def have_more_rows(layer: Linear) -> None:
+    layer.weight.data = torch.zeros(16, 4)
+
+
+def have_another_type(layer: Linear) -> None:
+    layer.weight.data = torch.zeros(8, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change", [use_other_loader, use_other_layers_loader, be_split, have_more_rows, have_another_type]
+)
+def test_other_layers_are_loaded_by_their_loaders(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopting = adopting_in(vllm_with(materialize_layer), monkeypatch)
+    layer = Linear(8)
+    info = waiting_for(layer, (None, torch.ones(8, 4)))
+    change(layer)
+    assert not adopting._adopt(layer, info)
+    assert len(info.loaded_weights) == 1 and not bool(layer.weight.any())
+
+
+@pytest.mark.parametrize(
+    ("materialize", "why"),
+    [(None, "materialize_layer"), (lambda layer: None, "takes \\['layer'\\]")],
+    ids=["not there", "other arguments"],
+)
+def test_a_vllm_that_loads_otherwise_is_left_as_it_is(
+    materialize: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = vllm_with(materialize)
+    adopting = adopting_in(modules, monkeypatch)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            with adopting.adopting_weights():
+                layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
+                assert getattr(layerwise, "materialize_layer", None) is materialize
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and re.search(why, record.getMessage())
+
+
 # Command lines
 
 
@@ -371,8 +526,16 @@ def test_what_runs_inside_vllm_imports_little() -> None:
 
     code = (
         "import sys, torchtitan.inference.vllm.mailbox, torchtitan.inference.vllm.spreading, "
-        "torchtitan.inference.vllm.middleware, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker\n"
-        "ours = {m.split('.')[0] for m in sys.modules}\n"
+        "torchtitan.inference.vllm.middleware, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
+        "torchtitan.inference.base_weights, torchtitan.tools.freed_memory\n"
+        # This one registers our backend as soon as it is imported.
+        "from unittest import mock\n"
+        "factory = 'vllm.distributed.weight_transfer.factory'\n"
+        "with mock.patch.dict(sys.modules, {factory: mock.MagicMock()}):\n"
+        "    import torchtitan.inference.vllm.extension\n"
+        "    del sys.modules[factory]\n"
+        "    imported = list(sys.modules)\n"
+        "ours = {m.split('.')[0] for m in imported}\n"
         "print(sorted(ours & {'transformers', 'aiohttp', 'tyro', 'safetensors', 'rich', 'matplotlib', 'vllm'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

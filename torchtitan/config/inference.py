@@ -13,6 +13,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.servers import SCHEME, slurm_urls
 from torchtitan.errors import UserError
 from torchtitan.inference.cores import actor_cores
+from torchtitan.tools.gpus import has_gpu
 
 # Per backend the routes of weights that there are.
 ROUTES = {
@@ -158,11 +159,6 @@ def probe_tolerance(config: JobConfig) -> float:
         return config.weight_sync.probe_tolerance
     types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
     return 0.03 if "bfloat16" in types else 0.001
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, by its driver's device files."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 def is_loopback(host: str) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+from torchtitan.tools.gpus import VARIABLE, count_gpus
 
 
 def visible_devices() -> list[str]:
@@ -16,7 +14,7 @@ def visible_devices() -> list[str]:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return [name for name in named.split(",") if name.strip()]
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return [str(number) for number in range(count_gpus())]
 
 
 def engine_devices(config: JobConfig, number: int) -> dict[str, str]:

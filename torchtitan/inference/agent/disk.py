@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import struct
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# In each agent's folder: the process and the machine that it belongs to.
+OWNER = "owner"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
@@ -37,7 +40,7 @@ class DiskHandOver:
             Path(options.disk_path).mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchtitan-{options.name}-", dir=parent))
         # An agent that is killed cannot remove what it wrote: whoever comes next does.
-        (self._folder / "pid").write_text(str(os.getpid()))
+        (self._folder / OWNER).write_text(f"{os.getpid()} {socket.gethostname()}")
         remove_abandoned(self._folder.parent)
         self._ready: Path | None = None
 
@@ -95,13 +98,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders of agents of this machine that are gone."""
+    """Remove the folders of agents of this machine that are gone. Other machines may have theirs here too."""
     for folder in parent.glob("torchtitan-*-*"):
         with contextlib.suppress(OSError, ValueError):
-            owner = int((folder / "pid").read_text())
+            process, host = (folder / OWNER).read_text().split(" ", 1)
+            if host != socket.gethostname():
+                continue
             try:
-                os.kill(owner, 0)
+                os.kill(int(process), 0)
             except ProcessLookupError:
                 shutil.rmtree(folder, ignore_errors=True)
-            except PermissionError:
-                continue

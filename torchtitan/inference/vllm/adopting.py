@@ -3,67 +3,96 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers import linear
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import layerwise
-from vllm.platforms import current_platform
 
-# Layers whose weight is that of the checkpoint, or several of them one below the other.
-LAYERS = (
-    linear.ReplicatedLinear,
-    linear.ColumnParallelLinear,
-    linear.MergedColumnParallelLinear,
-    linear.QKVParallelLinear,
-    linear.RowParallelLinear,
-    VocabParallelEmbedding,
-)
-METHODS = (linear.UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+logger = logging.getLogger(__name__)
+
+try:
+    # Names of vLLM 0.32, not all of them public: without them weights are loaded all the same, with one copy more.
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        ReplicatedLinear,
+        RowParallelLinear,
+        UnquantizedLinearMethod,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, materialize_layer
+    from vllm.platforms import current_platform
+except ImportError as error:
+    UNKNOWN = str(error)
+else:
+    taken = list(inspect.signature(materialize_layer).parameters)
+    UNKNOWN = "" if taken == ["layer", "info"] else f"materialize_layer takes {taken}"
+    # Layers whose weight is that of the checkpoint, or several of them one below the other.
+    LAYERS = (
+        ReplicatedLinear,
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+    )
+    METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 POSITIONS = {None: 0, "q": 0, "k": 1, "v": 2}
 
 
 @contextlib.contextmanager
 def adopting_weights() -> Iterator[None]:
     """Inside, a layer that is materialized to be loaded takes the tensors that wait for it as its own, where they lie
-    in memory as it wants them; what vLLM does next with it copies them. Elsewhere, and in a vLLM without that function,
+    in memory as it wants them; what vLLM does next with it copies them. Elsewhere, and in a vLLM that loads otherwise,
     nothing changes.
     """
-    materialize = getattr(layerwise, "materialize_layer", None)
-    # zentorch may go on computing with the weight that it was given.
-    if materialize is None or getattr(current_platform, "is_zen_cpu", bool)():
+    if not _can_adopt():
         yield
         return
 
     def materialize_and_adopt(layer: nn.Module, info: Any) -> None:
-        materialize(layer, info)
+        materialize_layer(layer, info)
         _adopt(layer, info)
 
     layerwise.materialize_layer = materialize_and_adopt
     try:
         yield
     finally:
-        layerwise.materialize_layer = materialize
+        layerwise.materialize_layer = materialize_layer
 
 
-def _adopt(layer: nn.Module, info: Any) -> None:
+@functools.cache
+def _can_adopt() -> bool:
+    """Whether this vLLM loads as it is expected here, and may be helped; said once where it loads otherwise."""
+    if UNKNOWN:
+        logger.info("weights are not packed from where they were staged, but copied first: %s", UNKNOWN)
+        return False
+    # zentorch may go on computing with the weight that it was given.
+    return not getattr(current_platform, "is_zen_cpu", bool)()
+
+
+def _adopt(layer: nn.Module, info: Any) -> bool:
+    """Make what waits for the layer's weight that weight, where this can be done. Returns whether it was."""
     if type(layer) not in LAYERS or type(layer.quant_method) not in METHODS or getattr(layer, "tp_size", 0) != 1:
-        return
-    waiting = [call for name, call in info.loaded_weights if name == "weight"]
-    pieces = _in_order(waiting)
-    joined = None if pieces is None else in_one_piece(pieces)
+        return False
     weight = layer.weight
-    if joined is not None and (joined.shape, joined.dtype, joined.device) == (
-        weight.shape,
-        weight.dtype,
-        weight.device,
-    ):
-        weight.data = joined
-        info.loaded_weights = [(name, call) for name, call in info.loaded_weights if name != "weight"]
+    # A loader that a model or a platform has put there may do more than place rows.
+    if getattr(_get_original_loader(weight), "__self__", None) is not layer:
+        return False
+    pieces = _in_order([call for name, call in info.loaded_weights if name == "weight"])
+    joined = None if pieces is None else in_one_piece(pieces)
+    wanted = (weight.shape, weight.dtype, weight.device)
+    if joined is None or (joined.shape, joined.dtype, joined.device) != wanted:
+        return False
+    weight.data = joined
+    info.loaded_weights = [(name, call) for name, call in info.loaded_weights if name != "weight"]
+    return True
 
 
 def _in_order(calls: Sequence[inspect.BoundArguments]) -> list[torch.Tensor] | None:

@@ -151,9 +151,9 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             error = repr(failure)
         spread.drain()
         error = spread.agree(error)
-        if error is None:
+        # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
+        if self._mailbox.finish(error) and error is None:
             self._holds = Served(update_info.epoch, update_info.version, update_info.digest)
-        self._mailbox.finish(error)
         if error is not None:
             raise RuntimeError(error)
 

@@ -11,6 +11,7 @@ from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.tools.gpus import has_gpu
 
 GIGABYTE = 2**30
 # Its own way of taking weights. Options that are handed through come after it, and so count.
@@ -82,11 +83,6 @@ class VLLM:
 def default_memory_gb() -> float:
     """KV cache of an actor on a CPU, where nothing else is said: an eighth of what is free, at most 4 GiB."""
     return min(4.0, psutil.virtual_memory().available / GIGABYTE / 8)
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that processes may use (without importing torch)."""
-    return os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 ENGINE = VLLM()

@@ -72,11 +72,15 @@ class Mailbox:
             assert self._staged is not None
             return self._staged
 
-    def finish(self, error: str | None) -> None:
-        """The engine's thread: it has loaded what it took, or why not."""
+    def finish(self, error: str | None) -> bool:
+        """The engine's thread: it has loaded what it took, or why not. Returns whether its offer still waited."""
         with self._changed:
-            self._finished, self._error = True, error
-            self._changed.notify_all()
+            waited = self._staged is not None and self._taken
+            # An offer that came after the one that was taken must not be told that it is loaded.
+            if waited:
+                self._finished, self._error = True, error
+                self._changed.notify_all()
+            return waited
 
     def close(self, reason: str) -> None:
         """Nothing is handed over any more; whoever waits is told why."""
