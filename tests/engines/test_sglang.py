@@ -29,6 +29,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorHandler, ActorHealth, RequestRefused
+from torchtitan.inference.sglang.transfer import TransferDialect
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.weight_sync.facade import WeightSync
@@ -271,7 +272,9 @@ def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, process
             for seed in (3, 4):
                 other.wait_for_version(trainer.publish(seed), trainer.epoch)
                 check_against_transformers(other, trainer)
-    assert other.ask(lambda handler: handler.capabilities(20.0)).route == "engine"
+    capabilities = other.ask(lambda handler: handler.capabilities(20.0))
+    # What this has tried: many parameters as one broadcast.
+    assert capabilities.route == "engine" and TransferDialect(capabilities.version).flattened
 
 
 @pytest.mark.parametrize("route", ["agent", "engine"])

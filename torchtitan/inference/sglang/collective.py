@@ -1,14 +1,13 @@
-"""A version into SGLang by its own weight group: the agent broadcasts, parameter by parameter.
+"""A version into SGLang by its own weight group: the agent broadcasts, bucket by bucket.
 
 Weaker than files: what the engine got is not checked by anybody, and a failure half-way leaves half a version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterator, Mapping
-
-import torch
+from typing import Any
 
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
@@ -16,10 +15,8 @@ from torchtitan.inference.agent.group import Alongside, WeightGroup
 from torchtitan.inference.agent.process import WILDCARDS
 from torchtitan.inference.base_weights import outlines
 from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.inference.sglang.transfer import TransferDialect, buckets
 from torchtitan.weight_sync.staging import StagedVersion
-
-# The engine allocates all tensors of one order before it loads them.
-ORDER_BYTES = 512 * 2**20
 
 
 class CollectiveHandOver:
@@ -32,6 +29,7 @@ class CollectiveHandOver:
         self._host, self._ranks = WILDCARDS.get(options.host, options.host), options.tensor_parallel_size
         self._group: WeightGroup | None = None
         self._name = ""
+        self._dialect = TransferDialect("")
 
     def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
         """Nothing has to be told to the engine."""
@@ -39,22 +37,28 @@ class CollectiveHandOver:
     def prepare(self, staged: StagedVersion, label: str) -> None:
         if self._group is not None:
             return
+        # Asked for every group: a server that somebody else started may have been started anew as another version.
+        self._dialect = TransferDialect(self._control.version())
         self._name = f"torchtitan-{secrets.token_hex(6)}"
 
         def invite(port: int) -> None:
             body = {"master_address": self._host, "master_port": port, "rank_offset": 1}
+            # Also with GPUs, where SGLang copies to its own: NCCL would need one that no worker has, and nobody tried.
             body |= {"world_size": self._ranks + 1, "group_name": self._name, "backend": "gloo"}
-            self._control.order("/init_weights_update_group", body, self._timeout_s)
+            self._order("/init_weights_update_group", body)
 
         self._group = WeightGroup(self._name, self._host, self._ranks, self._timeout_s, invite)
 
     def load(self, staged: StagedVersion, label: str) -> None:
         assert self._group is not None
-        orders = list(_orders(staged.tensors))
+        portions = list(buckets(outlines(staged.tensors)))
         try:
-            for number, names in enumerate(orders):
-                last = number == len(orders) - 1
-                self._send(self._group, staged, names, label if last else None)
+            if self._dialect.sessions:
+                self._begin()
+            for names in portions:
+                self._send(self._group, staged, names, label if names is portions[-1] else None)
+            if self._dialect.sessions:
+                self._order("/end_weight_update", {})
         except BaseException:
             self._drop_group()
             raise
@@ -62,22 +66,30 @@ class CollectiveHandOver:
     def close(self) -> None:
         self._drop_group()
 
+    def _begin(self) -> None:
+        try:
+            self._order("/begin_weight_update", {})
+        except EngineError:
+            # An update that broke off, this agent's or another's, has left one open.
+            with contextlib.suppress(EngineError):
+                self._order("/end_weight_update", {})
+            self._order("/begin_weight_update", {})
+
     def _send(self, group: WeightGroup, staged: StagedVersion, names: list[str], label: str | None) -> None:
-        tensors = [staged.tensors[name] for name in names]
-        body = {
-            "names": names,
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
+        tensors = {name: staged.tensors[name] for name in names}
+        pieces = self._dialect.pieces(tensors)
+        body = self._dialect.update(tensors) | {
             "group_name": self._name,
             # A flush that finds requests running ends SGLang's scheduler: the cache is reset by an order of its own.
             "flush_cache": False,
             "weight_version": label,
         }
-        with Alongside(
-            lambda: self._control.order("/update_weights_from_distributed", body, self._timeout_s)
-        ) as loading:
-            group.broadcast(tensors)
+        with Alongside(lambda: self._order("/update_weights_from_distributed", body)) as loading:
+            group.broadcast(pieces)
             loading.result(self._timeout_s)
+
+    def _order(self, path: str, body: dict[str, Any]) -> None:
+        self._control.order(path, body, self._timeout_s)
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
@@ -85,19 +97,6 @@ class CollectiveHandOver:
             return
         group.close()
         try:
-            self._control.order("/destroy_weights_update_group", {"group_name": self._name}, self._timeout_s)
+            self._order("/destroy_weights_update_group", {"group_name": self._name})
         except EngineError:
             return  # the engine may be gone, or have lost the group as we have
-
-
-def _orders(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Names in portions of at most ORDER_BYTES, one at least."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in outlines(tensors).items():
-        if names and size + tensor.nbytes > ORDER_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names

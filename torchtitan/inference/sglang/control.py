@@ -39,6 +39,10 @@ class SGLangControl:
         )
         return EngineFacts(capabilities, int(data.get("tp_size", 1)), can_wait=False)
 
+    def version(self) -> str:
+        """What it says it is."""
+        return str(self._server_info(self.timeout_s).get("version", ""))
+
     def check_health(self, timeout_s: float) -> None:
         # /health samples a token, which a paused engine does not; this question goes to its scheduler too.
         self._server_info(timeout_s)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.tools.gpus import has_gpu
 
 # Arguments with a meaning of their own to us, which the engine's own may still override.
 CPU_ARGUMENTS = (
@@ -66,11 +65,6 @@ class SGLang:
         from torchtitan.inference.sglang.disk import SGLangDiskHandOver
 
         return SGLangDiskHandOver(control, options)
-
-
-def has_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU that processes may use (without importing torch)."""
-    return os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 ENGINE = SGLang()
