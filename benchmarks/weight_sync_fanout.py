@@ -130,7 +130,9 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=12, help="counted versions")
     parser.add_argument("--megabytes", type=int, default=4, help="size of a version")
     options = parser.parse_args()
-    versions = 2 if options.quick else options.versions
+    if options.quick:
+        options.versions, options.megabytes = 2, 1
+    versions = options.versions
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="fanout-") as folder:
         for relay in (True, False):
@@ -147,6 +149,7 @@ def main() -> int:
         "egress_growth_4_to_16_without_relay": figures["egress_mb_direct_16"] / figures["egress_mb_direct_4"],
     }
     conditions = {
+        "quick": options.quick,
         "versions": versions,
         "version_mb": 2 * (options.megabytes << 17) * 4 / 1e6,
         "relay_fanout": WeightSyncConfig().relay_fanout,

@@ -49,6 +49,10 @@ BARS = {
     "publish_step_ratio": ("<=", 1.05),
     "sync_stall_p50_share": ("<=", 0.01),
     "sync_stall_p99_share": ("<=", 0.05),
+    # What the other figures are worth: the actor was frozen nearly always, and versions went out all the same.
+    "frozen_share_of_steps": (">=", 0.9),
+    "published_share_healthy": (">=", 0.95),
+    "published_share_frozen": (">=", 0.95),
 }
 ACTORS = 3
 CONDITIONS = ("none", "healthy", "frozen")

@@ -28,6 +28,7 @@ KEYS = {
     "weight_sync_snapshot": {"snapshot_ratio"},
     "weight_sync_bandwidth": {"share_of_socket", "times_faster_than_broadcast"},
     "weight_sync_plan": {"plan_s", "growth_per_version"},
+    "weight_sync_fanout": {"egress_growth_4_to_16", "egress_mb_relay_16"},
 }
 SHARES = {"frozen_share_of_steps", "published_share_healthy", "published_share_async"}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

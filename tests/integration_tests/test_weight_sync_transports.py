@@ -30,6 +30,7 @@ from torchtitan.errors import UserError
 from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+from torchtitan.weight_sync.transports.collective import CollectiveSendCarrier
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
 
 TOKEN, EPOCH = "a-token-of-this-test", "e1-test"
@@ -256,6 +257,27 @@ def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_pa
     assert result == [{"corrupt": True, "in order": True, "last": True}, None]
     layouts = [json.loads((tmp_path / "weight_sync" / f"layout-rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(layout["checksum"] == "sum" for layout in layouts)
+
+
+def test_communicators_are_made_before_there_is_a_version(tmp_path: Path) -> None:
+    engine = Served()
+    with running_job(tmp_path, transport="nccl") as job:
+        job.receive("a", engine)
+        courier = job.sync._courier
+        assert isinstance(courier, CourierThread)
+        links = courier._courier._links
+
+        def made() -> CollectiveSendCarrier | None:
+            carrier = links["a", 0, 0]._carrier if links else None
+            return carrier if isinstance(carrier, CollectiveSendCarrier) and carrier._ready else None
+
+        job.wait_for(lambda: made() is not None)
+        ahead = made()
+        assert job.sync.published_version is None
+        job.step()
+        assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
+        assert made() is ahead, "the version went over another communicator"
+    assert engine.versions == [0]
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,18 @@ import torch
 
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import courier_thread
+from torchtitan.weight_sync import courier as real_courier
+from torchtitan.weight_sync import courier_thread, launch
 from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.facade import WeightSync
+from torchtitan.weight_sync.publisher import Publisher
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Courier:
@@ -50,13 +61,59 @@ def test_a_courier_that_cannot_be_made_is_told_and_leaves_no_bell(
 
     if how_often == 0:
         with pytest.raises(OSError, match="no layout file"):
-            CourierThread("courier", arguments, "token", 3)
+            CourierThread("courier", arguments, "token", 3, lambda: 0)
     else:
-        courier = CourierThread("courier", arguments, "token", 3)
+        courier = CourierThread("courier", arguments, "token", 3, lambda: 0)
         courier._thread.join(20)
         assert "cannot be started again" in courier.failure and "no layout file" in courier.failure
         courier.close(time.monotonic() + 1)
     assert bells[-1].fileno() == -1, "the bell that it was made with is still open"
+
+
+@pytest.mark.parametrize("what", ["loop", "checksums"])
+def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two seconds without a beat are a hang, and half a second is the longest checksum.
+    monkeypatch.setattr(real_courier, "PARENT_CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(real_courier, "CHECKSUM_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "FROZEN_LOOKS", 40)
+    publisher = Publisher(
+        {"p": torch.zeros(64)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path
+    )
+    layout_file = tmp_path / "layout.json"
+    layout_file.write_text(json.dumps(publisher.layout.to_json()))
+    released = threading.Event()
+
+    def arguments() -> dict[str, Any]:
+        return {
+            "rank": 0, "world_size": 1, "epoch": "e", "coordinator": "127.0.0.1:1", "progress_timeout_s": 5.0,
+            "transport": "tcp", "streams": 1, "options": {}, "layout_file": str(layout_file),
+            "slots": publisher.slots, "bell": publisher.courier_bell.dup(),
+        }  # fmt: skip
+
+    def hang(*_: object) -> str:
+        assert released.wait(60)
+        return ""
+
+    courier = CourierThread("courier", arguments, "token", 3, lambda: publisher.slots.pulse)
+    try:
+        wait_for(lambda: publisher.slots.pulse > 3)
+        assert not courier.failure
+        if what == "loop":
+            courier._courier._loop.call_from_thread(hang)  # type: ignore[arg-type]
+        else:
+            monkeypatch.setattr(courier._courier, "_checksum", hang)
+            assert publisher.reserve()
+            publisher.snapshot(version=0, serial=1)
+        wait_for(lambda: bool(courier.failure))
+        assert "courier has shown no sign of life for 2 s" in courier.failure
+        still = publisher.slots.pulse
+        released.set()
+        wait_for(lambda: publisher.slots.pulse > still)
+    finally:
+        released.set()
+        courier.close(time.monotonic() + 10)
+        publisher.close()
 
 
 def test_a_wait_ends_when_the_coordinator_is_given_up(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from array import array
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -54,11 +55,12 @@ def run_chunk(first: int) -> tuple[array[int], Counter[str], str]:
     return orders, counts, ""
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(300)
 def test_a_hundred_thousand_orders_of_events(capsys: pytest.CaptureFixture[str]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     distinct: set[int] = set()
     counts: Counter[str] = Counter()
+    begun = time.monotonic()
     firsts = range(FIRST_SEED, FIRST_SEED + CHUNKS * CHUNK, CHUNK)
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         for orders, events, failure in pool.map(run_chunk, firsts):
@@ -69,7 +71,8 @@ def test_a_hundred_thousand_orders_of_events(capsys: pytest.CaptureFixture[str])
             counts.update(events)
     with capsys.disabled():
         journal = ", ".join(f"{number} {event}" for event, number in sorted(counts.items()))
-        print(f"\n{len(distinct)} distinct orders of events from seed {FIRST_SEED} on: {journal}")
+        seconds = f"{time.monotonic() - begun:.0f} s on {cores} cores"
+        print(f"\n{len(distinct)} distinct orders of events from seed {FIRST_SEED} on in {seconds}: {journal}")
     assert len(distinct) >= DISTINCT
     assert min(counts[event] for event in ("applied", "abort", "evict", "poisoned", "injected")) > 1000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,10 +39,15 @@ POLL_S = 0.05
 OWED_POLL_S = 0.01
 # Without free slots an owed version is not tried again for this long.
 SNAPSHOT_PAUSE_S = 0.25
+# How long prompts may go on to an actor that the weight coordinator has evicted, however long a training step is.
+EVICTION_LOOK_S = 0.1
 
 
 class Director:
     """Context manager; lives on rank 0 only."""
+
+    _watch: concurrent.futures.Future[None] | None = None
+    """Ends by itself only with an error"""
 
     def __init__(self, config: JobConfig, run_dir: Path, epoch: str, token: str, signals: SignalFlags):
         self.config = config
@@ -58,6 +64,7 @@ class Director:
         self._newest = 0
         """The newest version that was snapshotted for the actors"""
         self._evictions: dict[str, int] = {}
+        self._closed = threading.Event()
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
@@ -107,6 +114,7 @@ class Director:
         self._closing.callback(self._draw_report)
         if self.rollout.has_actors:
             self.rollout.connect_weights(weights.coordinator_address)
+            self._start_watch()
 
     def start(self, version: int) -> None:
         """Start the rollouts of version `version`, which has just been published, and an evaluation if one is due.
@@ -128,7 +136,8 @@ class Director:
         """
         give_up = time.monotonic() + self._keep_alive_s
         while True:
-            self._note_evictions(self.weights.actors())
+            if self._watch is not None and self._watch.done():
+                self._watch.result()
             owed = self.weights.owed is not None
             generates = self.rollout.rounds is not None and self.rollout.rounds.wanted(self._newest)
             if self.signals.stop_requested:
@@ -209,6 +218,17 @@ class Director:
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
         self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
+
+    def _start_watch(self) -> None:
+        """Watch the actors from a thread: during a training step nobody asks for orders, and prompts go out."""
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evictions")
+        self._closing.callback(executor.shutdown)
+        self._closing.callback(self._closed.set)
+        self._watch = executor.submit(self._watch_actors)
+
+    def _watch_actors(self) -> None:
+        while not self._closed.wait(EVICTION_LOOK_S):
+            self._note_evictions(self.weights.actors())
 
     def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
         """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too, and

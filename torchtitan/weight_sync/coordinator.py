@@ -191,12 +191,12 @@ class Coordinator:
         self._sessions += 1
         name, session = fields["actor"], self._sessions
         self._actors[name, session] = connection
-        connection.on_message = partial(self._on_actor_message, name, session, len(fields["data"]))
+        connection.on_message = partial(self._on_actor_message, name, session, fields["data"])
         connection.on_close = partial(self._on_actor_lost, name, session)
         self._execute(self.machine.actor_joined(name, session, fields, time.monotonic()))
 
     def _on_actor_message(
-        self, name: str, session: int, workers: int, _connection: Connection, message: Message
+        self, name: str, session: int, data: list[str], _connection: Connection, message: Message
     ) -> None:
         if message["type"] == "sent":
             self._write_sent(message, {"source": name})
@@ -204,8 +204,11 @@ class Coordinator:
         if message["type"] not in ACTOR_MESSAGES:
             raise ProtocolError(f"an actor does not send {message['type']!r}")
         parts = message.get("parts") if message["type"] == "ready" else None
-        if parts is not None and len(parts) != workers:
-            raise ProtocolError(f"an actor of {workers} workers says {len(parts)} parts")
+        if parts is not None and len(parts) != len(data):
+            raise ProtocolError(f"an actor of {len(data)} workers says {len(parts)} parts")
+        if message["type"] == "ready":
+            # Nothing is decided by it: a courier that does not connect now does when it is told to send.
+            self._to_couriers(ToCourier(None, {"type": "connect", "actor": name, "data": data}))
         self._execute(self.machine.actor_message(name, session, message, time.monotonic()))
 
     def _write_sent(self, message: Message, sender: Message) -> None:

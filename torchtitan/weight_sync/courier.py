@@ -44,6 +44,8 @@ logger = logging.getLogger("torchtitan.weight_sync.courier")
 
 RETRY_SECONDS = 0.1
 PARENT_CHECK_SECONDS = 1.0
+# One bucket takes a fraction of a second: a checksum thread that is at one for longer hangs, and so does the courier.
+CHECKSUM_SECONDS = 60.0
 
 
 @dataclass
@@ -83,6 +85,8 @@ class Courier:
         """By attempt"""
         self._checksums: dict[int, list[str]] = {}
         self._hashing: set[int] = set()
+        self._bucket_begun: float | None = None
+        """When the checksum thread began what it is at"""
         self._to_hash: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         self._failed_serial = 0
         self._misses = self._slots.misses
@@ -140,9 +144,14 @@ class Courier:
 
     def _check_parent(self) -> None:
         self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
-        self._slots.beat()
+        if self._checksums_go_on():
+            self._slots.beat()
         if os.getppid() != self._parent:
             self._loop.stop()
+
+    def _checksums_go_on(self) -> bool:
+        begun = self._bucket_begun
+        return begun is None or time.monotonic() - begun < CHECKSUM_SECONDS
 
     def _rung(self, _events: int) -> None:
         try:
@@ -176,9 +185,14 @@ class Courier:
         try:
             while (item := self._to_hash.get()) is not None:
                 serial, index, version = item
+                self._bucket_begun = time.monotonic()
                 faults.at("checksum", version=version, rank=self.rank)
                 memory, step = self._slots.slot(index), self.layout.bucket_bytes
-                sums = [self._checksum(memory[start : start + step]) for start in range(0, len(memory), step)]
+                sums = []
+                for start in range(0, len(memory), step):
+                    self._bucket_begun = time.monotonic()
+                    sums.append(self._checksum(memory[start : start + step]))
+                self._bucket_begun = None
                 self._loop.call_from_thread(partial(self._hashed, serial, sums))
         except Exception as error:
             self._loop.call_from_thread(partial(self._hash_failed, error))
@@ -278,6 +292,8 @@ class Courier:
             self._abort(message["attempt"])
         elif kind == "release":
             self._keeper.end_lease(message["attempt"])
+        elif kind == "connect":
+            self._connect_ahead(message)
         elif kind == "forget":
             self._drop_links([key for key in self._links if key[0] == message["actor"]])
         elif kind != "pong":
@@ -311,10 +327,20 @@ class Courier:
             base_memory = self._slots.slot(filled[base][0])
             assert isinstance(memory, memoryview) and isinstance(base_memory, memoryview)
             delivery.deltas, delivery.base_serial = self._deltas.version((serial, base), memory, base_memory), base
-        for worker, address in enumerate(message["data"]):
-            for stream in range(self._settings.streams):
-                self._hold(delivery, worker, stream)
-                self._link(actor, worker, stream, address).send(delivery)
+        for link in self._links_to(actor, message["data"]):
+            self._hold(delivery, link.worker, link.stream)
+            link.send(delivery)
+
+    def _connect_ahead(self, message: Message) -> None:
+        # A communicator takes long to make; other connections can wait for the first version. A rank whose parameters
+        # are all sent by others needs none.
+        if self._settings.transport == "nccl" and self.layout.ranks[0].slot_bytes:
+            for link in self._links_to(message["actor"], message["data"]):
+                link.connect()
+
+    def _links_to(self, actor: str, data: list[str]) -> list[Link]:
+        streams = range(self._settings.streams)
+        return [self._link(actor, worker, stream, data[worker]) for worker in range(len(data)) for stream in streams]
 
     def _link(self, actor: str, worker: int, stream: int, address: str) -> Link:
         link = self._links.get((actor, worker, stream))

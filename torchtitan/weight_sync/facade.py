@@ -163,7 +163,7 @@ class WeightSync:
             def with_slots() -> dict[str, Any]:
                 return {**arguments, "slots": slots, "bell": self._publisher.courier_bell.dup()}
 
-            return CourierThread(name, with_slots, self.token, config.max_restarts)
+            return CourierThread(name, with_slots, self.token, config.max_restarts, lambda: slots.pulse)
         assert isinstance(slots, SharedSlots)
         arguments |= {
             "num_slots": slots.count,
@@ -202,10 +202,6 @@ class WeightSync:
 
     def make_room(self) -> None:
         """Actors are processes of their own: nothing of theirs is on this device."""
-
-    def release(self) -> None:
-        """The step was dropped (non-finite): no version comes of it."""
-        self._boundary.release()
 
     def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.

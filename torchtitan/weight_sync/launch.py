@@ -29,6 +29,25 @@ LOOK_SECONDS = 1.0
 FROZEN_LOOKS = 30
 
 
+def watch_pulse(
+    name: str, pulse: Callable[[], object], closing: threading.Event, on_frozen: Callable[[], None]
+) -> threading.Thread:
+    """A thread that calls on_frozen() each time that pulse() has stood still for FROZEN_LOOKS looks; until closing."""
+
+    def watch() -> None:
+        last, still = pulse(), 0
+        while not closing.wait(LOOK_SECONDS):
+            now = pulse()
+            last, still = now, still + 1 if now == last else 0
+            if still >= FROZEN_LOOKS:
+                on_frozen()
+                still = 0
+
+    thread = threading.Thread(target=watch, name=f"pulse-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
 class SupervisedProcess:
     """`python -m module '{arguments}'`, restarted up to `max_restarts` times in a row when it exits.
 
@@ -57,8 +76,7 @@ class SupervisedProcess:
         self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
         self._thread.start()
         if pulse is not None:
-            watch = threading.Thread(target=self._watch_pulse, args=(pulse,), name=f"pulse-{name}", daemon=True)
-            watch.start()
+            watch_pulse(name, lambda: (self.restarts, pulse()), self._closing, self._kill_frozen)
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._starts += 1
@@ -85,15 +103,9 @@ class SupervisedProcess:
             self.failure = f"the {self.name} cannot be started again: {error!r}"
             logger.exception("%s", self.failure)
 
-    def _watch_pulse(self, pulse: Callable[[], int]) -> None:
-        last, still = (self.restarts, pulse()), 0
-        while not self._closing.wait(LOOK_SECONDS):
-            now = (self.restarts, pulse())
-            last, still = now, still + 1 if now == last else 0
-            if still >= FROZEN_LOOKS:
-                logger.error("the %s shows no sign of life, killing it", self.name)
-                self.process.kill()
-                still = 0
+    def _kill_frozen(self) -> None:
+        logger.error("the %s shows no sign of life, killing it", self.name)
+        self.process.kill()
 
     def _restart_until_closed(self) -> None:
         in_a_row = 0

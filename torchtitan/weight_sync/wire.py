@@ -69,6 +69,8 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send": {"attempt": _NUMBER, "actor": _TEXT, "data": _LIST, "serial": _NUMBER, "base_serial": _MAYBE_NUMBER},
     # keep this published snapshot's slot as a base of deltas, and no other
     "retain": {"serial": _MAYBE_NUMBER},
+    # this actor is there and may be offered a version: connect where that takes long
+    "connect": {"actor": _TEXT, "data": _LIST},
     # this actor will not come back: close what is open to it
     "forget": {"actor": _TEXT},
     # coordinator -> courier or the actor that serves the attempt (abort: to the receiving actor too)

@@ -36,10 +36,6 @@ class Boundary:
         """False is this rank's no to the coming version."""
         return self._slots.reserve()
 
-    def release(self) -> None:
-        """The step was dropped: no version comes of it."""
-        self._slots.release()
-
     def commit(self, version: int, noes: int) -> bool:
         """Snapshot `version`, or, if any rank voted no, skip it: then it is owed. Whether it was snapshotted."""
         self.serial += 1
