@@ -146,5 +146,14 @@ class EngineHandler(ServerHandler):
         if self._engine is None or self._engine.url != url.rstrip("/"):
             if self._engine is not None:
                 await self._engine.close()
-            # An engine that we have not started may have a token of its own; both sides find it in that variable.
-            self._engine = JsonClient(url, os.environ.get(variable, self._token) if variable else self._token)
+            self._engine = JsonClient(url, self._engine_token(variable))
+
+    def _engine_token(self, variable: object) -> str:
+        """None: the agent started the engine, with its own token. Another engine has none (""), or one that both sides
+        find in that environment variable; ours is nobody's business there. Raises ActorError."""
+        if variable is None:
+            return self._token
+        token = os.environ.get(str(variable)) if variable else ""
+        if token is None:
+            raise ActorError("health", f"the engine's token is in {variable}, its agent says: it is not set here")
+        return token

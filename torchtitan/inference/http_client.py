@@ -49,7 +49,7 @@ class JsonClient:
             # Our own pool bounds what is under way; a second bound here would only hold up health probes.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        headers = {"Authorization": f"Bearer {self._token}"}
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
