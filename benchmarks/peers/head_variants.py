@@ -42,27 +42,28 @@ def make_case(
     dtype: torch.dtype,
     logit_scale: float = 1.0,
     sampled: bool = False,
+    where: str = "cpu",
 ) -> Case:
     """Random operands, and old log-probs that differ a little from the current ones.
 
     logit_scale: standard deviation of the logits. sampled: targets are drawn from the distribution that the operands
     describe, as a policy's own completions are, instead of evenly.
     """
-    generator = torch.Generator().manual_seed(0)
-    states = logit_scale * torch.randn(tokens, hidden, generator=generator)
-    weight = torch.empty(vocabulary, hidden).normal_(0.0, hidden**-0.5, generator=generator)
-    targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    generator = torch.Generator(where).manual_seed(0)
+    states = logit_scale * torch.randn(tokens, hidden, generator=generator, device=where)
+    weight = torch.empty(vocabulary, hidden, device=where).normal_(0.0, hidden**-0.5, generator=generator)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator, device=where)
     if sampled:
         rows = (torch.softmax(part @ weight.t(), -1) for part in states.split(64))
         targets = torch.cat([torch.multinomial(row, 1, generator=generator).squeeze(-1) for row in rows])
     with torch.no_grad():
         current, _ = fused_log_probs(states, weight, targets, entropy=False)
-    old = current + 0.1 * torch.randn(tokens, generator=generator)
+    old = current + 0.1 * torch.randn(tokens, generator=generator, device=where)
     return Case(
         states.to(dtype).requires_grad_(),
         weight.to(dtype).requires_grad_(),
         targets,
-        torch.randn(sequences, generator=generator),
+        torch.randn(sequences, generator=generator, device=where),
         old,
         sequences,
     )
@@ -100,22 +101,22 @@ def one_pass(case: Case, *, entropy: bool, budget: int | None = None, accumulate
     return loss.detach()
 
 
-def two_pass(case: Case) -> torch.Tensor:
+def two_pass(case: Case, *, budget: int | None = None) -> torch.Tensor:
     """Ours, logits computed again in the backward."""
-    log_probs, _ = fused_log_probs(case.hidden, case.weight, case.targets, entropy=False, accumulate=True)
+    options = {} if budget is None else {"budget_bytes": budget}
+    log_probs, _ = fused_log_probs(case.hidden, case.weight, case.targets, entropy=False, accumulate=True, **options)
     loss = token_loss(log_probs, case.old_log_probs, case.token_advantages).sum() / len(case.targets)
     loss.backward()
     return loss.detach()
 
 
 @functools.cache
-def _liger_loss() -> torch.nn.Module:
+def _liger_loss(compiled: bool) -> torch.nn.Module:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     return LigerFusedLinearGRPOLoss(
         beta=0.0,
-        # torch.compile fails on its chunks here ("sources must not be empty for symbol", torch 2.13 on CPU).
-        compiled=False,
+        compiled=compiled,
         use_ref_model=False,
         epsilon_low=CLIP_LOW,
         epsilon_high=CLIP_HIGH,
@@ -123,14 +124,17 @@ def _liger_loss() -> torch.nn.Module:
     )
 
 
-def liger(case: Case) -> torch.Tensor:
-    """Liger's chunked loss, its default chunk of one sequence."""
+def liger(case: Case, *, compiled: bool = False) -> torch.Tensor:
+    """Liger's chunked loss, its default chunk of one sequence.
+
+    Not compiled: torch.compile fails on its chunks ("sources must not be empty for symbol", torch 2.13 on CPU).
+    """
     shape = (case.sequences, -1)
-    result = _liger_loss()(
+    result = _liger_loss(compiled)(
         case.hidden.view(case.sequences, -1, case.hidden.shape[-1]),
         case.weight,
         case.targets.view(shape),
-        torch.ones(case.sequences, len(case.targets) // case.sequences),
+        torch.ones(case.sequences, len(case.targets) // case.sequences, device=case.targets.device),
         case.advantages,
         old_per_token_logps=case.old_log_probs.view(shape),
     )

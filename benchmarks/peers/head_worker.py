@@ -66,14 +66,20 @@ def seconds(options: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": taken}
 
 
-def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss and gradients in float64 from the operands as they are, 64 tokens at a time."""
+def reference(case: Case, rounded: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and gradients in float64 from the operands as they are, 64 tokens at a time.
+
+    rounded: exact logits are rounded to float32, exact gradients to the operands' type, and nothing else: what is left
+    to an implementation that makes no further error.
+    """
     hidden, weight = (tensor.detach().double() for tensor in (case.hidden, case.weight))
     loss = torch.zeros((), dtype=torch.float64)
     hidden_gradient, weight_gradient = torch.zeros_like(hidden), torch.zeros_like(weight)
     for low in range(0, len(case.targets), 64):
         rows = slice(low, low + 64)
         logits = hidden[rows] @ weight.t()
+        if rounded:
+            logits = logits.float().double()
         log_probs = torch.log_softmax(logits, -1)
         chosen = log_probs.gather(-1, case.targets[rows, None]).squeeze(-1).requires_grad_()
         part = token_loss(chosen, case.old_log_probs[rows].double(), case.token_advantages[rows].double()).sum()
@@ -84,6 +90,8 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden_gradient[rows] = gradient @ weight
         weight_gradient.addmm_(gradient.t(), hidden[rows])
         loss += part.detach()
+    if rounded:
+        return loss.float(), hidden_gradient.to(case.hidden.dtype), weight_gradient.to(case.weight.dtype)
     return loss, hidden_gradient, weight_gradient
 
 
@@ -97,7 +105,13 @@ def errors(name: str, case: Case, expected: tuple[torch.Tensor, ...]) -> tuple[f
     case.hidden.grad = case.weight.grad = None
     loss = VARIANTS[name](case)
     assert case.hidden.grad is not None and case.weight.grad is not None
-    return error(loss, expected[0]), max(error(case.hidden.grad, expected[1]), error(case.weight.grad, expected[2]))
+    return distances((loss, case.hidden.grad, case.weight.grad), expected)
+
+
+def distances(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Error of the loss, and the larger of the two gradients'."""
+    loss, *gradients = (error(one, exact) for one, exact in zip(found, expected, strict=True))
+    return loss, max(gradients)
 
 
 def accuracy(options: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +119,8 @@ def accuracy(options: dict[str, Any]) -> dict[str, Any]:
     and one like a trained one that is on-policy (logits of scale 4, targets sampled from it).
 
     The two headline figures: rounding of fp32 sums shows in the first, rounding of logits to bf16 in the second, where
-    logits are large and most gradients are small differences.
+    logits are large and most gradients are small differences. Each is there for the other policy as well, and
+    "rounding" is what a single rounding leaves.
     """
     ours = ("one_pass", "one_pass_small", "one_pass_entropy", "two_pass")
     figures: dict[str, float] = {}
@@ -114,14 +129,23 @@ def accuracy(options: dict[str, Any]) -> dict[str, Any]:
             case = case_of(options, dtype, policy == "trained")
             expected = reference(case)
             found = {name: errors(name, case, expected) for name in (*ours, "liger", "full")}
+            found["rounding"] = distances(reference(case, rounded=True), expected)
             for index, kind in enumerate(("loss", "gradient")):
                 prefix = f"{policy}_{'fp32' if dtype == torch.float32 else 'bf16'}_{kind}_error"
                 figures[f"{prefix}_ours"] = max(found[name][index] for name in ours)
-                figures |= {f"{prefix}_{name}": found[name][index] for name in ("liger", "full")}
+                figures |= {f"{prefix}_{name}": found[name][index] for name in ("liger", "full", "rounding")}
+
+    def fp32_error(policy: str) -> float:
+        return max(figures[f"{policy}_fp32_{kind}_error_ours"] for kind in ("loss", "gradient"))
+
+    def bf16_error_vs_liger(policy: str) -> float:
+        return figures[f"{policy}_bf16_gradient_error_ours"] / figures[f"{policy}_bf16_gradient_error_liger"]
+
     return {
-        "fp32_error": max(figures[f"untrained_fp32_{kind}_error_ours"] for kind in ("loss", "gradient")),
-        "bf16_error_vs_liger": figures["trained_bf16_gradient_error_ours"]
-        / figures["trained_bf16_gradient_error_liger"],
+        "fp32_error": fp32_error("untrained"),
+        "fp32_error_trained": fp32_error("trained"),
+        "bf16_error_vs_liger": bf16_error_vs_liger("trained"),
+        "bf16_error_vs_liger_untrained": bf16_error_vs_liger("untrained"),
         **figures,
     }
 

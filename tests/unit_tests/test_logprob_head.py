@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan.models.fused_head import ROW_STEP, choose_tiling
 from torchtitan.models.kept_tokens import KeptTokens
@@ -257,13 +258,17 @@ def test_masked_rows_and_cut_off_targets() -> None:
         ({"weight": torch.zeros(12, 5)}, "are needed"),
         ({"bias": torch.zeros(5)}, r"the bias has shape \[5\] for a weight of 12 rows"),
         ({"chunk_tokens": 0}, "at least 1, not 0"),
+        ({"temprature": 0.5}, "no option temprature; there are temperature, bias"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
     case = make(4, 12)
     arguments = {"hidden": case.hidden[0], "weight": case.weight[0], "targets": case.targets, **change}
-    with pytest.raises(ValueError, match=message):
+    kind = TypeError if "temprature" in change else ValueError
+    with pytest.raises(kind, match=message):
         fused_log_probs(**arguments)
+    with pytest.raises(kind, match=message):
+        fused_objective(**arguments, objective=lambda log_probs, *_: log_probs)
 
 
 def test_rows_leave_the_rest_out() -> None:
@@ -288,6 +293,20 @@ def test_compiles_around_the_head() -> None:
     block(x, targets).backward()
     expected = [head.weight.grad.clone(), layer.weight.grad.clone()]
     head.weight.grad = layer.weight.grad = None
-    torch.compile(block, backend="aot_eager")(x, targets).backward()
-    torch.testing.assert_close(head.weight.grad, expected[0])
-    torch.testing.assert_close(layer.weight.grad, expected[1])
+    compiled = torch.compile(block, backend="aot_eager")
+    # The second time there is a gradient to add to.
+    for times in (1, 2):
+        compiled(x, targets).backward()
+        torch.testing.assert_close(head.weight.grad, times * expected[0])
+        torch.testing.assert_close(layer.weight.grad, times * expected[1])
+
+
+def test_gradients_add_up_under_activation_checkpointing() -> None:
+    head = LogProbHead(6, 30)
+    torch.nn.init.normal_(head.weight)
+    hidden, targets = torch.randn(8, 6), torch.randint(0, 30, (8,))
+    head(hidden, targets)[0].sum().backward()
+    expected, head.weight.grad = head.weight.grad, None
+    for times in (1, 2):
+        checkpoint(head, hidden, targets, use_reentrant=False)[0].sum().backward()
+        torch.testing.assert_close(head.weight.grad, times * expected)

@@ -65,6 +65,8 @@ class ReferencePolicy:
         own = copy.deepcopy(config)
         own.training.enable_cpu_offload = config.training.enable_cpu_offload or config.grpo.reference_cpu_offload
         own.activation_checkpoint.mode = "none"
+        # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
+        own.parallelism.fsdp_reshard_after_forward = "always"
         # The model that adapters were added to.
         own.lora.rank = 0
         self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)

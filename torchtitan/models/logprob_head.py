@@ -113,6 +113,7 @@ def fused_log_probs(
 
     Raises:
         ValueError: shapes that do not fit together, a target outside the vocabulary, or a chunk that is not positive.
+        TypeError: an option that there is not.
     """
     projection = _projection(hidden, weight, targets, options)
     log_probs, entropy = TwoPass.apply(projection, accumulate, projection.bias, *projection.hidden, *projection.weight)
@@ -148,6 +149,9 @@ def _projection(
     targets: torch.Tensor,
     options: HeadOptions,
 ) -> Projection:
+    unknown = sorted(options.keys() - HeadOptions.__optional_keys__)
+    if unknown:
+        raise TypeError(f"there is no option {', '.join(unknown)}; there are {', '.join(HeadOptions.__annotations__)}")
     hidden = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     weight = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     fits = len(hidden) == len(weight) and targets.dim() == 1 and all(tensor.dim() == 2 for tensor in hidden + weight)
@@ -243,6 +247,9 @@ class LogProbHead(nn.Module):
 
         rows [n]: which positions of hidden the targets [n] belong to. With a token-separable objective the result is
         (loss [], log-probs [n], entropy [n]), and only the loss has a gradient; call backward() on it, unscaled.
+
+        Where the weight has a gradient already, backward() adds to it in place (see fused_log_probs): for gradients of
+        the weight by torch.autograd.grad, call fused_log_probs.
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
@@ -261,7 +268,7 @@ class LogProbHead(nn.Module):
         if objective is not None:
             return fused_objective(hiddens, weights, targets, objective, accumulate=True, **options)
         if self.fused or self.shard is not None:
-            return fused_log_probs(hiddens, weights, targets, **options)
+            return fused_log_probs(hiddens, weights, targets, accumulate=True, **options)
         return full_log_probs(_project_all(hiddens, weights), targets, temperature, kept)
 
 
