@@ -138,6 +138,12 @@ def start_agent(processes: Processes, name: str, model: Path, *more: str | Path)
     return Agent(port, processes, name)
 
 
+@pytest.fixture(autouse=True)
+def token_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a trainer looks for it that meets another agent's engine."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
 @pytest.fixture(scope="module")
 def agent(sglang_python: Path, engine_model: Model, module_processes: Processes) -> Agent:
     """Beside the one engine of this module, which starts with weights that no version has."""
