@@ -322,6 +322,10 @@ def test_a_run_trains_through_an_update_that_is_killed(
     command += [
         "--training.steps",
         "10",
+        # Stale samples tell wrong weights only where a step moves the policy little: at the configuration's rate their KL
+        # comes near 0.1 by itself, and it grows with the square.
+        "--optimizer.lr",
+        "1e-4",
         "--training.global_batch_size",
         "128",
         "--model.hf_assets_path",
@@ -353,7 +357,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
     assert len(steps) == 10
     # Where the trainer still had the weights that sampled, both give the same log-probs.
     assert all(row["mismatch_kl"] < 1e-6 for row in steps if row["staleness/max"] == 0)
-    assert steps[0]["staleness/max"] == 0 and all(row["mismatch_kl"] < 0.1 for row in steps)
+    mismatches = [(row["staleness/max"], row["mismatch_kl"]) for row in steps]
+    assert mismatches[0][0] == 0 and all(mismatch < 0.1 for _, mismatch in mismatches), mismatches
 
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
