@@ -322,8 +322,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
     command += [
         "--training.steps",
         "10",
-        # Stale samples tell wrong weights only where a step moves the policy little: at the configuration's rate their KL
-        # comes near 0.1 by itself, and it grows with the square.
+        # Stale samples tell wrong weights only where a step moves the policy little: at the configuration's rate their
+        # KL comes near 0.1 by itself, and it grows with the square.
         "--optimizer.lr",
         "1e-4",
         "--training.global_batch_size",
