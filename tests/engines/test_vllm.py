@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
 from tests.engines.processes import Processes
-from tests.engines.vllm_job import Actor, Trainer, start_actor, training
+from tests.engines.vllm_job import APPLIED_SECONDS, Actor, Trainer, start_actor, training
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
@@ -131,32 +131,41 @@ def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer
     assert stopped.finish_reason == "stop" and stopped.token_ids == first[0].token_ids[:1]
 
 
-def start_long_request(actor: Actor) -> tuple[threading.Thread, list[Completion]]:
+def long_request(actor: Actor) -> list[Completion]:
     """240 tokens of 4 samples, which take seconds."""
-    answers: list[Completion] = []
-
-    def work() -> None:
-        answers.extend(actor.generate(PROMPT, 240, n=4, temperature=1.0, seed=3, stop_token_ids=[]))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread, answers
+    return actor.generate(PROMPT, 240, n=4, temperature=1.0, seed=3, stop_token_ids=[])
 
 
 def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
     trainer.publish()
     trainer.wait_applied()
-    thread, answers = start_long_request(server.actor)
-    time.sleep(0.5)
-    while thread.is_alive():
-        trainer.publish()
-        trainer.wait_applied()
-        time.sleep(0.2)
-    thread.join()
-    assert len(answers) == 4
-    for completion in answers:
+    answers: list[Completion] = []
+    seen, failures = threading.Event(), []
+
+    def ask() -> None:
+        """One request after the other, as nobody knows how long a version takes beside a busy neighbour."""
+        try:
+            while not seen.is_set():
+                answers.extend(long_request(server.actor))
+        except Exception as exception:
+            failures.append(exception)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + APPLIED_SECONDS
+        while not any(len(completion.spans) > 1 for completion in tuple(answers)):
+            assert thread.is_alive() and time.monotonic() < deadline, (failures, len(answers))
+            trainer.publish()
+            trainer.wait_applied()
+    finally:
+        seen.set()
+        thread.join(APPLIED_SECONDS)
+    assert not failures and len(answers) % 4 == 0
+    crossed = [completion for completion in answers if len(completion.spans) > 1]
+    for completion in crossed[:4]:
         versions = [span.version for span in completion.spans]
-        assert len(versions) > 1 and versions == sorted(set(versions))
+        assert versions == sorted(set(versions)) and completion.spans[-1].end == 240
         # Up to the first update everything is as transformers has it; then the KV cache is of several versions.
         first = completion.spans[0]
         expected = trainer.log_probs([*PROMPT, *completion.token_ids[: first.end]], first.version)
@@ -185,7 +194,8 @@ def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> Non
 
     # A request runs: vLLM cannot reset it, and clients that send no salt get what the old weights computed.
     actor.generate(LONG_PROMPT, 1)
-    thread, _ = start_long_request(actor)
+    thread = threading.Thread(target=long_request, args=[actor], daemon=True)
+    thread.start()
     time.sleep(0.5)
     trainer.publish()
     trainer.wait_applied()
