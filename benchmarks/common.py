@@ -18,7 +18,6 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 Bars = Mapping[str, tuple[str, float]]
 
@@ -133,12 +132,13 @@ def running_on(*cores: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def keep_freed_memory() -> None:
-    """Freed tensors are used again instead of going back to the system: no page faults in every step. glibc only."""
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        library.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+def refuse_without_gpu() -> None:
+    """Ends the benchmark with exit code 2 where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this benchmark needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
+        sys.exit(2)
 
 
 # Processes

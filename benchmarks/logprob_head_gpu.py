@@ -123,15 +123,14 @@ def compare(case: Case, budget: int, repeats: int) -> tuple[dict[str, float], st
     return figures, said
 
 
-def main() -> int:
+def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--budget-mb", type=int, default=1024, help="model.logprob_head_budget_mb: memory for logits")
     # Runs the same code on tiny operands, without figures of memory: to try it where there is no GPU.
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not (options.cpu or torch.cuda.is_available()):
-        print("this benchmark needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
+    if not options.cpu:
+        common.refuse_without_gpu()
     where, small = "cpu" if options.cpu else "cuda", options.cpu or options.quick
     vocabulary, hidden, counts, repeats = (2048, 64, (1024, 2048), 3) if small else (151936, 4096, (8192, 32768), 11)
     by_count: dict[int, dict[str, float]] = {}
@@ -157,8 +156,7 @@ def main() -> int:
         "quick": options.quick,
     }
     common.report("logprob_head_gpu", figures, BARS, conditions, options.json)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

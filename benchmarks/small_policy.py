@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import common
 from benchmarks.vllm_actor import make_model
+from torchtitan.tools.freed_memory import keep_freed_memory
 from torchtitan.weight_sync.parameters import unique_parameters
 
 VOCABULARY = 1024
@@ -23,7 +23,7 @@ class PolicyTrainer:
         import transformers
 
         torch.set_num_threads(1)
-        common.keep_freed_memory()
+        keep_freed_memory()
         make_model(folder, layers, hidden, VOCABULARY)
         self.folder = folder
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

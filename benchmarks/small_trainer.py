@@ -25,6 +25,7 @@ from torch import nn  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.tools.freed_memory import keep_freed_memory  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
 from torchtitan.weight_sync.staging import StagedVersion  # noqa: E402
@@ -53,7 +54,7 @@ class Trainer:
     def __init__(self, width: int, blocks: int, rows: int):
         torch.manual_seed(0)
         torch.set_num_threads(1)
-        common.keep_freed_memory()
+        keep_freed_memory()
         self.model = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._input, self._target = torch.randn(rows, width), torch.randn(rows, width)

@@ -384,7 +384,7 @@ def _fail(reason: object) -> None:
     raise RuntimeError(f"the transport failed: {reason!r}")
 
 
-def main() -> int:
+def main() -> None:
     arguments = common.child_arguments()
     if arguments is not None:
         receive(arguments)
@@ -393,9 +393,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of one version, in bf16")
     parser.add_argument("--step", type=float, default=0.25, help="seconds of the training step that is stood in for")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this benchmark needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
+    common.refuse_without_gpu()
     repeats, steps, gigabytes = (3, 2, 0.25) if options.quick else (21, 8, options.gigabytes)
     where = device.device()
     torch.cuda.set_device(where)
@@ -422,8 +420,7 @@ def main() -> int:
         "quick": options.quick,
     }
     common.report("weight_sync_gpu", figures, BARS, conditions, options.json)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,8 +8,8 @@
 #
 # The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
 # environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
-# scripts/engines/<engine>/overrides.txt, and beside it in site-packages what stands in for them. Exit code 3: the packages cannot be had here; 1: one of them is not
-# the one that is pinned, or anything else failed.
+# scripts/engines/<engine>/overrides.txt, and beside it in site-packages what stands in for them. Exit code 3: the
+# packages cannot be had here; 1: one of them is not the one that is pinned, or anything else failed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -50,11 +50,10 @@ place="$HOME_OF_ENGINES/$engine"
 
 # Prints the environment's Python; the stand-ins are this checkout's.
 hand_over() {
-    local file packages from="$ROOT/scripts/engines/$engine/site-packages"
+    local file from="$ROOT/scripts/engines/$engine/site-packages" packages=("$place"/lib/python3*/site-packages)
     # *.pth last: a Python that starts in between imports what they name.
     for file in "$from"/*.py "$from"/*.pth; do
         [[ -f "$file" ]] || continue
-        packages=("$place"/lib/python3*/site-packages)
         cmp -s "$file" "${packages[0]}/${file##*/}" && continue
         cp "$file" "${packages[0]}/${file##*/}.$$"
         mv "${packages[0]}/${file##*/}.$$" "${packages[0]}/${file##*/}"

@@ -25,9 +25,9 @@ from torchtitan.inference.types import Completion, GenerateRequest
 FAST_PROBE_S = 0.02
 JOINING_PROBE_S = 0.1
 BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
 # The probe has 64 tokens; a later version's answer is worth more than one that takes longer.
 LONGEST_SCORE_S = 60.0
-LONGEST_BACKOFF_S = 30.0
 # An actor that has served for this long has its restarts forgiven.
 STABLE_S = 600.0
 # An actor that does not serve for longer than this is mentioned in the events.
