@@ -18,8 +18,8 @@ turns, block by block:
     sync_stall_pNN_share   all that the trainer thread spends on the synchronisation per step (reserve, commit, fence;
                            snapshot included), one actor frozen ÷ median step of that condition
     largest_stall_per_chunk_timeout
-                           with --transport nccl (gloo without a GPU): the largest such time ÷ weight_sync.chunk_timeout_s,
-                           for which a frozen actor may hold a device-wide call of the trainer
+                           with --transport nccl (gloo without a GPU): the largest such time, ÷ the seconds for which a
+                           frozen actor may hold a device-wide call of the trainer (weight_sync.chunk_timeout_s)
 """
 
 from __future__ import annotations

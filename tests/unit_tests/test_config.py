@@ -812,6 +812,10 @@ def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPa
     assert plan.memory is not None and alone.memory is not None
     assert plan.memory.parameters * 4 == pytest.approx(alone.memory.parameters, rel=1e-3)
     assert plan.version_bytes == alone.version_bytes
+    config.parallelism.fsdp_reduce_gradients = "optimizer_step"
+    once = make_plan(config, 8).memory
+    assert once is not None and plan.parameters is not None
+    assert once.gradients == plan.memory.gradients + 4 * (plan.parameters // 2)
     text = describe_plan(config, 8)
     assert "# ranks: 8\n# mesh: 2 replicate × 2 shard × 2 tensor parallel" in text
     assert "tokens per step: at most 4,096, of which at most 2,048 are generated" in text

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed_launcher import run_distributed
 from tests.unit_tests.test_gradient_independence import LONGEST, make_batch
@@ -18,6 +20,7 @@ from torchtitan.components.reference_policy import build_reference
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import full_tensor
 from torchtitan.grpo.loss import FixedLogProbs
 from torchtitan.grpo.packing import MicroBatch
 from torchtitan.models import fused_head
@@ -158,6 +161,47 @@ class Gradients:
     def _step(self, *_: Any) -> None:
         self.places.append(self.weight.grad.data_ptr())
         self.result = self.weight.grad.clone()
+
+
+def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
+    """One batch of several micro-batches; how often gradients were reduced, and what came of it."""
+    config = run_config(checkpoint)
+    config.parallelism.fsdp_reduce_gradients = reduce  # type: ignore[assignment]
+    trainer = SpiedTrainer(config)
+    places: list[bool] = []
+    find = fused_head._places
+
+    def spied(*arguments: Any) -> list[torch.Tensor | None]:
+        found = find(*arguments)
+        places.append(any(place is not None for place in found))
+        return found
+
+    with (
+        mock.patch.object(fused_head, "_places", spied),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,
+    ):
+        metrics = trainer.train(0)
+    groups = 1 + len(trainer.policy.model.layers)
+    norm = full_tensor(trainer.policy.model.embed_tokens.weight.detach()).norm().item()
+    return {
+        "micro_batches": len(trainer.given[0][0]),
+        "reductions": reductions.call_count / groups,
+        "in_place": places,
+        "figures": [metrics["loss"], metrics["grad_norm"], norm],
+    }
+
+
+def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = str(tiny_checkpoint())
+    alone = train_counting_reductions(checkpoint, "micro_batch")
+    function = "tests.unit_tests.test_policy_trainer:train_counting_reductions"
+    for reduce in ("micro_batch", "optimizer_step"):
+        for rank in run_distributed(function, 2, checkpoint=checkpoint, reduce=reduce):
+            several, once = rank["micro_batches"], reduce == "optimizer_step"
+            assert several >= 2 and rank["reductions"] == (1 if once else several)
+            # A gradient that stays on its rank is there for the next micro-batch to be added to.
+            assert rank["in_place"] == [once and place > 0 for place in range(several)]
+            assert rank["figures"] == pytest.approx(alone["figures"], rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -28,6 +28,7 @@ from torchtitan.grpo.packing import MicroBatch, micro_batches, minibatches
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
+from torchtitan.models.parallelize import reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,9 @@ class PolicyTrainer:
     ) -> torch.Tensor:
         """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
         total = torch.zeros((), device=self.device)
-        for micro_batch, known in zip(part, fixed, strict=True):
+        each = self.config.parallelism.fsdp_reduce_gradients == "micro_batch"
+        for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
+            reduce_gradients(self.policy, each or place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
             if self.config.model.logprob_head == "one_pass" and loss_of.separable:
                 loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)

@@ -199,6 +199,10 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; default does so for all layers but the last"""
 
+    fsdp_reduce_gradients: Literal["micro_batch", "optimizer_step"] = "micro_batch"
+    """Add gradients up over the ranks after every micro-batch, or once per optimizer step: less communication for the
+    memory of the whole model's gradients on each rank"""
+
 
 @dataclass
 class ActivationCheckpoint:

@@ -115,9 +115,12 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     # Without FSDP2 (one rank) parameters are used where they lie.
     gathered = 2 * max(root, layer) * computed // tensor if ranks > 1 else 0
+    whole_gradients = 0
+    if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
+        whole_gradients = args.num_parameters() // tensor * BYTES[training.mixed_precision_reduce]
     return MemoryEstimate(
         parameters=share * master,
-        gradients=share * master,
+        gradients=share * master + whole_gradients,
         optimizer=2 * share * master,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,

@@ -51,7 +51,7 @@ def markdown() -> str:
         for key in fields(section):
             name = f"{table.name}.{key.name}"
             default = show(getattr(section, key.name))
-            text = (texts[name] + _allowed(name)).replace("|", "\\|").replace("\n", " ")
+            text = " ".join((texts[name] + _allowed(name)).replace("|", "\\|").split())
             parts.append(f"| `{key.name}` | {short_type(key_types()[name])} | `{default}` | {text} |\n")
     return "".join(parts)
 

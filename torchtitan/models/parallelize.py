@@ -176,6 +176,12 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reduce_gradients(policy: Decoder, reduce: bool) -> None:
+    """Whether backwards from now on add gradients up over the ranks, or leave them whole on theirs until one does."""
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(reduce)
+
+
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     # setattr: to mypy a method is not assignable.
     setattr(module, "forward", forward)  # noqa: B010
