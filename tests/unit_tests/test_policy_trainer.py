@@ -95,7 +95,7 @@ def train_with_everything(checkpoint: str) -> dict[str, Any]:
     config.grpo.entropy_top_share = SHARE
     config.grpo.kl_coefficient, config.grpo.reference_ema_decay = 0.1, 0.5
     trainer = SpiedTrainer(config)
-    names = ("loss", "grad_norm", "reference_kl", "entropy")
+    names = ("loss", "grad_norm", "reference_kl", "entropy", "ratio/max", "mismatch_kl/max")
     figures = [[metrics[name] for name in names] for metrics in (trainer.train(0), trainer.train(1))]
     trained: list[tuple[float, float]] = []
     for part, fixed in trainer.given[:2]:

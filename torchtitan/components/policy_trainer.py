@@ -11,6 +11,7 @@ import torch
 
 from torchtitan.components.lr_scheduler import BatchLRScheduler
 from torchtitan.components.reference_policy import Reference
+from torchtitan.components.throughput import Passes, model_flops, throughput
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -18,6 +19,7 @@ from torchtitan.distributed.collectives import (
     gather_values,
     gradient_norm_and_votes,
 )
+from torchtitan.distributed.device import peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens")
+LARGEST = ("ratio", "mismatch")
 
 
 @dataclass
@@ -113,12 +116,15 @@ class PolicyTrainer:
         if self.reference is not None:
             self.reference.follow(self.policy, batch.version + 1)
         result.metrics = totals.reduce(self.dims, len(schedule))
+        seconds = time.perf_counter() - started
+        flops = model_flops(self.policy.args, batch.samples, self._passes())
+        result.metrics |= throughput(flops, seconds, self.dims.world_size, peak_flops())
         result.metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else None,
             "learning_rate": learning_rate,
             "optimizer_steps": len(schedule),
             "optimizer_steps_skipped": skipped,
-            "time/train_s": time.perf_counter() - started,
+            "time/train_s": seconds,
         }
         return result
 
@@ -129,6 +135,11 @@ class PolicyTrainer:
         with without_dropout(self.policy):
             log_probs, _ = self.policy(tokens[:-1], PackedLayout([len(token_ids) - 1], self.device), tokens[1:])
         return log_probs.float().tolist()
+
+    def _passes(self) -> Passes:
+        grpo = self.config.grpo
+        scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
+        return Passes(grpo.num_iterations, scored, frozen=self.config.lora.rank > 0)
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo, functions = self.config.grpo, self.config.rewards.functions
@@ -241,31 +252,41 @@ class PolicyTrainer:
 
 
 class _Totals:
-    """Sums over active tokens, reduced over the ranks once per batch."""
+    """Sums and largest values over active tokens, reduced over the ranks once per batch."""
 
     def __init__(self, device: torch.device):
         self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in SUMS + MISMATCH_SUMS}
-        self.ratio_max = torch.zeros((), device=device)
+        self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
 
     def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss) -> None:
         self.sums["loss"] += loss
         for name, value in loss_of.sums.items():
             self.sums[name] += value
-        self.ratio_max = torch.maximum(self.ratio_max, loss_of.ratio_max)
+        self._raise_largest("ratio", loss_of.ratio_max)
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
         # KL(μ ‖ π), estimated from samples of μ.
         divergence = k3(micro_batch.behaviour_log_probs, log_probs)
         same = micro_batch.same_version
+        if len(divergence):
+            self._raise_largest("mismatch", divergence.max())
         self.sums["mismatch"] += divergence.sum()
         self.sums["mismatch_tokens"] += len(divergence)
         self.sums["same_version"] += divergence[same].sum()
         self.sums["same_version_tokens"] += same.sum()
 
+    def _raise_largest(self, name: str, value: torch.Tensor) -> None:
+        self.largest[name] = torch.maximum(self.largest[name], value.double())
+
     def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
+        # Each rank has a place of its own for its largest values, so that one sum carries them, too.
+        places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
+        places[dims.rank] = torch.stack(list(self.largest.values()))
+        packed = all_reduce_sum(torch.cat((torch.stack(list(self.sums.values())), places.flatten())))
         # Tensor-parallel ranks hold the same sums: each counts its share.
-        packed = all_reduce_sum(torch.stack(list(self.sums.values()))) / dims.tp_size
-        sums = dict(zip(self.sums, packed.tolist(), strict=True))
+        sums = dict(zip(self.sums, (packed[: len(self.sums)] / dims.tp_size).tolist(), strict=True))
+        by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
+        largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)
         same = sums["same_version_tokens"]
         return {
@@ -275,9 +296,10 @@ class _Totals:
             "clip/high_fraction": sums["clip/high"] / tokens,
             "masked_fraction": sums["masked"] / tokens,
             "ratio/mean": sums["ratio"] / tokens,
-            "ratio/max_rank0": self.ratio_max.item(),
+            "ratio/max": largest["ratio"],
             "reference_kl": sums["reference_kl"] / tokens,
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
+            "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
         }

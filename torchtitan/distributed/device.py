@@ -26,6 +26,20 @@ from torchtitan.tools.freed_memory import keep_freed_memory
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Dense bf16 operations per second by a part of the device's name, the longer ones first. From the makers' data sheets,
+# whose figures "with sparsity" are twice these.
+_PEAKS = (
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("H20", 148e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+)
 # A copy within the host's memory that takes longer than this will not end.
 _CPU_WORK_SECONDS = 600.0
 
@@ -328,6 +342,18 @@ def _interfaces() -> list[tuple[str, int]]:
 def matmul_converts(tensor: torch.Tensor) -> bool:
     """Whether matmul_operand makes an fp32 copy: the CPU has no product of bfloat16 operands that is summed in fp32."""
     return tensor.device.type == "cpu" and tensor.dtype != torch.float32
+
+
+@functools.cache
+def peak_flops() -> float | None:
+    """Operations per second of this device's dense bf16 matrix products, as its maker says; None where not known."""
+    if device().type != "cuda":
+        return None
+    return _peak_of(torch.cuda.get_device_name(device()))
+
+
+def _peak_of(name: str) -> float | None:
+    return next((peak for known, peak in _PEAKS if known in name), None)
 
 
 def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:

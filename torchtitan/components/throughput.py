@@ -1,0 +1,47 @@
+"""Floating point operations of a batch's training, and what share of the device's peak they make (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan.models.model_args import ModelArgs
+from torchtitan.rollout.types import Sample
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often a batch goes through the policy."""
+
+    trained: int
+    """Forward and backward"""
+    scored: int = 0
+    """Forward alone, with the head: recomputed and reference log-probs"""
+    frozen: bool = False
+    """Weights have no gradients (adapters have them; their few operations are not counted)"""
+
+
+def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> float:
+    """What the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two operations per weight and token
+    forward and four backward, causal attention over each sequence, the head over completion tokens. What is computed
+    twice to save memory does not count."""
+    query = args.num_attention_heads * args.head_dim
+    key_value = args.num_key_value_heads * args.head_dim
+    layer = args.hidden_size * (2 * query + 2 * key_value + 3 * args.intermediate_size)
+    # The last token of a sequence is predicted, and goes in nowhere.
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
+    completions = sum(len(sample.completion_ids) for sample in samples)
+    by_weights = args.num_hidden_layers * layer * sum(lengths) + args.vocab_size * args.hidden_size * completions
+    attention = args.num_hidden_layers * query * sum(length**2 for length in lengths)
+    backward = 1 if passes.frozen else 2
+    return 2.0 * by_weights * (passes.scored + (1 + backward) * passes.trained) + 2.0 * attention * (
+        passes.scored + 3 * passes.trained
+    )
+
+
+def throughput(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:
+    """tflops_per_rank of the training's seconds, and mfu where the device's peak [operations per second] is known."""
+    if seconds <= 0:
+        return {}
+    per_rank = flops / seconds / ranks
+    return {"tflops_per_rank": per_rank / 1e12} | ({} if peak is None else {"mfu": per_rank / peak})
