@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchtitan.models.fused_head import ROW_STEP, choose_tiling
 from torchtitan.models.kept_tokens import KeptTokens
@@ -310,3 +310,23 @@ def test_gradients_add_up_under_activation_checkpointing() -> None:
     for times in (1, 2):
         checkpoint(head, hidden, targets, use_reentrant=False)[0].sum().backward()
         torch.testing.assert_close(head.weight.grad, times * expected)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_one_pass_adds_up_where_its_forward_is_repeated(early_stop: bool, reentrant: bool) -> None:
+    head, layer = LogProbHead(6, 30), torch.nn.Linear(6, 6)
+    torch.nn.init.normal_(head.weight)
+    hidden, targets = torch.randn(8, 6, requires_grad=True), torch.randint(0, 30, (8,))
+
+    def block(hidden: torch.Tensor) -> torch.Tensor:
+        return head(torch.tanh(layer(hidden)), targets, objective=lambda log_probs, *_: -log_probs)[0]
+
+    block(hidden).backward()
+    expected = [parameter.grad for parameter in (head.weight, layer.weight)]
+    head.weight.grad = layer.weight.grad = None
+    for times in (1, 2):
+        with set_checkpoint_early_stop(early_stop):
+            checkpoint(block, hidden, use_reentrant=reentrant).backward()
+        torch.testing.assert_close(head.weight.grad, times * expected[0])
+        torch.testing.assert_close(layer.weight.grad, times * expected[1])

@@ -432,7 +432,9 @@ class OnePass(torch.autograd.Function):
     ) -> Any:
         pairs = len(operands) // 2
         needed = [projection.derive and need for need in (*ctx.needs_input_grad[4:], ctx.needs_input_grad[3])]
-        places = _places(operands[pairs:], needed[pairs : 2 * pairs]) if accumulate else [None] * pairs
+        # A forward within a backward is one that activation checkpointing repeats: its gradients may be thrown away.
+        in_place = accumulate and torch._C._current_graph_task_id() == -1
+        places = _places(operands[pairs:], needed[pairs : 2 * pairs]) if in_place else [None] * pairs
         count, device = len(projection.targets), projection.targets.device
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)
