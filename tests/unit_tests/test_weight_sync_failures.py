@@ -17,10 +17,11 @@ import torch
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import courier as real_courier
-from torchtitan.weight_sync import courier_thread, launch
+from torchtitan.weight_sync import courier_thread, delta_encoder, launch
 from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.transports import disk_store
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -70,11 +71,36 @@ def test_a_courier_that_cannot_be_made_is_told_and_leaves_no_bell(
     assert bells[-1].fileno() == -1, "the bell that it was made with is still open"
 
 
-@pytest.mark.parametrize("what", ["loop", "checksums"])
+def begin_to_hang(
+    what: str, courier: real_courier.Courier, publisher: Publisher, hang: Callable[..., Any], patch: pytest.MonkeyPatch
+) -> None:
+    """Have one of the courier's threads call hang(), in the midst of what it does."""
+    call = courier._loop.call_from_thread
+    if what == "checksums":
+        patch.setattr(courier, "_checksum", hang)
+    if what == "deltas":
+        patch.setattr(delta_encoder, "encode", hang)
+    if what == "files":
+        patch.setattr(disk_store, "_write_all", hang)
+    assert publisher.reserve()
+    publisher.snapshot(version=0, serial=1)
+    wait_for(lambda: 1 in courier._keeper.filled())
+    if what == "loop":
+        call(lambda: hang())
+    if what == "deltas":
+        memory = memoryview(bytes(8))
+        call(lambda: courier._deltas.version((2, 1), memory, memory) and None)
+    if what == "files":
+        call(lambda: courier._write_file({"serial": 1, "digest": "d", "layout_id": "l"}))
+
+
+@pytest.mark.parametrize("what", ["loop", "checksums", "deltas", "files"])
 def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two seconds without a beat are a hang, and half a second is the longest checksum.
+    # Two seconds without a beat are a hang, and half a second is the longest piece of work.
     monkeypatch.setattr(real_courier, "PARENT_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(real_courier, "CHECKSUM_SECONDS", 0.5)
+    monkeypatch.setattr(real_courier, "LONGEST_CHECKSUM_SECONDS", 0.5)
+    monkeypatch.setattr(delta_encoder, "LONGEST_BUCKET_SECONDS", 0.5)
+    monkeypatch.setattr(disk_store, "LONGEST_WRITE_SECONDS", 0.5)
     monkeypatch.setattr(launch, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(launch, "FROZEN_LOOKS", 40)
     publisher = Publisher(
@@ -87,7 +113,8 @@ def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypa
     def arguments() -> dict[str, Any]:
         return {
             "rank": 0, "world_size": 1, "epoch": "e", "coordinator": "127.0.0.1:1", "progress_timeout_s": 5.0,
-            "transport": "tcp", "streams": 1, "options": {}, "layout_file": str(layout_file),
+            "transport": "disk" if what == "files" else "tcp", "streams": 1,
+            "options": {"disk_path": str(tmp_path / "files")}, "layout_file": str(layout_file),
             "slots": publisher.slots, "bell": publisher.courier_bell.dup(),
         }  # fmt: skip
 
@@ -99,12 +126,7 @@ def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypa
     try:
         wait_for(lambda: publisher.slots.pulse > 3)
         assert not courier.failure
-        if what == "loop":
-            courier._courier._loop.call_from_thread(hang)  # type: ignore[arg-type]
-        else:
-            monkeypatch.setattr(courier._courier, "_checksum", hang)
-            assert publisher.reserve()
-            publisher.snapshot(version=0, serial=1)
+        begin_to_hang(what, courier._courier, publisher, hang, monkeypatch)
         wait_for(lambda: bool(courier.failure))
         assert "courier has shown no sign of life for 2 s" in courier.failure
         still = publisher.slots.pulse

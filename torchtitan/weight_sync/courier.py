@@ -29,6 +29,7 @@ from torchtitan.weight_sync.delta import element_bytes
 from torchtitan.weight_sync.delta_encoder import DeltaEncoder
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.progress import Progress
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.transports.base import Delivery
 from torchtitan.weight_sync.transports.disk_store import DiskStore
@@ -45,7 +46,7 @@ logger = logging.getLogger("torchtitan.weight_sync.courier")
 RETRY_SECONDS = 0.1
 PARENT_CHECK_SECONDS = 1.0
 # One bucket takes a fraction of a second: a checksum thread that is at one for longer hangs, and so does the courier.
-CHECKSUM_SECONDS = 60.0
+LONGEST_CHECKSUM_SECONDS = 60.0
 
 
 @dataclass
@@ -85,8 +86,11 @@ class Courier:
         """By attempt"""
         self._checksums: dict[int, list[str]] = {}
         self._hashing: set[int] = set()
-        self._bucket_begun: float | None = None
-        """When the checksum thread began what it is at"""
+        self._hash_progress = Progress(LONGEST_CHECKSUM_SECONDS)
+        self._progress = [self._hash_progress, self._deltas.progress]
+        """Of its threads"""
+        if self._store is not None:
+            self._progress.append(self._store.progress)
         self._to_hash: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()
         self._failed_serial = 0
         self._misses = self._slots.misses
@@ -144,14 +148,11 @@ class Courier:
 
     def _check_parent(self) -> None:
         self._loop.call_later(PARENT_CHECK_SECONDS, self._check_parent)
-        if self._checksums_go_on():
+        # Where one of its threads hangs, whoever supervises this courier sees no beat, and makes another one.
+        if all(progress.goes_on for progress in self._progress):
             self._slots.beat()
         if os.getppid() != self._parent:
             self._loop.stop()
-
-    def _checksums_go_on(self) -> bool:
-        begun = self._bucket_begun
-        return begun is None or time.monotonic() - begun < CHECKSUM_SECONDS
 
     def _rung(self, _events: int) -> None:
         try:
@@ -185,14 +186,14 @@ class Courier:
         try:
             while (item := self._to_hash.get()) is not None:
                 serial, index, version = item
-                self._bucket_begun = time.monotonic()
+                self._hash_progress.begin()
                 faults.at("checksum", version=version, rank=self.rank)
                 memory, step = self._slots.slot(index), self.layout.bucket_bytes
                 sums = []
                 for start in range(0, len(memory), step):
-                    self._bucket_begun = time.monotonic()
+                    self._hash_progress.begin()
                     sums.append(self._checksum(memory[start : start + step]))
-                self._bucket_begun = None
+                self._hash_progress.end()
                 self._loop.call_from_thread(partial(self._hashed, serial, sums))
         except Exception as error:
             self._loop.call_from_thread(partial(self._hash_failed, error))

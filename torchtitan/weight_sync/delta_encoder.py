@@ -13,9 +13,12 @@ from functools import partial
 
 from torchtitan.weight_sync.delta import encode
 from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.progress import Progress
 from torchtitan.weight_sync.states.slot import SlotKeeper
 from torchtitan.weight_sync.transports.base import BucketKey, Payload
 
+# One bucket takes a fraction of a second.
+LONGEST_BUCKET_SECONDS = 60.0
 Wake = Callable[[], None]
 Pair = tuple[int, int]
 """(serial, serial of the base)"""
@@ -41,11 +44,12 @@ class EncodedVersion:
             self._waiting.setdefault(bucket, set()).add(wake)
         return made
 
-    def make(self, made: Callable[[Callable[[], None]], None]) -> None:
+    def make(self, made: Callable[[Callable[[], None]], None], progress: Progress) -> None:
         """Encode all buckets in order, until cancelled. On the encoder's thread; made(call) runs call on the loop's."""
         for bucket in range(len(self._payloads)):
             if self.cancelled:
                 return
+            progress.begin()
             start = bucket * self._bucket_bytes
             end = start + self._bucket_bytes
             self._payloads[bucket] = Payload(*encode(self._new[start:end], self._base[start:end], self._element_bytes))
@@ -65,6 +69,7 @@ class DeltaEncoder:
         self._versions: dict[Pair, EncodedVersion] = {}
         self._jobs: queue.SimpleQueue[EncodedVersion] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.progress = Progress(LONGEST_BUCKET_SECONDS)
 
     def version(self, pair: Pair, new: memoryview, base: memoryview) -> EncodedVersion:
         """The version's deltas, being made if they are not there yet. The slots are held while they are read."""
@@ -100,7 +105,8 @@ class DeltaEncoder:
         try:
             while True:
                 version = self._jobs.get()
-                version.make(self._loop.call_from_thread)
+                version.make(self._loop.call_from_thread, self.progress)
+                self.progress.end()
                 self._loop.call_from_thread(partial(self._finished, version))
         except Exception as error:
             self._loop.call_from_thread(partial(self._failed, error))

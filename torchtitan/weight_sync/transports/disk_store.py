@@ -24,6 +24,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.progress import Progress
 from torchtitan.weight_sync.states.slot import SlotKeeper
 from torchtitan.weight_sync.weight_files import (
     FORMAT,
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 KEEP_VERSIONS = 2
 # After a failure nothing is written for so long: a full disk does not become empty by trying.
 RETRY_SECONDS = 1.0
+# Writing one bucket, or bringing a file to the disk: a network's may take minutes.
+LONGEST_WRITE_SECONDS = 600.0
 # Of writev; Linux takes 1024 pieces at a time.
 _PIECES = 1024
 # Everything that a rank of any job may have written into a version's folder, but the manifest.
@@ -93,6 +96,7 @@ class DiskStore:
         self._files: dict[int, VersionFile] = {}
         self._newest = 0
         self._busy = False
+        self.progress = Progress(LONGEST_WRITE_SECONDS)
 
     def published(self, serial: int, version: int, digest: str, layout_id: str, memory: memoryview) -> None:
         """This snapshot is a version now: write it, for whoever reads `latest`."""
@@ -155,6 +159,7 @@ class DiskStore:
 
     def _write(self, file: VersionFile, suspect: bool, needed: set[int]) -> None:
         failure = ""
+        self.progress.begin()
         try:
             if not suspect or not self._intact(file):
                 self._write_file(file)
@@ -168,6 +173,7 @@ class DiskStore:
             # Whatever it was: readers are told, and the next try is made as after a full disk.
             failure = f"disk: {error!r}"
             logger.exception("version %d cannot be written to %s", file.version, self.folder)
+        self.progress.end()
         self._loop.call_from_thread(lambda: self._written(file, failure))
 
     def _written(self, file: VersionFile, failure: str) -> None:
@@ -203,6 +209,7 @@ class DiskStore:
                 if "corrupt" in asked and pieces:
                     pieces[0] = faults.damaged(pieces[0])
                 _write_all(descriptor, [] if lost else pieces)
+                self.progress.begin()
 
         try:
             _replace(target, content, self.rank)
