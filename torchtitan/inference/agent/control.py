@@ -16,6 +16,10 @@ class EngineError(Exception):
     """The engine did not do as asked, or not in time. The message is one line for people."""
 
 
+class EngineNotListening(EngineError):
+    """Its port is closed: a frozen engine keeps it open, one that is ending does not."""
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """What the engine's server says about itself."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.control import EngineError, EngineNotListening
 
 LONGEST_ANSWER = 64 * 1024 * 1024
 LONGEST_REASON = 500
@@ -60,6 +60,8 @@ class AdminClient:
             return response.status, text.decode(errors="replace")
         except TimeoutError as error:
             raise EngineError(f"{path} gave no answer within {timeout_s:g} s") from error
+        except ConnectionRefusedError as error:
+            raise EngineNotListening(f"{path}: nothing listens on {self.url}") from error
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
         finally:

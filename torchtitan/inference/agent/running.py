@@ -19,6 +19,11 @@ from torchtitan.inference.agent.process import EngineProcess, wait_until_healthy
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.embedded.activity import ActivityLog
 
+# A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
+# that nobody answers any more (vLLM 0.32: "Waiting for background tasks to complete").
+ENDING_S = 20.0
+LOOK_S = 1.0
+
 
 class RunningAgent:
     """Belongs to one asyncio loop. `token` is the agent's, and that of the engine that it starts."""
@@ -72,11 +77,24 @@ class RunningAgent:
             raise UserError(f"cannot listen on {options.host}:{arguments.port}: {error}") from None
 
     async def engine_ended(self) -> str:
-        """Return when the engine that we started has ended, with how; never where it ran already."""
+        """Return when the engine that we started has ended, with how, or does not come to an end; never where it ran
+        already."""
         if self._process is None:
             await asyncio.Event().wait()
             raise AssertionError
-        return await self._process.wait()
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            while True:
+                await asyncio.wait({ended}, timeout=LOOK_S)
+                if ended.done():
+                    return ended.result()
+                if self._server is not None and self._server.engine_closed_s > ENDING_S:
+                    return (
+                        f"the engine has closed its port and not ended within {ENDING_S:g} s; it is killed; "
+                        f"{self._process.log_file} ends with: {self._process.log_tail()}"
+                    )
+        finally:
+            ended.cancel()
 
     async def close(self, grace_s: float) -> None:
         """Stop everything; an engine that we started gets `grace_s` before it is killed."""

@@ -90,6 +90,11 @@ class AgentServer:
         self._watch.start()
         return int(self._runner.addresses[0][1])
 
+    @property
+    def engine_closed_s(self) -> float:
+        """Seconds for which the engine's port has been closed; 0 while it is open."""
+        return self._watch.closed_s
+
     async def close(self) -> None:
         """Stop receiving and listening."""
         if self._receiver is not None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from torchtitan.inference.agent.applying import Applier
-from torchtitan.inference.agent.control import EngineControl, EngineError
+from torchtitan.inference.agent.control import EngineControl, EngineError, EngineNotListening
 from torchtitan.inference.labels import make_label
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ class Watch:
         self._ended = threading.Event()
         self._silent_since: float | None = None
         """When the first of the probes began that had no answer since the last one that had"""
+        self._closed_since: float | None = None
+        """Likewise of those that found its port closed"""
         self._answered_at = time.monotonic()
         self.trouble: str | None = None
         """Why the last probe failed"""
@@ -59,6 +61,12 @@ class Watch:
         return 0.0 if since is None or self._applier.busy else time.monotonic() - since
 
     @property
+    def closed_s(self) -> float:
+        """Seconds for which the engine's port has been closed; 0 while it is open."""
+        since = self._closed_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
     def answered_age_s(self) -> float:
         """Seconds since the last probe that had an answer began."""
         return time.monotonic() - self._answered_at
@@ -68,11 +76,13 @@ class Watch:
             begun = time.monotonic()
             try:
                 self._control.check_health(self._probe_s)
-                self._silent_since = self.trouble = None
+                self._silent_since = self._closed_since = self.trouble = None
                 self._answered_at = begun
                 self._applier.settle()
                 self._check_label()
             except EngineError as error:
+                closed = isinstance(error, EngineNotListening)
+                self._closed_since = (self._closed_since or begun) if closed else None
                 if self._applier.busy:
                     self._silent_since = None
                     continue
