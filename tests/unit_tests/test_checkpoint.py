@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,18 +173,41 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """Is pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
 
     def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
+        return self._call
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_an_older_python_is_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    path = run.checkpointer.folder / "step-1" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert Run(tmp_path, seed=1).checkpointer.load() is not None
+    path.write_bytes(pickle.dumps(Payload(getattr, type(metadata), "__init__")))
+    with pytest.raises(UserError, match="'__init__' of .* has no place"):
+        Run(tmp_path).checkpointer.load()
 
 
 def test_a_crafted_pickle_is_not_executed(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
     metadata = run.checkpointer.folder / "step-1" / ".metadata"
-    metadata.write_bytes(pickle.dumps(Payload(tmp_path / "executed")))
+    metadata.write_bytes(pickle.dumps(Payload(Path.touch, tmp_path / "executed")))
     with pytest.raises(UserError, match="cannot be read"):
         Run(tmp_path).checkpointer.load()
     assert not (tmp_path / "executed").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 from typing import Any
 
@@ -87,6 +88,13 @@ class CheckedReader(FileSystemReader):
         return metadata
 
 
+def _enumeration_member(enumeration: Any, name: Any) -> enum.Enum:
+    """What getattr() is for in a pickle by Python 3.11.0 to 3.11.3, which names members of enumerations so."""
+    if isinstance(enumeration, enum.EnumMeta) and isinstance(name, str) and name in enumeration.__members__:
+        return enumeration[name]
+    raise pickle.UnpicklingError(f"{name!r} of {enumeration!r} has no place in a checkpoint's metadata")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     _METADATA = {*dcp_metadata.__all__, "_MEM_FORMAT_ENCODING"}
     _OTHERS = {
@@ -102,4 +110,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module == dcp_metadata.__name__ and name in self._METADATA) or (module, name) in self._OTHERS:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enumeration_member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
