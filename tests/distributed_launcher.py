@@ -27,7 +27,7 @@ class WorkerFailure(AssertionError):
 
 
 def run_distributed(
-    function: str, world_size: int, timeout: float = 120.0, python: str | Path = sys.executable, **kwargs: Any
+    function: str, world_size: int, timeout: float = 240.0, python: str | Path = sys.executable, **kwargs: Any
 ) -> list[Any]:
     """Call `module:function`(**kwargs) on `world_size` ranks of `python`; returns one result per rank.
 

@@ -19,7 +19,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import add_adapters
 from torchtitan.models.peft_checkpoint import load_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = Lora(rank=4, alpha=8.0)

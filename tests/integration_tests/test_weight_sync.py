@@ -450,7 +450,6 @@ class ActorProcesses:
             process.wait(10)
 
 
-@pytest.mark.timeout(120)
 def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in mid-bucket, SIGSTOP, dead courier, dead coordinator: one run, three actors."""
     # One version takes about 0.15 s on the wire, so that most faults hit a transfer.
@@ -617,7 +616,6 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
     return {"equal": equal, "elements": own, "skipped": statistics["weight_sync/versions_skipped"]}
 
 
-@pytest.mark.timeout(120)
 def test_shards_of_four_ranks_become_the_full_tensors(tmp_path: Path) -> None:
     results = run_distributed("tests.integration_tests.test_weight_sync:sync_sharded_model", 4, run_dir=str(tmp_path))
     assert results[0]["equal"] == [True] * 6

@@ -20,7 +20,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_twenty_faults(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/weight_sync_chaos.py", "--faults", "20", "--seed", "1", "--json"]
     command += ["--keep", str(tmp_path)]

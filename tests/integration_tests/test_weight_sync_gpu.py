@@ -130,18 +130,15 @@ def play(run_dir: Path, transport: str, where: str) -> None:
     assert result == [{"corrupt": True, "in order": True, "last": True}]
 
 
-@pytest.mark.timeout(300)
 def test_ipc_between_processes_on_one_gpu(tmp_path: Path) -> None:
     play(tmp_path, "ipc", "cuda:0")
 
 
 @needs_two
-@pytest.mark.timeout(300)
 def test_ipc_between_processes_on_two_gpus(tmp_path: Path) -> None:
     play(tmp_path, "ipc", "cuda:1")
 
 
 @needs_two
-@pytest.mark.timeout(300)
 def test_nccl_between_two_gpus(tmp_path: Path) -> None:
     play(tmp_path, "nccl", "cuda:1")

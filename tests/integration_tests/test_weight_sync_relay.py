@@ -39,7 +39,6 @@ def served(lines: list[dict[str, Any]]) -> list[int]:
     return [line["announced"] for line in lines]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("fanout", [1, 2])
 def test_trainer_sends_each_version_a_bounded_number_of_times(tmp_path: Path, fanout: int) -> None:
     engines = {name: Served() for name in NAMES}
@@ -61,7 +60,6 @@ def test_trainer_sends_each_version_a_bounded_number_of_times(tmp_path: Path, fa
     assert all(engine.versions == list(range(6)) for engine in engines.values())
 
 
-@pytest.mark.timeout(120)
 def test_corrupting_source_is_caught_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In this process, where the actors run; the coordinator's checksums tell, not the source's.
     monkeypatch.setenv(FAULTS, "corrupt:phase=relay,version=2,times=2")
@@ -78,7 +76,6 @@ def test_corrupting_source_is_caught_and_replaced(tmp_path: Path, monkeypatch: p
     assert all(engine.versions == [0, 1, 2, 3] for engine in engines.values())
 
 
-@pytest.mark.timeout(180)
 def test_children_of_a_killed_source_are_served_by_somebody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +138,6 @@ def apply_on_workers(staged: StagedVersion) -> None:
     staged.apply_on_workers()
 
 
-@pytest.mark.timeout(120)
 def test_workers_relay_to_workers_and_what_the_trainer_sends_are_deltas(tmp_path: Path) -> None:
     """Delta, relay, streams and actors of two workers, all at once."""
     parts = {name: [Part(0), Part(1)] for name in ("a", "b")}

@@ -243,13 +243,12 @@ def faults_one_after_the_other(ranks: Ranks, actors: Actors) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_path: Path) -> None:
     result = run_distributed(
         "tests.integration_tests.test_weight_sync_transports:on_ranks",
         2,
-        timeout=200,
+        timeout=280,
         run_dir=str(tmp_path),
         scenario="faults_one_after_the_other",
         transport=transport,

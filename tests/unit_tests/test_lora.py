@@ -180,7 +180,6 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, compiled, bfloat16"])
 def test_layouts_agree(untied: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     alone = {key: value for key, value in layout.items() if key == "training.dtype"}

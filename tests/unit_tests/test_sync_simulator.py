@@ -193,7 +193,7 @@ def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.Captur
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=280,
     )
     assert other.stdout == outputs[0]
 

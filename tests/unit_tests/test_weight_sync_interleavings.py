@@ -55,7 +55,7 @@ def run_chunk(first: int) -> tuple[array[int], Counter[str], str]:
     return orders, counts, ""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_hundred_thousand_orders_of_events(capsys: pytest.CaptureFixture[str]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     distinct: set[int] = set()

@@ -269,10 +269,11 @@ class Actor:
 
     async def _probe(self) -> None:
         assert self._handler is not None
+        begun = time.monotonic()
         health = await self._handler.health(self._config.health_timeout_s)
         if health.engine_age_s > self._config.health_timeout_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
-        if self.state is ActorState.SUSPECT and health.answered_age_s > time.monotonic() - self._suspect_since:
+        if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
             # What is beside a dead engine does not know yet: more requests would be lost on it.
             return
         if self.state is ActorState.EVICTED:
