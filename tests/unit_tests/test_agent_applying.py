@@ -10,7 +10,9 @@ import torch
 
 from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.agent.watch import Watch
+from torchtitan.inference.handler import Capabilities
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -98,6 +100,31 @@ def test_drain_lets_requests_finish_up_to_its_deadline() -> None:
     applier.apply(1, staged(1))
     assert engine.calls[1:4] == ["pause wait", "pause keep", "load"]
     assert applier.holds == ("epoch", 1)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_who_asks_hears_that_it_drains(drained: bool) -> None:
+    engine, applier = made(drain_timeout_s=2.0)
+    place = EnginePlace("http://127.0.0.1:1", Capabilities("vllm"))
+    server = AgentServer(place, engine, engine, applier, "", "127.0.0.1", 5.0)  # type: ignore[arg-type]
+    applier.apply(1, staged(0))
+    engine.drained = drained
+    called, said = engine._called, {}
+
+    def note(name: str) -> None:
+        called(name)
+        said[name] = server._status()
+
+    engine._called = note  # type: ignore[method-assign]
+    applier.apply(1, staged(1))
+    assert said["prepare"] == ("ok", None)
+    assert said["pause wait"] == ("paused", "running requests finish before new weights come")
+    # One that did not drain in time has new requests wait, as without a drain.
+    assert said["load"][0] == ("paused" if drained else "ok")
+    engine.fails["load"] = WeightsRefused("no")
+    with pytest.raises(WeightsRefused):
+        applier.apply(1, staged(2))
+    assert server._status() == ("ok", None)
 
 
 @pytest.mark.parametrize("failing", ["prepare", "load"])

@@ -41,6 +41,8 @@ class Applier:
         self._receivers = 0
         self.busy = False
         """A version is being applied"""
+        self.draining = False
+        """What runs gets time to finish, and new requests wait until the version is there or are sent away"""
         self.holds: tuple[str, int] | None = None
         """(epoch, version) that the engine serves; None: none of ours, or half of one"""
         self.poisoned: str | None = None
@@ -107,7 +109,7 @@ class Applier:
             try:
                 return self._apply(staged, label)
             finally:
-                self.busy = False
+                self.busy = self.draining = False
 
     def _apply(self, staged: StagedVersion, label: str) -> dict[str, float]:
         try:
@@ -147,10 +149,12 @@ class Applier:
     def _stop_for_update(self) -> bool:
         """Have the engine stand still; returns whether what ran got time to finish. Raises WeightsRefused."""
         drains = self._drain_timeout_s > 0 and not self.paused and self.poisoned is None
+        self.draining = drains
         try:
             if drains and self._stand_still("wait"):
                 return True
             self._stand_still("keep")
+            self.draining = False
             return drains
         except EngineError as error:
             # The order may still reach an engine that was slow to answer: then nobody would have it go on.

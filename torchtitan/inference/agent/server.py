@@ -206,6 +206,9 @@ class AgentServer:
             return "paused", "the engine is paused"
         if applier.unsettled is not None:
             return "paused", f"the engine may stand still: {applier.unsettled}"
+        if applier.draining:
+            # vLLM has new requests wait up to 0.32 and answers 503 since: either way others have them sooner.
+            return "paused", "running requests finish before new weights come"
         return "ok", None
 
     def _state(self) -> dict[str, Any]:
