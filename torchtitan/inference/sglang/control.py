@@ -30,6 +30,13 @@ class SGLangControl:
             raise EngineError(
                 "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache"
             )
+        if self._keeps and data.get("disable_overlap_schedule") is False:
+            # Standing still in place, it leaves a step under way: that reads weights while they change, and its tokens
+            # are counted to the new version. Requests that are retracted are waited for.
+            raise EngineError(
+                "it overlaps its steps, and one would outlast a pause: start it --disable-overlap-schedule, or take "
+                "inference.in_flight_kv = recompute (--in-flight-kv)"
+            )
         capabilities = Capabilities(
             "sglang",
             str(data.get("version", "")),

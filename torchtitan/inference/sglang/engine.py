@@ -8,12 +8,13 @@ from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.tools.gpus import has_gpu
 
+NO_OVERLAP = "--disable-overlap-schedule"
 # Arguments with a meaning of their own to us, which the engine's own may still override.
 CPU_ARGUMENTS = (
     "--device", "cpu",
     "--attention-backend", "torch_native",
     "--sampling-backend", "pytorch",
-    "--disable-overlap-schedule",
+    NO_OVERLAP,
     "--mem-fraction-static", "0.2",
 )  # fmt: skip
 
@@ -50,7 +51,12 @@ class SGLang:
             theirs += CPU_ARGUMENTS
             # It sizes the cache by what is free on the machine, which others use too.
             theirs += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
-        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"} if on_cpu else {"HF_HUB_OFFLINE": "1"}
+        elif options.in_flight_kv == "keep":
+            theirs.append(NO_OVERLAP)  # see control.py
+        # Its server in Rust would not ask for our token, whoever asked for that one in this shell.
+        environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
+        if on_cpu:
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
         return [*own, *theirs, *options.arguments], environment
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
