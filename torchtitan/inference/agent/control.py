@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 from torchtitan.inference.handler import Capabilities
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to running requests: they stand still and go on afterwards; they end before, while new ones wait; they
-end at once, incomplete."""
+"""What happens to running requests: they stand still and go on afterwards; they end before, while new ones wait or are
+sent away; they end at once, incomplete."""
 
 
 class EngineError(Exception):

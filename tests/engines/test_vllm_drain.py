@@ -1,0 +1,56 @@
+"""Real vLLM that lets requests finish before new weights: up to 0.32 it has others wait, since 0.33 it answers 503."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.engines.processes import Processes
+from tests.engines.vllm_job import APPLIED_SECONDS, start_actor, training
+from torchtitan.inference.handler import ActorNotReady
+from torchtitan.inference.types import Completion
+
+PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
+DRAIN_SECONDS = 40.0
+
+
+def test_what_drains_keeps_its_version_and_says_that_it_takes_nothing(
+    vllm_python: Path, engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
+) -> None:
+    model = engine_model(tied=True)
+    drains = ("--update-mode", "drain", "--drain-timeout", str(DRAIN_SECONDS), "--update-timeout", "20")
+    actor = start_actor(processes, vllm_python, model, *drains)
+    with training(tmp_path, model, apply_timeout_s=2 * DRAIN_SECONDS) as trainer:
+        actor.connect(trainer)
+        trainer.publish()
+        trainer.wait_applied()
+        running: list[Completion] = []
+        late: list[Completion] = []
+
+        def ask(answers: list[Completion]) -> None:
+            answers += actor.generate(PROMPT, 240, n=8, temperature=1.0, seed=3, stop_token_ids=[])
+
+        long = threading.Thread(target=ask, args=[running], daemon=True)
+        long.start()
+        time.sleep(0.5)
+        trainer.publish()
+        deadline, said, sent_away = time.monotonic() + APPLIED_SECONDS, "", 0
+        while actor.health()["version"] == 0 and time.monotonic() < deadline:
+            said = actor.health()["reason"] or said
+            if said and not late:
+                try:
+                    ask(late)
+                except ActorNotReady as error:
+                    assert "Generation is paused" in str(error)
+                    sent_away += 1
+                    time.sleep(0.1)
+        long.join(APPLIED_SECONDS)
+        print(f"vLLM {actor.health()['engine']['version']} sent {sent_away} requests away")
+        trainer.wait_applied()
+        assert said == "running requests finish before new weights come" and actor.health()["status"] == "ok"
+        ask(late)
+    # What ran has one version, what came meanwhile the next; nothing was refused or lost.
+    assert [{span.version for span in completion.spans} for completion in running] == [{0}] * 8
+    assert late and all({span.version for span in completion.spans} == {1} for completion in late)
