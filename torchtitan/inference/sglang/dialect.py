@@ -21,7 +21,7 @@ FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class SGLangDialect:
-    """Of version 0.5.20; see engine_handling.Dialect."""
+    """Of versions 0.5.20 to 0.5.23; see engine_handling.Dialect."""
 
     name = "sglang"
 

@@ -15,7 +15,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 try:
-    # Names of vLLM 0.32, not all of them public: without them weights are loaded all the same, with one copy more.
+    # Names of vLLM 0.32 and 0.33, not all public: without them weights are loaded all the same, with one copy more.
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,

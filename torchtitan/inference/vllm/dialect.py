@@ -15,8 +15,8 @@ FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VLLMDialect:
-    """Of version 0.32.0; see engine_handling.Dialect. The server runs with --enable-scale-out, which has this route and
-    --logprobs-mode processed_logprobs: those that tokens were sampled with."""
+    """Of versions 0.32.0 and 0.33.0; see engine_handling.Dialect. The server runs with --enable-scale-out, which has
+    this route, and --logprobs-mode processed_logprobs: those that tokens were sampled with."""
 
     name = "vllm"
 
