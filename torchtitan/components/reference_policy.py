@@ -67,7 +67,7 @@ class ReferencePolicy:
         own.activation_checkpoint.mode = "none"
         # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
         own.parallelism.fsdp_reshard_after_forward = "always"
-        # The model that adapters were added to.
+        # The model that adapters were added to, in as many bits.
         own.lora.rank = 0
         self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
         self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval

@@ -101,7 +101,7 @@ class Lora:
     """Adapter directory in PEFT's format to start from; empty starts with adapters that change nothing"""
 
     base_bits: int = 16
-    """Bits of a frozen weight; 16 keeps training.dtype, and nothing else is built yet"""
+    """Bits of the layers' frozen projections: 4 holds them quantised (QLoRA, NF4), 16 in training.dtype"""
 
 
 @dataclass

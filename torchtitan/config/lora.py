@@ -7,24 +7,47 @@ from pathlib import Path
 
 from torchtitan.config.fields import Problem, nearest, show
 from torchtitan.config.job_config import JobConfig
+from torchtitan.models.model_args import PROJECTIONS, ModelArgs
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
+# With base_bits = 4: neighbours in a row of weights that share a scale of 16 bits.
+BLOCK = 64
+QUANTIZED_BITS = 4 + 16 / BLOCK
 
 
-def check_lora(config: JobConfig) -> Iterator[Problem]:
-    """Problems of [lora]; none where it is off."""
+def quantized_projections(config: JobConfig, args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Weight [out, in] of a layer's projections that are held in four bits."""
+    if config.lora.base_bits != 4:
+        return {}
+    return {name: shape for name, shape in args.projection_shapes().items() if name not in config.lora.modules_to_save}
+
+
+def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
+    """Elements of (the model's own parameters that are trained, adapters)."""
+    lora, layers = config.lora, args.num_hidden_layers
+    if lora.rank == 0:
+        return args.num_parameters(), 0
+    vocabulary = (args.vocab_size, args.hidden_size)
+    shapes = {name: (*shape, layers) for name, shape in args.projection_shapes().items()}
+    shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
+    adapters = sum(count * (rows + columns) for rows, columns, count in (shapes[name] for name in lora.target_modules))
+    return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
+
+
+def check_lora(config: JobConfig, planning: bool) -> Iterator[Problem]:
+    """Problems of [lora]; none where it is off. `planning`: no checkpoint files are needed."""
     lora = config.lora
 
     def refuse(key: str, text: str) -> Problem:
         return Problem(f"lora.{key}", f"lora.{key} = {show(getattr(lora, key))} is not allowed: {text}")
 
     if lora.rank == 0:
+        if lora.base_bits != 16:
+            yield refuse("base_bits", "must be 16 with lora.rank = 0: only frozen weights can be held in fewer bits")
         return
-    if lora.base_bits != 16:
-        text = "must be 16; 4-bit base weights need CUDA (torchao or bitsandbytes) and are not supported yet"
-        yield refuse("base_bits", text)
+    if lora.base_bits not in (4, 16):
+        yield refuse("base_bits", "must be 4 or 16")
     if not lora.target_modules:
         yield refuse("target_modules", f"must name at least one of {', '.join(TARGETS)}")
     for key, names, known in (
@@ -52,7 +75,12 @@ def check_lora(config: JobConfig) -> Iterator[Problem]:
         key = "grpo.reference_ema_decay"
         yield Problem(key, f"{key} = {config.grpo.reference_ema_decay:g} is not allowed: {text}")
     directory = Path(config.model.hf_assets_path)
-    if config.model.flavor and not config.rollout.replay and not any(directory.glob("*.safetensors")):
+    random = config.model.flavor and not planning and not any(directory.glob("*.safetensors"))
+    if random and not config.rollout.replay:
         yield refuse("rank", "needs the weights of model.hf_assets_path: actors get nothing but the adapters")
+    if lora.base_bits == 4 and tensor_parallel:
+        yield refuse("base_bits", "must be 16 with parallelism.tensor_parallel_degree > 1")
+    if lora.base_bits == 4 and random:
+        yield refuse("base_bits", "must be 16 where the weights are random: there are none in model.hf_assets_path")
     if lora.adapter_path and not (Path(lora.adapter_path) / "adapter_config.json").is_file():
         yield refuse("adapter_path", f"there is no adapter_config.json in it (looked in {Path.cwd()})")

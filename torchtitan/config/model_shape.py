@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan.config.fields import Problem, nearest, show
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.lora import BLOCK, quantized_projections
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import FLAVORS, find_flavor
 from torchtitan.models.model_args import ModelArgs
@@ -137,6 +138,11 @@ def _check_shape(config: JobConfig, args: ModelArgs) -> Iterator[Problem]:
             if tied := [name for name in ("lm_head", "embed_tokens") if name in names]:
                 text = f"this model ties lm_head and embed_tokens, which share one weight, so {tied[0]} cannot be one"
                 yield Problem(f"lora.{key}", f"lora.{key} = {show(names)} is not allowed: {text}")
+    if lora.rank:
+        quantized = quantized_projections(config, args).items()
+        if ragged := [f"{name} has {columns}" for name, (_, columns) in quantized if columns % BLOCK]:
+            text = f"projections must have a multiple of {BLOCK} inputs; {', '.join(ragged)}"
+            yield Problem("lora.base_bits", f"lora.base_bits = 4 is not allowed: {text}")
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     if outside:
         text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"

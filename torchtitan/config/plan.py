@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.lora import QUANTIZED_BITS, quantized_projections, trained_parameters
 from torchtitan.config.model_shape import read_shape
 from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.inference.colocated.memory import GIB, EngineMemory, device_bytes_of_driver, engine_memory
@@ -23,18 +24,20 @@ class MemoryEstimate:
     """Bytes on one trainer rank.
 
     Parameters, gradients and the two AdamW moments are exact but for rounding: the rank's share (parameters / shards /
-    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. The rest is
-    rough:
+    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
+    fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
+    4.25 bits per weight. The rest is rough:
 
     - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
-      largest unit is a layer, or the root with embedding and head.
+      largest unit is a layer, or the root with embedding and head. Of quantised projections also the largest one as
+      it is computed with, on one rank too.
     - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
       projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
     - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
       vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
-    - slots: weight_sync.num_slots copies of the rank's share in inference.dtype, and one more for deltas; none where
-      the engines are colocated.
+    - slots: weight_sync.num_slots copies of what the rank sends in inference.dtype (its share, or of adapters), and
+      one more for deltas; none where the engines are colocated.
     """
 
     parameters: int
@@ -66,7 +69,7 @@ class Plan:
     max_generated_tokens: int
     parameters: int | None = None
     version_bytes: int | None = None
-    """Bytes of one full set of weights as the actors get it"""
+    """Bytes of one version as the actors get it: all weights, or adapters"""
     memory: MemoryEstimate | None = None
 
 
@@ -94,7 +97,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
         max_tokens=batch * config.training.seq_len,
         max_generated_tokens=batch * config.rollout.max_completion_tokens,
         parameters=parameters,
-        version_bytes=None if parameters is None else parameters * BYTES[config.inference.dtype],
+        version_bytes=None if args is None else sum(trained_parameters(config, args)) * BYTES[config.inference.dtype],
         memory=None if args is None else estimate_memory(config, args, shard, tensor, ranks),
     )
 
@@ -102,8 +105,14 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
 def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int, ranks: int) -> MemoryEstimate:
     """See MemoryEstimate for the reasoning."""
     training = config.training
-    share = -(-args.num_parameters() // (shard * tensor))
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
+    own, adapters = trained_parameters(config, args)
+    trained = -(-(own + adapters) // (shard * tensor))
+    # What is trained beside adapters is fp32, too.
+    trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
+    quantized = [rows * columns for rows, columns in quantized_projections(config, args).values()]
+    plain = args.num_parameters() - args.num_hidden_layers * sum(quantized)
+    base = plain * master + int(args.num_hidden_layers * sum(quantized) * QUANTIZED_BITS / 8)
     query = args.num_attention_heads * args.head_dim
     key_value = args.num_key_value_heads * args.head_dim
     root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
@@ -114,18 +123,20 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     tokens, head = training.tokens_per_micro_batch, config.model
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     # Without FSDP2 (one rank) parameters are used where they lie.
-    gathered = 2 * max(root, layer) * computed // tensor if ranks > 1 else 0
+    held = (layer - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
+    gathered = 2 * max(root * computed, held) // tensor if ranks > 1 else 0
+    gathered += max(quantized, default=0) * computed
     whole_gradients = 0
     if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
-        whole_gradients = args.num_parameters() // tensor * BYTES[training.mixed_precision_reduce]
+        whole_gradients = (own + adapters) // tensor * BYTES[training.mixed_precision_reduce]
     return MemoryEstimate(
-        parameters=share * master,
-        gradients=share * master + whole_gradients,
-        optimizer=2 * share * master,
+        parameters=-(-(base + adapters * BYTES["float32"]) // (shard * tensor)),
+        gradients=trained_bytes + whole_gradients,
+        optimizer=2 * trained_bytes,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
         logits=all_logits if head.logprob_head == "full" else min(all_logits, head.logprob_head_budget_mb << 20),
-        slots=0 if _colocated(config) else config.weight_sync.slots_per_rank * share * BYTES[config.inference.dtype],
+        slots=0 if _colocated(config) else config.weight_sync.slots_per_rank * trained * BYTES[config.inference.dtype],
     )
 
 

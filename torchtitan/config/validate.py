@@ -49,7 +49,7 @@ def validate(config: JobConfig, planning: bool = False) -> list[Problem]:
         *_check_batch(config, ranks, wrong),
         *_check_lengths(config),
         *_check_objective(config),
-        *check_lora(config),
+        *check_lora(config, planning),
         *_check_rollout(config, planning),
         *_check_rewards(config),
         *check_inference(config, ranks, planning),

@@ -1,5 +1,5 @@
 """Versions that are adapters only, as they are sent: `<module>.lora_A.weight`, `<module>.lora_B.weight`, what else is
-trained, and `lora_alpha`."""
+trained, `lora_alpha`, and `lora_base_bits` where the base is held in four bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan.models.low_rank import ALPHA, FACTOR_A, FACTOR_B
+from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B
+from torchtitan.models.nf4 import is_quantized
 from torchtitan.weight_sync.staging import WeightsRefused
 
 
@@ -21,6 +22,12 @@ class AdapterVersion:
     """Parameter -> (A [rank, in], B [out, rank])"""
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> its new value"""
+    base_bits: int = 16
+    """Of the base's projections"""
+
+    def quantizes(self, name: str) -> bool:
+        """Whether the base of this parameter is what four bits make of the engine's own."""
+        return self.base_bits == 4 and is_quantized(name) and name not in self.whole
 
 
 def is_adapter_version(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -38,7 +45,7 @@ def read_adapters(
     version, problems = AdapterVersion(), []
     for name, tensor in tensors.items():
         module, is_a, _ = name.partition("." + FACTOR_A)
-        if name == ALPHA or name.endswith(FACTOR_B):
+        if name in (ALPHA, BASE_BITS) or name.endswith(FACTOR_B):
             continue
         target = f"{module}.weight" if is_a else name
         shape = shape_of(target)
@@ -60,6 +67,10 @@ def read_adapters(
     problems += [f"{name} has no {FACTOR_A}" for name in lonely]
     if not version.factors:
         problems.append("it holds no adapter")
+    if BASE_BITS in tensors:
+        version.base_bits = int(tensors[BASE_BITS].sum())
+        if version.base_bits not in (4, 16):
+            problems.append(f"a base of {version.base_bits} bits is not known here")
     if problems:
         raise WeightsRefused(f"this version does not fit the model: {'; '.join(problems[:3])}")
     return version

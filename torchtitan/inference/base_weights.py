@@ -1,7 +1,7 @@
 """Adapters for engines that take whole versions only: merged into the checkpoint that the engine was started with.
 
-The base stays in its files, which are mapped: no copy of it is held in memory. A merged tensor exists from when it is
-asked for until the engine, or a file, has it.
+The base stays in its files, which are mapped: no copy of it is held in memory, but of four bits where the trainer's is
+quantised. A merged tensor exists from when it is asked for until the engine, or a file, has it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_version, read_adapters
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.model_args import read_model_args
+from torchtitan.models.nf4 import dequantize, quantize
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -28,6 +29,7 @@ class BaseWeights:
         self._directory, self._device = Path(directory), torch.device(device)
         self._places: dict[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._quantized: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def whole(self, staged: StagedVersion) -> StagedVersion:
         """The same version; where it holds adapters, with all tensors of base + adapters, in the type of the adapters.
@@ -54,6 +56,15 @@ class BaseWeights:
         assert self._places is not None
         tensor: torch.Tensor = self._places[name].get_tensor(name)
         return tensor
+
+    def read_rounded(self, name: str) -> torch.Tensor:
+        """A projection as four bits leave it, in fp32 where adapters are multiplied."""
+        if name not in self._quantized:
+            # Kept in host memory: the device's is the engine's.
+            packed, absmax = quantize(self.read(name).to(self._device))
+            self._quantized[name] = packed.cpu(), absmax.cpu()
+        packed, absmax = self._quantized[name]
+        return dequantize(packed.to(self._device), absmax.to(self._device), torch.float32)
 
     def _open(self) -> None:
         if self._places is not None:
@@ -83,7 +94,10 @@ class MergedTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._version.whole:
             return self._version.whole[name]
-        base = self._base.read(name).to(self._device)
+        if self._version.quantizes(name):
+            base = self._base.read_rounded(name)
+        else:
+            base = self._base.read(name).to(self._device)
         if name in self._version.factors:
             a, b = (factor.to(self._device) for factor in self._version.factors[name])
             base = low_rank_product(self._version.scale, a, b).add_(base)

@@ -7,6 +7,7 @@ ever has the whole model in one place.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_te
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, merged_weight
 from torchtitan.models.model_args import read_model_args
+from torchtitan.models.quantized import QuantizedLinear
 
 __all__ = ["export_policy", "load_into", "load_policy", "read_model_args"]
 
@@ -63,7 +65,8 @@ def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> De
 
 @torch.no_grad()
 def load_into(policy: Decoder, directory: str | Path) -> None:
-    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type; not adapters.
+    """Fill the parameters of `policy` from the safetensors in `directory`, cast to each parameter's type or quantised;
+    not adapters.
 
     Sharded parameters (DTensor) get only their own part read from disk. Raises UserError for a missing file or
     tensor, for a tensor of another shape, and for tensors that the model has no place for.
@@ -88,12 +91,12 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
                 _load_tensor(handle, path, name, parameters[name])
 
 
-def _load_tensor(handle: Any, path: Path, name: str, parameter: nn.Parameter) -> None:
+def _load_tensor(handle: Any, path: Path, name: str, parameter: nn.Parameter | QuantizedLinear) -> None:
     stored = handle.get_slice(name)
     found, expected = list(stored.get_shape()), list(parameter.shape)
     if found != expected:
         raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
-    region = local_region(parameter)
+    region = parameter.region() if isinstance(parameter, QuantizedLinear) else local_region(parameter)
     if any(part.start == part.stop for part in region):
         return
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -163,7 +166,7 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
     groups: list[list[str]] = []
     used = max_file_bytes
     for name, parameter in base_parameters(policy).items():
-        size = parameter.numel() * parameter.element_size()
+        size = _whole_bytes(parameter)
         if used + size > max_file_bytes:
             groups.append([])
             used = 0
@@ -172,6 +175,10 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
+
+
+def _whole_bytes(parameter: nn.Parameter | QuantizedLinear) -> int:
+    return math.prod(parameter.shape) * parameter.dtype.itemsize
 
 
 def _gathered(policy: Decoder, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,7 +213,7 @@ def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, pla
     config = policy.args.to_hf_config(_DTYPE_NAMES[first.dtype])
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:
-        total = sum(one.numel() * one.element_size() for one in base_parameters(policy).values())
+        total = sum(_whole_bytes(one) for one in base_parameters(policy).values())
         weight_map = {name: file_name for file_name, names in plan.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -23,7 +23,8 @@ from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_, full_tensor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
-from torchtitan.models.low_rank import ALPHA, FACTOR_A, FACTOR_B, is_factor, low_rank_product
+from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
+from torchtitan.models.quantized import HELD, QuantizedLinear
 
 
 class Adapter:
@@ -80,23 +81,25 @@ def add_adapters(policy: Decoder, settings: Lora) -> None:
 
 
 def _adapt(module: nn.Module, settings: Lora) -> None:
-    weight, adapter = module.get_parameter("weight"), Adapter(settings.alpha / settings.rank, settings.dropout)
+    adapter = Adapter(settings.alpha / settings.rank, settings.dropout)
+    weight = module if isinstance(module, QuantizedLinear) else module.get_parameter("weight")
     rows, columns = weight.shape
     placement: Placement = Replicate()
     mesh: DeviceMesh | None = None
     if isinstance(weight, DTensor):
         placement, mesh = weight.placements[0], weight.device_mesh
     by_columns, by_rows = placement == Shard(1), placement == Shard(0)
-    module.lora_A = _factor(settings.rank, columns, weight, mesh, Shard(1) if by_columns else Replicate())
-    module.lora_B = _factor(rows, settings.rank, weight, mesh, Shard(0) if by_rows else Replicate())
+    device = weight.device
+    module.lora_A = _factor(settings.rank, columns, device, mesh, Shard(1) if by_columns else Replicate())
+    module.lora_B = _factor(rows, settings.rank, device, mesh, Shard(0) if by_rows else Replicate())
     module.adapter = adapter  # type: ignore[assignment]
     if not isinstance(module, LogProbHead):
         # First of all hooks: tensor parallelism's own makes a plain tensor of the output.
         module.register_forward_hook(adapter, prepend=True)
 
 
-def _factor(rows: int, columns: int, weight: torch.Tensor, mesh: DeviceMesh | None, placement: Placement) -> nn.Linear:
-    factor = nn.Linear(columns, rows, bias=False, device=weight.device, dtype=torch.float32)
+def _factor(rows: int, columns: int, device: torch.device, mesh: DeviceMesh | None, placement: Placement) -> nn.Linear:
+    factor = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.float32)
     if mesh is not None:
         factor.weight = nn.Parameter(distribute_tensor(factor.weight.detach(), mesh, [placement]))
     return factor
@@ -121,23 +124,36 @@ def initialize_adapters(policy: Decoder, seed: int) -> None:
 @torch.no_grad()
 def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
     """The whole parameter `name` of the base model, what adapters add to it included (a collective where sharded)."""
-    full = full_tensor(policy.get_parameter(name).detach())
     module_name, _, leaf = name.rpartition(".")
     module = policy.get_submodule(module_name)
+    base: nn.Parameter | QuantizedLinear
+    if isinstance(module, QuantizedLinear) and leaf == "weight":
+        base, full = module, module.full_weight()
+    else:
+        base = module.get_parameter(leaf)
+        full = full_tensor(base.detach())
     adapter = getattr(module, "adapter", None)
-    if leaf != "weight" or not isinstance(adapter, Adapter):
-        return full
-    a, b = (full_tensor(module.get_parameter(factor).detach()) for factor in (FACTOR_A, FACTOR_B))
-    return (full + low_rank_product(adapter.scale, a, b)).to(full.dtype)
+    if leaf == "weight" and isinstance(adapter, Adapter):
+        a, b = (full_tensor(module.get_parameter(factor).detach()) for factor in (FACTOR_A, FACTOR_B))
+        full = full + low_rank_product(adapter.scale, a, b)
+    return full.to(base.dtype)
 
 
-def base_parameters(policy: Decoder) -> dict[str, nn.Parameter]:
-    """The parameters that the model has without adapters."""
-    return {name: parameter for name, parameter in policy.named_parameters() if not is_factor(name)}
+def base_parameters(policy: Decoder) -> dict[str, nn.Parameter | QuantizedLinear]:
+    """The parameters that the model has without adapters; the module that stands for it where one is quantised."""
+    found: dict[str, nn.Parameter | QuantizedLinear] = {}
+    for name, parameter in policy.named_parameters():
+        module_name, _, leaf = name.rpartition(".")
+        module = policy.get_submodule(module_name)
+        if isinstance(module, QuantizedLinear) and leaf in HELD:
+            found[f"{module_name}.weight"] = module
+        elif not is_factor(name):
+            found[name] = parameter
+    return found
 
 
 def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor]:
-    """What actors need of each version: all parameters; with adapters what is trained, and alpha.
+    """What actors need of each version: all parameters; with adapters what is trained, alpha, and the base's bits.
 
     alpha is a sum of three numbers, so that bfloat16 carries it whole.
     """
@@ -150,7 +166,10 @@ def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor]:
         rest -= parts[-1]
     first = next(iter(trained.values()))
     device = first.to_local().device if isinstance(first, DTensor) else first.device
-    return trained | {ALPHA: torch.tensor(parts, device=device)}
+    facts = {ALPHA: torch.tensor(parts, device=device)}
+    if policy.lora.base_bits != 16:
+        facts[BASE_BITS] = torch.tensor([float(policy.lora.base_bits)], device=device)
+    return trained | facts
 
 
 @contextmanager

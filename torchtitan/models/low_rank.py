@@ -8,6 +8,8 @@ import torch
 FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
 ALPHA = "lora_alpha"
 """Under this name alpha is published beside the factors: its sum is alpha"""
+BASE_BITS = "lora_base_bits"
+"""Under this name, where it is not 16: in how many bits the base is held that the factors were trained on"""
 
 
 def is_factor(name: str) -> bool:

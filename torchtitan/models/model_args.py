@@ -16,6 +16,9 @@ FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "qwen3": ("Qwen3ForCausalLM", False, True),
 }
 
+# The matrices of a layer; under these names they are modules of the decoder.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
 REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -138,15 +141,27 @@ class ModelArgs:
             "use_cache": True,
         }
 
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """Weight [out, in] of every projection of a layer."""
+        hidden, wide = self.hidden_size, self.intermediate_size
+        heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
+        return dict(zip(PROJECTIONS, (*attention, (wide, hidden), (wide, hidden), (hidden, wide)), strict=True))
+
+    def module_parameters(self) -> dict[str, int]:
+        """Parameters in elements by the name of their module, over all layers. Tied, the head has none of its own."""
+        hidden, layers = self.hidden_size, self.num_hidden_layers
+        counts = {name: layers * rows * columns for name, (rows, columns) in self.projection_shapes().items()}
+        for name in PROJECTIONS[:3] if self.qkv_bias else ():
+            counts[name] += layers * self.projection_shapes()[name][0]
+        counts |= {name: layers * self.head_dim for name in ("q_norm", "k_norm") if self.qk_norm}
+        counts |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers * hidden)
+        head = 0 if self.tie_word_embeddings else self.vocab_size * hidden
+        return counts | {"norm": hidden, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
+
     def num_parameters(self) -> int:
         """Parameters in elements; tied embeddings count once."""
-        hidden, heads, kv = self.hidden_size, self.num_attention_heads * self.head_dim, self.num_key_value_heads
-        kv *= self.head_dim
-        attention = hidden * (heads + 2 * kv) + heads * hidden
-        attention += (heads + 2 * kv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + 3 * hidden * self.intermediate_size + 2 * hidden
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * layer + hidden
+        return sum(self.module_parameters().values())
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From a decoder on the meta device to this rank's trainable policy: TP → AC → compile → FSDP2."""
+"""From a decoder on the meta device to this rank's trainable policy: TP → adapters → AC → compile → FSDP2."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs, read_model_args
 from torchtitan.models.peft_checkpoint import load_adapter
+from torchtitan.models.quantized import quantize_projections
 from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,13 +70,16 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
 
 
 def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
-    """Apply tensor parallelism, adapters, activation checkpointing, compilation and FSDP2 in place to a policy on meta.
+    """Apply tensor parallelism, quantisation, adapters, activation checkpointing, compilation and FSDP2 in place to a
+    policy on meta.
 
     Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
     """
     training = config.training
     if dims.tp_size > 1:
         apply_tensor_parallelism(policy, dims.tp_mesh)
+    if config.lora.base_bits == 4:
+        quantize_projections(policy, config.lora.modules_to_save)
     if config.lora.rank:
         add_adapters(policy, config.lora)
     if config.activation_checkpoint.mode != "none":

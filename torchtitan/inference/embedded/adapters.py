@@ -13,6 +13,7 @@ import torch
 
 from torchtitan.inference.adapter_version import AdapterVersion, read_adapters
 from torchtitan.models.low_rank import low_rank_product
+from torchtitan.models.nf4 import rounded
 from torchtitan.weight_sync.staging import WeightsRefused
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
@@ -35,6 +36,8 @@ class AdapterMerger:
         self._parameters = parameters
         self._base: dict[str, torch.Tensor] = {}
         self._base_known = True
+        self._base_bits: int | None = None
+        self._rounded: set[str] = set()
 
     def forget_base(self) -> None:
         """All weights are being replaced: what this engine was loaded with is no longer there."""
@@ -46,13 +49,19 @@ class AdapterMerger:
         """What the update means. Raises WeightsRefused where it does not fit this engine; nothing has changed then."""
         if not self._base_known:
             raise WeightsRefused("adapters came, but a whole version has replaced the base weights: restart this actor")
-        return read_adapters(tensors, self._shape)
+        version = read_adapters(tensors, self._shape)
+        if self._base_bits not in (None, version.base_bits):
+            text = f"adapters of a base in {version.base_bits} bits came, but this engine's is in {self._base_bits}"
+            raise WeightsRefused(f"{text}: restart this actor")
+        return version
 
     def apply(self, version: AdapterVersion, progress: Callable[[], None]) -> None:
         """Make the weights base + adapters, in place; `progress` is called now and then.
 
         Raises AdapterNotApplied where they are something else afterwards.
         """
+        self._base_bits = version.base_bits
+        self._round(version, progress)
         norm = applied = 0.0
         for name in [*version.factors, *version.whole]:
             if name not in self._base:
@@ -70,6 +79,15 @@ class AdapterMerger:
                 # What an earlier version had adapted and this one does not is the base's again.
                 weight.copy_(version.whole.get(name, base))
         self.figures = {"adapter_norm": math.sqrt(norm), "adapter_applied_norm": math.sqrt(applied)}
+
+    def _round(self, version: AdapterVersion, progress: Callable[[], None]) -> None:
+        """Make the base, adapted or not, the trainer's of four bits, where it is; with the first version."""
+        for name, weight in self._parameters.items():
+            if version.quantizes(name) and name not in self._rounded:
+                progress()
+                base = self._base.get(name, weight)
+                base.copy_(rounded(base))
+                self._rounded.add(name)
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         weight = self._parameters.get(name)
