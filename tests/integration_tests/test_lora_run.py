@@ -56,12 +56,44 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row]
 
 
-def test_a_run_with_adapters(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
+def make_checkpoint(directory: Path) -> Decoder:
     policy = Decoder(debug_model_args())
     policy.initialize_weights(0)
-    export_policy(policy, checkpoint)
-    write_tokenizer(checkpoint)
+    export_policy(policy, directory)
+    write_tokenizer(directory)
+    return policy
+
+
+def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    checkpoint = tmp_path / "checkpoint"
+    make_checkpoint(checkpoint)
+    run_dir = run(checkpoint, tmp_path, 12, "--lora.base_bits", "4", "--weight_sync.verify_every", "1")
+    rows = rows_of(run_dir)
+    # It learns, and what the actor samples with is what the trainer trains, four bits and all.
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.15, rewards
+    same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]
+    assert same and max(same) < 1e-6
+    norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
+    assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
+    kinds = [event["kind"] for event in read_json_lines(run_dir / "events.jsonl")]
+    assert "weights_probed" in kinds and "weights_differ" not in kinds
+    adapter = load_file(run_dir / "adapter" / "step-12" / "adapter_model.safetensors")
+    merged, base = (load_file(path / "model.safetensors") for path in (run_dir / "hf" / "step-12", checkpoint))
+    for name, tensor in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in adapter:
+            packed, state = functional.quantize_4bit(tensor.bfloat16(), blocksize=64, quant_type="nf4")
+            state.dtype = torch.float32
+            a, b = (adapter[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
+            tensor = functional.dequantize_4bit(packed, state) + SETTINGS.alpha / SETTINGS.rank * (b @ a)
+        torch.testing.assert_close(merged[name].double(), tensor.double(), rtol=0, atol=1e-6)
+
+
+def test_a_run_with_adapters(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    policy = make_checkpoint(checkpoint)
     run_dir = run(checkpoint, tmp_path, 3)
     run_dir = run(checkpoint, tmp_path, 6, "--checkpoint.resume", str(run_dir))
     rows = rows_of(run_dir)
