@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,22 +16,28 @@ from tests.engines.vllm_job import Trainer
 from torchtitan.config.job_config import Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.models import load_policy
-from torchtitan.models.lora import add_adapters, base_parameters, initialize_adapters, synced_parameters
+from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.lora import add_adapters, initialize_adapters, synced_parameters
 from torchtitan.models.peft_checkpoint import save_adapter
+from torchtitan.models.quantized import quantize_projections
 from torchtitan.weight_sync.facade import WeightSync
 
-SETTINGS = Lora(rank=4, alpha=10.0, modules_to_save=["norm"])
+SETTINGS: dict[str, Any] = {"rank": 4, "alpha": 10.0, "modules_to_save": ["norm"]}
 
 
 class AdapterTrainer(Trainer):
-    """Version n has adapters and a final norm of seed n, on the base of the model directory."""
+    """Version n has adapters and a final norm of seed n, on the base of the model directory, in that many bits."""
 
-    def __init__(self, folder: Path, model: Path, token: str = "", dtype: str = "float32"):
+    def __init__(self, folder: Path, model: Path, token: str = "", dtype: str = "float32", base_bits: int = 16):
         self.folder, self.epoch = folder, f"e1-{secrets.token_hex(4)}"
         self.token = token or secrets.token_urlsafe(16)
         self._base = model
         self.policy = load_policy(model)
-        add_adapters(self.policy, SETTINGS)
+        self.base_bytes = sum(parameter.nbytes for parameter in self.policy.parameters())
+        if base_bits == 4:
+            quantize_projections(self.policy, [])
+            load_into(self.policy, model)
+        add_adapters(self.policy, Lora(base_bits=base_bits, **SETTINGS))
         initialize_adapters(self.policy, 0)
         parameters = synced_parameters(self.policy)
         self.bytes = sum(tensor.nbytes for tensor in parameters.values())
@@ -39,10 +46,6 @@ class AdapterTrainer(Trainer):
             epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype,
         )  # fmt: skip
         self.version, self._dtype = -1, getattr(torch, dtype)
-
-    @property
-    def base_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in base_parameters(self.policy).values())
 
     def publish(self) -> int:
         no = not self.sync.reserve()
@@ -61,6 +64,8 @@ class AdapterTrainer(Trainer):
         assert version is None
         save_adapter(self.policy, self.folder / "adapter", base_model=str(self._base))
         base = transformers.AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.float32).eval()
+        if self.policy.lora is not None and self.policy.lora.base_bits == 4:
+            round_projections(base)
         return peft.PeftModel.from_pretrained(base, self.folder / "adapter").merge_and_unload().to(self._dtype).eval()
 
     def base_log_probs(self, token_ids: Sequence[int]) -> list[float]:
@@ -72,11 +77,24 @@ class AdapterTrainer(Trainer):
         return rows.gather(1, torch.tensor(list(token_ids))[1:, None])[:, 0].tolist()
 
 
+def round_projections(model: torch.nn.Module) -> None:
+    """Make the projections of transformers' model what bitsandbytes makes of them."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                packed, state = functional.quantize_4bit(parameter.bfloat16(), blocksize=64, quant_type="nf4")
+                state.dtype = torch.float32
+                parameter.copy_(functional.dequantize_4bit(packed, state))
+
+
 @contextlib.contextmanager
-def training(folder: Path, model: Path, token: str = "", dtype: str = "float32") -> Iterator[AdapterTrainer]:
+def training(
+    folder: Path, model: Path, token: str = "", dtype: str = "float32", base_bits: int = 16
+) -> Iterator[AdapterTrainer]:
     """An AdapterTrainer that is closed in the end."""
     pytest.importorskip("peft")
-    trainer = AdapterTrainer(folder, model, token, dtype)
+    trainer = AdapterTrainer(folder, model, token, dtype, base_bits)
     try:
         yield trainer
     finally:

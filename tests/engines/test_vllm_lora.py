@@ -66,7 +66,7 @@ def check_serves_newest(actor: Actor, trainer: AdapterTrainer, tolerance: float 
     assert differences(expected, trainer.base_log_probs(ids)) > 0.3
 
 
-@pytest.mark.parametrize("route", ["direct", "agent"])
+@pytest.mark.parametrize(("route", "base_bits"), [("direct", 16), ("agent", 16), ("direct", 4), ("agent", 4)])
 def test_adapters_are_served_as_transformers_and_peft_have_them(
     actor: Actor,
     model: Path,
@@ -75,8 +75,9 @@ def test_adapters_are_served_as_transformers_and_peft_have_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     route: str,
+    base_bits: int,
 ) -> None:
-    with training(tmp_path, model) as trainer:
+    with training(tmp_path, model, base_bits=base_bits) as trainer:
         receiver = actor if route == "direct" else beside(actor, processes, vllm_python, model, monkeypatch)
         receiver.connect(trainer)
         for _ in range(3):

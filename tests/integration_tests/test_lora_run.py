@@ -68,13 +68,16 @@ def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     checkpoint = tmp_path / "checkpoint"
     make_checkpoint(checkpoint)
-    run_dir = run(checkpoint, tmp_path, 12, "--lora.base_bits", "4", "--weight_sync.verify_every", "1")
+    run_dir = run(checkpoint, tmp_path, 4, "--lora.base_bits", "4")
+    run_dir = run(checkpoint, tmp_path, 12, "--lora.base_bits", "4", "--checkpoint.resume", str(run_dir))
     rows = rows_of(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 13))
     # It learns, and what the actor samples with is what the trainer trains, four bits and all.
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.15, rewards
     same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]
     assert same and max(same) < 1e-6
+    assert 0 <= rows[0]["reference_kl"] < 1e-6 < rows[-1]["reference_kl"]
     norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
     kinds = [event["kind"] for event in read_json_lines(run_dir / "events.jsonl")]

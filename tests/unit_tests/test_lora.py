@@ -411,7 +411,6 @@ def test_reference_is_the_base_model(untied: Path) -> None:
         ({"lora.modules_to_save": ["q_proj"]}, "is in lora.target_modules"),
         ({"lora.modules_to_save": ["lm_head"]}, "ties lm_head"),
         ({"lora.modules_to_save": ["norm"], "training.dtype": "bfloat16"}, "training.dtype = float32"),
-        ({"lora.base_bits": 4}, "4-bit base weights need CUDA"),
         ({"lora.dropout": 0.1, "parallelism.tensor_parallel_degree": 2}, "lora.dropout"),
         ({"lora.adapter_path": "nowhere"}, "no adapter_config.json"),
         ({"lora.alpha": 0.0}, "lora.alpha"),

@@ -389,7 +389,6 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora.base_bits": 8}, "must be 4 or 16"),
         ({"lora.rank": 0}, "lora.base_bits = 4 .*lora.rank = 0"),
         ({"parallelism.tensor_parallel_degree": 2}, "lora.base_bits = 4 .*tensor_parallel_degree > 1"),
         ({"model.flavor": "0.6B", "model.name": "qwen3", "rollout.replay": "."}, "lora.base_bits = 4 .*random"),

@@ -100,7 +100,7 @@ class Lora:
     adapter_path: str = ""
     """Adapter directory in PEFT's format to start from; empty starts with adapters that change nothing"""
 
-    base_bits: int = 16
+    base_bits: Literal[4, 16] = 16
     """Bits of the layers' frozen projections: 4 holds them quantised (QLoRA, NF4), 16 in training.dtype"""
 
 

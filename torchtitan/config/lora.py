@@ -46,8 +46,6 @@ def check_lora(config: JobConfig, planning: bool) -> Iterator[Problem]:
         if lora.base_bits != 16:
             yield refuse("base_bits", "must be 16 with lora.rank = 0: only frozen weights can be held in fewer bits")
         return
-    if lora.base_bits not in (4, 16):
-        yield refuse("base_bits", "must be 4 or 16")
     if not lora.target_modules:
         yield refuse("target_modules", f"must name at least one of {', '.join(TARGETS)}")
     for key, names, known in (

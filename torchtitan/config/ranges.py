@@ -48,7 +48,6 @@ RANGES: dict[str, Range] = {
     "lora.rank": OR_NONE,
     "lora.alpha": POSITIVE,
     "lora.dropout": Range(0, 1, high_open=True),
-    "lora.base_bits": Range(4, 16),
     "metrics.log_freq": COUNT,
     "metrics.completions_per_step": Range(-1),
     "optimizer.lr": Range(0, 1),

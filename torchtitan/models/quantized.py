@@ -65,7 +65,7 @@ class QuantizedLinear(nn.Module):
 
 
 # Operators of their own and no autograd.Function: torch.compile would make one graph of that Function's forward and
-# backward, and might keep the weight from the one for the other.
+# backward, and may keep what it makes of the bits in the one for the other.
 @torch.library.custom_op(
     "torchtitan::quantized_linear",
     mutates_args=(),
