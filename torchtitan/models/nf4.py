@@ -16,6 +16,7 @@ import functools
 import torch
 
 from torchtitan.config.lora import BLOCK
+from torchtitan.distributed.device import chunk_elements
 from torchtitan.models.model_args import PROJECTIONS
 
 # Quantiles of a normal distribution, as the paper's appendix E lists them.
@@ -37,8 +38,6 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-# Weights that are worked on at a time: few enough for a CPU's caches, and for what is held beside the result.
-_CHUNK = 2**18
 # Cells of [-1, 1], so narrow that there is one middle between two levels in each at most.
 _CELLS = 32
 
@@ -61,7 +60,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, columns // BLOCK, dtype=torch.bfloat16, device=weight.device)
     below, middle = _cells(weight.device)
-    at_a_time = max(1, _CHUNK // columns)
+    at_a_time = max(1, chunk_elements(weight.device) // columns)
     for some, codes, scales in zip(*(whole.split(at_a_time) for whole in (weight, packed, absmax)), strict=True):
         blocks = some.bfloat16().float().unflatten(1, (-1, BLOCK))
         largest = blocks.abs().amax(-1, keepdim=True)
@@ -83,7 +82,7 @@ def dequantize(packed: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -
     rows, half = packed.shape
     weight = torch.empty(rows, 2 * half, dtype=dtype, device=packed.device)
     pairs = _pairs(packed.device)
-    at_a_time = max(1, _CHUNK // max(1, 2 * half))
+    at_a_time = max(1, chunk_elements(weight.device) // max(1, 2 * half))
     for some, codes, scales in zip(*(whole.split(at_a_time) for whole in (weight, packed, absmax)), strict=True):
         levels = pairs.index_select(0, codes.int().flatten()).view(torch.float32)
         blocks = (len(some), -1, BLOCK)
