@@ -26,8 +26,8 @@ class AdapterVersion:
     """Of the base's projections"""
 
     def quantizes(self, name: str) -> bool:
-        """Whether the base of this parameter is what four bits make of the engine's own."""
-        return self.base_bits == 4 and is_quantized(name) and name not in self.whole
+        """Whether the base of this parameter, where it is not trained whole, is what four bits make of the engine's."""
+        return self.base_bits == 4 and is_quantized(name)
 
 
 def is_adapter_version(tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -37,7 +37,6 @@ class AdapterMerger:
         self._base: dict[str, torch.Tensor] = {}
         self._base_known = True
         self._base_bits: int | None = None
-        self._rounded: set[str] = set()
 
     def forget_base(self) -> None:
         """All weights are being replaced: what this engine was loaded with is no longer there."""
@@ -61,7 +60,8 @@ class AdapterMerger:
         Raises AdapterNotApplied where they are something else afterwards.
         """
         self._base_bits = version.base_bits
-        self._round(version, progress)
+        if not self._base:
+            self._round(version, progress)
         norm = applied = 0.0
         for name in [*version.factors, *version.whole]:
             if name not in self._base:
@@ -81,13 +81,11 @@ class AdapterMerger:
         self.figures = {"adapter_norm": math.sqrt(norm), "adapter_applied_norm": math.sqrt(applied)}
 
     def _round(self, version: AdapterVersion, progress: Callable[[], None]) -> None:
-        """Make the base, adapted or not, the trainer's of four bits, where it is; with the first version."""
+        """Make all projections, adapted or not, what they are in the trainer."""
         for name, weight in self._parameters.items():
-            if version.quantizes(name) and name not in self._rounded:
+            if version.quantizes(name):
                 progress()
-                base = self._base.get(name, weight)
-                base.copy_(rounded(base))
-                self._rounded.add(name)
+                weight.copy_(rounded(weight))
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         weight = self._parameters.get(name)
