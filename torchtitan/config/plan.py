@@ -36,8 +36,8 @@ class MemoryEstimate:
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
     - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
       vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
-    - slots: weight_sync.num_slots copies of what the rank sends in inference.dtype (its share, or of adapters), and
-      one more for deltas; none where the engines are colocated.
+    - slots: weight_sync.num_slots copies of what the rank sends, its share of the weights or of the adapters, in
+      inference.dtype, and one more for deltas; none where the engines are colocated.
     """
 
     parameters: int
