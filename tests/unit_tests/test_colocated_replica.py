@@ -11,11 +11,11 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.components.orders import Kind, Order, share_order
-from torchtitan.inference.colocated.engine import SampleRefused, Tag
+from torchtitan.inference.colocated.engine import SampleRefused
 from torchtitan.inference.colocated.offload import OptimizerOffload
 from torchtitan.inference.colocated.replica import Replica, sample_seed
 from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 LABEL = "e1-x/3"
 

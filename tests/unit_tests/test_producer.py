@@ -37,6 +37,7 @@ class FakeActors:
         self.stop_token_ids: set[tuple[int, ...]] = set()
         self.running = self.most_running = 0
         self.failure: Exception | None = None
+        self.slept, self.woken = 0, list[str]()
         self.statistics = {"evictions": 0}
         self.actors = {"actor-0": "ready"}
 
@@ -48,6 +49,12 @@ class FakeActors:
 
     async def connect_weights(self, coordinator: str) -> None:
         self.coordinator = coordinator
+
+    async def sleep(self) -> None:
+        self.slept += 1
+
+    async def wake(self, tag: str) -> None:
+        self.woken.append(tag)
 
     async def close(self) -> None:
         pass

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from torchtitan.components.sync_metrics import SyncMetrics
 from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.components.trace import write_trace
 from torchtitan.components.weights import WeightPath
+from torchtitan.config.inference import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.rounds import Answer
 from torchtitan.rollout.journal import Journal
@@ -41,6 +42,7 @@ OWED_POLL_S = 0.01
 SNAPSHOT_PAUSE_S = 0.25
 # How long prompts may go on to an actor that the weight coordinator has evicted, however long a training step is.
 EVICTION_LOOK_S = 0.1
+REST_TIMES = ("time/sleep_s", "time/wake_s")
 
 
 class Director:
@@ -59,6 +61,7 @@ class Director:
         self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
         self._evaluation_due = False
         self._evaluations: list[tuple[float, float]] = []
+        self._rest_times = dict.fromkeys(REST_TIMES, 0.0) if sleeps_between_batches(config) else {}
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
         self._newest = 0
@@ -157,6 +160,8 @@ class Director:
                 poll = 0 if generates else OWED_POLL_S if owed else POLL_S
                 batch = self.rollout.next_batch(version, timeout=poll)
                 if batch is not None:
+                    with self._timed("time/sleep_s"):
+                        self.rollout.sleep()
                     return Order(Kind.BATCH, batch)
             if generates and self.rollout.rounds is not None:
                 return Order(Kind.GENERATE, generation=self.rollout.rounds.begin_round(self._newest))
@@ -172,8 +177,13 @@ class Director:
         assert self.rollout.rounds is not None
         self.rollout.rounds.finish_round(answers)
 
+    def make_way(self) -> None:
+        """The batch has been trained on, and its version comes next: actors that slept take memory for the weights."""
+        with self._timed("time/wake_s"):
+            self.rollout.wake("weights")
+
     def published(self, version: int, published: bool) -> None:
-        """Record the decision on a version; in blocking mode, wait until the live actors have it."""
+        """Record the decision on a version; in blocking mode, wait until the live actors have it, and are awake."""
         self.journal.append_decision(version, published)
         self._newest = version if published else self._newest
         if published and not self.config.grpo.async_weight_update:
@@ -182,6 +192,8 @@ class Director:
                 self.events.write(
                     "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason
                 )
+        with self._timed("time/wake_s"):
+            self.rollout.wake("kv_cache")
         self.rollout.set_version(version)
         self._plan_evaluation(version)
 
@@ -201,6 +213,19 @@ class Director:
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
         """The trainer's word on the probe under `version`, which actors are held to."""
         self.rollout.expect(version, token_ids, log_probs)
+
+    def take_rest_times(self) -> dict[str, float]:
+        """Keys for metrics.jsonl: how long the trainer waited for actors to sleep and to wake since the last call; none
+        where they do neither."""
+        times, self._rest_times = self._rest_times, dict.fromkeys(self._rest_times, 0.0)
+        return times
+
+    @contextlib.contextmanager
+    def _timed(self, key: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        if key in self._rest_times:
+            self._rest_times[key] += time.monotonic() - started
 
     def take_evaluations(self) -> list[tuple[float, float]]:
         """Begin and end (seconds since 1970) of the evaluations since the last call; their time belongs to no step."""

@@ -25,9 +25,10 @@ from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.components.signals import SignalFlags
 from torchtitan.components.step_recorder import StepRecorder
 from torchtitan.components.weights import open_weight_path
+from torchtitan.config.inference import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.colocation import open_replica
@@ -121,6 +122,8 @@ class Job:
         noes = result.votes_against + (0 if result.last_step_applied else 1)
         begun = time.time()
         self._recorder.add("train", self._ordered_at, begun)
+        self._make_way()
+        begun = time.time()
         outcome = self.weights.commit(self.version, noes)
         self._recorder.add("commit" if outcome == "published" else "skip", begun)
         if outcome == "published":
@@ -130,6 +133,18 @@ class Job:
             self.director.published(self.version, outcome == "published")
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
+
+    def _make_way(self) -> None:
+        """Actors that slept on these devices take their weights' memory again (collective)."""
+        if not sleeps_between_batches(self.config):
+            return
+        begun = time.time()
+        device.release_cached_memory()
+        # No rank may be late with that.
+        gather_bytes(b"")
+        if self.director is not None:
+            self.director.make_way()
+        self._recorder.add("wake", begun)
 
     def snapshot_owed(self) -> None:
         """Offer a version that was skipped, while there is no data to train on."""
@@ -152,9 +167,11 @@ class Job:
         now = time.perf_counter()
         evaluations = [] if self.director is None else self.director.take_evaluations()
         evaluation = sum(end - begin for begin, end in evaluations)
+        rests = {} if self.director is None else self.director.take_rest_times()
         times = {
             "time/step_s": now - self._boundary - evaluation,
-            "time/data_wait_s": max(self._waited - evaluation, 0.0),
+            "time/data_wait_s": max(self._waited - evaluation - rests.get("time/sleep_s", 0.0), 0.0),
+            **rests,
         }
         if not self._stepped:
             # Compilation and first connections are over: from now on a rank that is late is a rank that is lost.

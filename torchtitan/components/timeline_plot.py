@@ -22,6 +22,7 @@ COLORS = {label: color for _, label, color in TIMES} | {
     "rollout": "#b7d3f2",
     "commit": "#5b2a86",
     "evaluation": "#8a97a8",
+    "wake": "#e8c468",
     "checkpoint": "#b9c0c9",
     "transfer": "#d9622b",
     "apply": "#2e8b57",

@@ -21,6 +21,7 @@ ROUTES = {
     "vllm": ("auto", "direct", "agent", "engine"),
     "sglang": ("auto", "agent", "engine"),
 }
+ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
 def check_inference(config: JobConfig, ranks: int, planning: bool) -> Iterator[Problem]:
@@ -31,12 +32,11 @@ def check_inference(config: JobConfig, ranks: int, planning: bool) -> Iterator[P
     if inference.mode == "colocate":
         yield from _check_colocated(config, ranks, planning)
     else:
-        for key, asked in (
-            ("sleep_level", inference.sleep_level > 0),
-            ("offload_optimizer", inference.offload_optimizer),
-        ):
-            if asked:
-                yield _refuse(config, key, "needs inference.mode = colocate, where trainer and engine share devices")
+        if inference.offload_optimizer:
+            text = "needs inference.mode = colocate, where trainer and engine share a process"
+            yield _refuse(config, "offload_optimizer", text)
+        if inference.sleep_level:
+            yield from _check_sleep(config, planning)
     if not inference.host.strip():
         yield _refuse(config, "host", "must be an address of this machine, such as 127.0.0.1")
     if inference.pin_cores and not inference.servers and not config.rollout.replay and inference.mode == "server":
@@ -120,6 +120,23 @@ def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
         yield _refuse(config, "engine_python", "there is no such file; empty takes what scripts/install_engine.sh made")
 
 
+def _check_sleep(config: JobConfig, planning: bool) -> Iterator[Problem]:
+    """Servers that sleep while the trainer trains."""
+    inference = config.inference
+    if config.grpo.async_weight_update:
+        text = "needs grpo.async_weight_update = false (or inference.mode = colocate): else actors sample meanwhile"
+        yield _refuse(config, "sleep_level", text)
+    if inference.backend == "embedded":
+        if inference.sleep_level == 2 and config.lora.rank:
+            yield _refuse(config, "sleep_level", "must be at most 1 with lora.rank: embedded actors hold its base")
+        return
+    if not planning and not inference.servers and not has_gpu():
+        yield _refuse(config, "sleep_level", ON_CPU)
+    if inference.backend == "vllm" and config.weight_sync.route == "engine":
+        text = "must be direct or agent with inference.sleep_level, where no GPU is left for vLLM's own group"
+        yield Problem("weight_sync.route", f"weight_sync.route = engine is not allowed: {text}")
+
+
 def _check_colocated(config: JobConfig, ranks: int, planning: bool) -> Iterator[Problem]:
     inference, size = config.inference, config.inference.tensor_parallel_size
     if inference.backend != "vllm":
@@ -138,10 +155,22 @@ def _check_colocated(config: JobConfig, ranks: int, planning: bool) -> Iterator[
             "weight_sync.route", f"weight_sync.route = {show(config.weight_sync.route)} is not allowed: {text}"
         )
     if inference.sleep_level and not planning and not has_gpu():
-        yield _refuse(config, "sleep_level", "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing")
+        yield _refuse(config, "sleep_level", ON_CPU)
     if inference.offload_optimizer and config.training.enable_cpu_offload:
         text = "training.enable_cpu_offload = true keeps the optimizer's state in host memory already"
         yield _refuse(config, "offload_optimizer", text)
+
+
+def shares_devices(config: JobConfig) -> bool:
+    """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
+    inference = config.inference
+    asked = inference.mode == "server" and inference.sleep_level > 0 and inference.backend != "embedded"
+    return asked and not inference.servers and not config.rollout.replay
+
+
+def sleeps_between_batches(config: JobConfig) -> bool:
+    """Whether actors that are processes of their own sleep while the trainer trains."""
+    return config.inference.mode == "server" and config.inference.sleep_level > 0 and not config.rollout.replay
 
 
 def verification(config: JobConfig) -> str:

@@ -492,7 +492,11 @@ class Inference:
     """Memory for one vllm or sglang actor's KV cache, in GiB; 0 decides from what there is"""
 
     sleep_level: int = 0
-    """colocate on GPUs: while training, 1 keeps the engine's weights in host memory and 2 drops them; 0 keeps all"""
+    """colocate, or with async_weight_update = false: while the trainer trains, the engines give back their KV cache and
+    their weights, which 1 keeps in host memory and 2 drops; 0 keeps all. Started servers then have the ranks' GPUs"""
+
+    sleep_timeout_s: float = 20.0
+    """server: deadline for an actor to fall asleep, and for each of the two parts of waking"""
 
     offload_optimizer: bool = False
     """colocate: the optimizer's state is in host memory while the engine generates"""
@@ -522,7 +526,8 @@ class Inference:
     """New weights are applied while requests run (tokens are tagged per version), or after the running ones ended"""
 
     drain_timeout_s: float = 5.0
-    """drain: running requests get so long to end, then the weights are applied in flight"""
+    """drain: running requests get so long to end, then the weights are applied in flight; so long, too, before actors
+    sleep (sleep_level), which those with unfinished requests do not do then"""
 
     startup_timeout_s: float = 120.0
     """Deadline for an actor to answer its first health probe"""

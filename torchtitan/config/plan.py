@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan.config.fields import config_to_toml
+from torchtitan.config.inference import shares_devices
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.lora import QUANTIZED_BITS, quantized_projections, trained_parameters
 from torchtitan.config.model_shape import read_shape
@@ -15,7 +16,7 @@ from torchtitan.models.model_args import ModelArgs
 __all__ = ["MemoryEstimate", "Plan", "describe_plan", "make_plan", "world_size"]
 
 BYTES = {"float32": 4, "bfloat16": 2}
-# Where there is no GPU to ask, a colocated run is planned for one of this size.
+# Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
 PLANNED_DEVICE = 80 * GIB
 
 
@@ -141,7 +142,8 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
 
 
 def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) -> EngineMemory | None:
-    """The engine on a trainer's rank; None while the model's shape is not known. device_bytes: None on a CPU.
+    """The engine on a rank's device, colocated or a server that sleeps while the trainer trains; None while the model's
+    shape is not known. device_bytes: None on a CPU.
 
     With a sleeping engine the trainer's activations and gradients are gone while the KV cache is there.
     """
@@ -196,8 +198,8 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
             f"memory estimate per rank: {_size(memory.total)}",
             *(f"  {part}: {_size(size)}" for part, size in vars(memory).items()),
         ]
-        if _colocated(config):
-            lines += _describe_colocated(config, world_size, memory)
+        if _colocated(config) or shares_devices(config):
+            lines += _describe_shared(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
 
 
@@ -207,7 +209,7 @@ def _slots(config: JobConfig, memory: MemoryEstimate) -> list[str]:
     return [f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory"]
 
 
-def _describe_colocated(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
+def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
     """The engine beside the trainer: what it takes, and what that makes of a device in the two halves of a step."""
     device_bytes = device_bytes_of_driver()
     planned = device_bytes or PLANNED_DEVICE
@@ -221,7 +223,7 @@ def _describe_colocated(config: JobConfig, ranks: int, memory: MemoryEstimate) -
     cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
     asleep = {0: "", 1: f", {_size(engine.weights)} of weights in host memory meanwhile", 2: ""}
     return [
-        f"colocated engine per rank: {_size(engine.total)}{fits}",
+        f"{'colocated engine per rank' if _colocated(config) else 'engine per GPU'}: {_size(engine.total)}{fits}",
         f"  weights: {_size(engine.weights)}",
         f"  kv_cache: {_size(engine.kv_cache)}{cut}",
         f"  work: {_size(engine.work)}",
@@ -244,7 +246,8 @@ def _actors(config: JobConfig, ranks: int) -> str:
     if inference.servers:
         return f"{len(inference.servers)} running already: {', '.join(inference.servers)}"
     update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
-    return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}), {update}"
+    where = " on the ranks' GPUs" if shares_devices(config) else ""
+    return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}"
 
 
 def _size(count: int) -> str:

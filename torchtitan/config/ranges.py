@@ -116,6 +116,7 @@ RANGES: dict[str, Range] = {
     "inference.tensor_parallel_size": COUNT,
     "inference.engine_memory_gb": OR_NONE,
     "inference.sleep_level": Range(0, 2),
+    "inference.sleep_timeout_s": POSITIVE,
     "inference.threads_per_actor": OR_NONE,
     "inference.max_sequences": COUNT,
     "inference.drain_timeout_s": POSITIVE,

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan.config.fields import Problem, nearest, show
-from torchtitan.config.inference import check_inference
+from torchtitan.config.inference import check_inference, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.lora import check_lora
 from torchtitan.config.model_shape import check_model
@@ -277,6 +277,13 @@ def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
     if ranks > 1 and not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
         text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
+    elif ranks > 1 and sleeps_between_batches(config):
+        waking_s = sync.blocking_timeout_s + 2 * config.inference.sleep_timeout_s
+        asleep_s = config.inference.drain_timeout_s + config.inference.sleep_timeout_s
+        if max(waking_s, asleep_s) >= limit:
+            text = "twice this with weight_sync.blocking_timeout_s, and this with inference.drain_timeout_s, must be "
+            text += f"less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
+            yield refuse(config, "inference.sleep_timeout_s", text)
 
 
 def _check_faults(config: JobConfig, ranks: int) -> Iterator[Problem]:

@@ -335,6 +335,12 @@ def memory_statistics() -> dict[str, float]:
     return statistics
 
 
+def release_cached_memory() -> None:
+    """Give memory that this rank has freed back to its device, for other processes there."""
+    if device().type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _interfaces() -> list[tuple[str, int]]:
     return [(name, index) for index, name in socket.if_nameindex()]
 

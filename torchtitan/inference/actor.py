@@ -1,12 +1,14 @@
-"""One actor as the pool sees it: its state, its requests, and the loop that starts, probes, evicts and restarts it."""
+"""One actor as the pool sees it: its state, its requests, and the loop that starts, probes, evicts and restarts it, and
+sees to it that it sleeps or wakes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from torchtitan.components.events import EventLog
@@ -19,7 +21,8 @@ from torchtitan.inference.handler import (
     Capabilities,
     ScoredTokens,
 )
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.rest import Rest
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 
 # Between two probes of an actor that somebody waits for, and of one that is about to join.
 FAST_PROBE_S = 0.02
@@ -38,6 +41,8 @@ JOIN_ATTEMPTS = 3
 ON_THE_WAY = ("RECEIVING", "STAGED", "APPLYING")
 # A process whose connections broke is given this long to be recognised as dead.
 REAP_S = 0.3
+# A run that ends wakes servers that it did not start.
+WAKE_AT_END_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -49,8 +54,14 @@ class ActorState(enum.Enum):
     READY = "ready"
     SUSPECT = "suspect"
     """a request failed; the next sign of life from its engine decides"""
+    ASLEEP = "asleep"
+    """as it was asked to be; it serves nothing, and nobody expects it to"""
     EVICTED = "evicted"
     GAVE_UP = "gave up"
+
+
+# Nobody waits for these to sleep or wake.
+NOT_THERE = (ActorState.STARTING, ActorState.EVICTED, ActorState.GAVE_UP)
 
 
 class Process(Protocol):
@@ -114,17 +125,48 @@ class Actor:
         self._requests = self._failed_requests = 0
         self._announced = False
         self._evicted_at = self._ready_at = self._rejects_since = self._suspect_since = 0.0
-        self._wake = asyncio.Event()
+        self._rest = Rest()
+        self._told_sleepless = False
+        self._look_now = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def connect(self, coordinator: str) -> None:
         """Fetch weights from this coordinator from now on."""
         self.coordinator, self._connected = coordinator, False
-        self._wake.set()
+        self.look()
 
-    def wake(self) -> None:
+    def look(self) -> None:
         """Probe now."""
-        self._wake.set()
+        self._look_now.set()
+
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Have it give its memory back; returns when it has, or `timeout_s` is over: then it goes on as before, and an
+        event says so. One that is not there now is put to sleep when it comes."""
+        if self.load:
+            self._stay_awake(f"{self.load} sequences are not finished")
+            return
+        self._rest.want(TAGS, level)
+        self.look()
+        if self.state in NOT_THERE:
+            return
+        if not await self._rest.settled(timeout_s):
+            self._stay_awake(f"it was not asleep within {timeout_s:g} s")
+
+    async def wake(self, asleep: Collection[Tag], timeout_s: float) -> None:
+        """Have it take its memory again, all but `asleep`; returns when it has, or `timeout_s` is over: then its
+        supervision goes on trying, and an event says so."""
+        self._rest.want(asleep)
+        self.look()
+        if self.state is ActorState.ASLEEP and not await self._rest.settled(timeout_s):
+            reason = f"it was not awake within {timeout_s:g} s"
+            self._events.write("actor_stays_asleep", level=logging.WARNING, actor=self.name, reason=reason)
+
+    def _stay_awake(self, reason: str) -> None:
+        """It does not sleep this time."""
+        self._rest.want(())
+        self._rest.settle(self._rest.wish)
+        self.look()
+        self._events.write("actor_stays_awake", level=logging.WARNING, actor=self.name, reason=reason)
 
     @property
     def gave_up(self) -> bool:
@@ -138,7 +180,7 @@ class Actor:
         self.last_reason = reason
         self._set_state(ActorState.SUSPECT)
         self._interrupt(reason)
-        self._wake.set()
+        self.look()
 
     async def capabilities(self) -> Capabilities:
         """Raises ActorError."""
@@ -160,7 +202,7 @@ class Actor:
         self._evict("parity", reason)
         if forever:
             self._give_up(reason)
-        self._wake.set()
+        self.look()
         if self._process is not None:
             await self._process.stop()
 
@@ -184,13 +226,13 @@ class Actor:
         except ActorNotReady:
             if self.state is ActorState.READY:
                 self._set_state(ActorState.JOINING)
-            self._wake.set()
+            self.look()
             raise
         except ActorError:
             if self.state in (ActorState.READY, ActorState.SUSPECT):
                 self._failed_requests += 1
                 self._set_state(ActorState.SUSPECT)
-            self._wake.set()
+            self.look()
             raise
         finally:
             self._requests -= 1
@@ -219,19 +261,23 @@ class Actor:
             while not self.gave_up:
                 try:
                     if self._process is not None and not self._process.alive:
-                        await self._start_process(self._process)
-                    if not self.gave_up:
+                        await self._replace(self._process)
+                    if self._process is None or self._process.alive:
                         await self._probe()
                 except ActorError as error:
                     await self._failed(error)
                 if not self.gave_up:
-                    await self._sleep()
+                    await self._wait()
         except Exception as error:
             self._give_up(f"its supervision failed: {error!r}")
             raise
 
     async def close(self) -> None:
         if self._handler is not None:
+            if self._process is None and self._rest.wish.asleep:
+                # Whoever has started it finds it awake.
+                with contextlib.suppress(ActorError):
+                    await self._handler.wake(TAGS, WAKE_AT_END_S)
             await self._handler.close()
         if self._process is not None:
             await self._process.stop()
@@ -244,10 +290,16 @@ class Actor:
                 if span.epoch != self._epoch:
                     raise ActorError("generate", f"sampled under epoch {span.epoch!r}, this one is {self._epoch!r}")
 
+    async def _replace(self, process: Process) -> None:
+        """There is no process, or it has ended."""
+        if self._started_once and self.state is not ActorState.EVICTED:
+            self._evict("exit", process.describe_end())
+        # Its successor would take memory that others were promised.
+        if not (self._started_once and self._rest.deep):
+            await self._start_process(process)
+
     async def _start_process(self, process: Process) -> None:
         if self._started_once:
-            if self.state is not ActorState.EVICTED:
-                self._evict("exit", process.describe_end())
             if self._ready_at and time.monotonic() - self._ready_at > STABLE_S:
                 self.restarts = 0
             if self.restarts >= self._config.max_restarts:
@@ -264,6 +316,7 @@ class Actor:
         self._joining_since = 0.0
         self.incarnation += 1
         self._distrusted = -1
+        self._told_sleepless = False
         self._handler = self._make_handler(await process.start())
         self._set_state(ActorState.JOINING)
 
@@ -281,19 +334,50 @@ class Actor:
             self._connected = False
             self._events.write("actor_rejoining", actor=self.name)
             self._set_state(ActorState.JOINING)
+        wish = self._rest.wish
+        health = await self._match_memory(health)
         if self._connected and health.weights_failure is not None:
             self._connected = False
             self._events.write(
                 "actor_weights_lost", level=logging.WARNING, actor=self.name, reason=health.weights_failure
             )
-        if self.coordinator is not None and not self._connected:
+        # Asleep it could only refuse them.
+        if self.coordinator is not None and not self._connected and not self._rest.deep:
             await self._handler.connect_weights(self.coordinator, self.name, self._epoch, self._config.health_timeout_s)
             self._connected = True
             health = await self._handler.health(self._config.health_timeout_s)
         self._failed_requests = 0
         self._apply(health)
+        self._rest.settle(wish)
         if self.state is ActorState.JOINING:
             await self._judge_joining(health)
+
+    async def _match_memory(self, health: ActorHealth) -> ActorHealth:
+        """Have it asleep or awake, as is wanted: also one that has just come, or that an earlier run left asleep.
+        Returns its health after that. Raises ActorError."""
+        assert self._handler is not None
+        wish = self._rest.wish
+        wakes = [tag for tag in health.asleep if tag not in wish.asleep]
+        if self._rest.deep and set(health.asleep) != wish.asleep:
+            if not (await self.capabilities()).sleep:
+                self._stay_awake_for_good()
+                return health
+            if not await self._handler.sleep(wish.level, self._config.sleep_timeout_s):
+                self._stay_awake("its engine still works on something")
+                return health
+        elif wakes:
+            await self._handler.wake(wakes, self._config.sleep_timeout_s)
+        else:
+            return health
+        return await self._handler.health(self._config.health_timeout_s)
+
+    def _stay_awake_for_good(self) -> None:
+        told, self._told_sleepless = self._told_sleepless, True
+        if told:
+            self._rest.want(())
+            self._rest.settle(self._rest.wish)
+        else:
+            self._stay_awake("it was not started so that it can sleep (see docs/engines.md)")
 
     async def _judge_joining(self, health: ActorHealth) -> None:
         """An actor that gets no weights for too long is connected anew; where that does not help, started anew."""
@@ -315,6 +399,11 @@ class Actor:
             await self._process.stop()
 
     def _apply(self, health: ActorHealth) -> None:
+        if health.asleep and self._rest.wish.asleep:
+            self._rejects_since = self._joining_since = 0.0
+            if self.state is not ActorState.ASLEEP:
+                self._set_state(ActorState.ASLEEP)
+            return
         ours = health.serves and health.version is not None and health.epoch == self._epoch
         ours = ours and health.version is not None and health.version > self._distrusted
         before = self.version
@@ -327,7 +416,7 @@ class Actor:
                 self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
             if self.state is not ActorState.JOINING:
                 self._set_state(ActorState.JOINING)
-                self._wake.set()  # engines do not serve while they apply a version: it is over at once
+                self.look()  # engines do not serve while they apply a version: it is over at once
             return
         self._rejects_since = self._joining_since = 0.0
         self._failed_joins = 0
@@ -346,10 +435,20 @@ class Actor:
                 self._evict("exit", self._process.describe_end())
                 return
         self._evict(error.phase, str(error))
+        if error.phase in ("sleep", "wake"):
+            await self._end_half_asleep()
+            return
         frozen_s = time.monotonic() - self._evicted_at
         if self._process is not None and self._process.alive and frozen_s > self._config.startup_timeout_s:
             self._events.write("actor_killed", actor=self.name, reason=f"no sign of life for {frozen_s:.0f} s")
             await self._process.stop(grace_s=0.0)
+
+    async def _end_half_asleep(self) -> None:
+        """Nobody knows which memory it has: a process of ours ends, and has none; another does not sleep this time."""
+        if self._process is not None:
+            await self._process.stop()
+        elif self._rest.deep:
+            self._rest.want(())
 
     def _evict(self, noticed_by: str, reason: str) -> None:
         """Take the actor out; its requests are redone elsewhere. Does nothing where it is out already."""
@@ -383,21 +482,23 @@ class Actor:
         if state is ActorState.SUSPECT:
             self._suspect_since = time.monotonic()
         self.state = state
+        if state in NOT_THERE:
+            self._rest.settle(self._rest.wish)
         self._changed()
 
-    async def _sleep(self) -> None:
+    async def _wait(self) -> None:
         """Until the next probe is due, somebody asks for one, or the process ends."""
         interval = self._config.health_interval_s
         if self.state in (ActorState.JOINING, ActorState.SUSPECT):
             interval = min(interval, JOINING_PROBE_S)
         if self.starved:
             interval = min(interval, FAST_PROBE_S)
-        waits: list[Coroutine[None, None, object]] = [self._wake.wait()]
+        waits: list[Coroutine[None, None, object]] = [self._look_now.wait()]
         if self._process is not None and self._process.alive:
             waits.append(self._process.wait())
         await self._first_of(waits, interval)
-        if self._wake.is_set():
-            self._wake.clear()
+        if self._look_now.is_set():
+            self._look_now.clear()
             await asyncio.sleep(FAST_PROBE_S)  # whoever wakes us often must not make us busy
 
     @staticmethod

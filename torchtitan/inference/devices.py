@@ -1,9 +1,11 @@
-"""Which GPUs the engines that a run starts get: those that its own ranks on this machine leave. No torch here."""
+"""Which GPUs the engines that a run starts get: those that its own ranks on this machine leave, or the same ones where
+the engines sleep while the ranks train. No torch here."""
 
 from __future__ import annotations
 
 import os
 
+from torchtitan.config.inference import shares_devices
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.tools.gpus import VARIABLE, count_gpus
@@ -27,7 +29,7 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
     if config.inference.backend == "embedded" or not devices:
         return {}
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
-    ranks = 0 if on_cpu else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = 0 if on_cpu or shares_devices(config) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = config.inference.tensor_parallel_size
     if config.inference.backend == "vllm" and config.weight_sync.route == "engine":
         size += 1  # for the agent: NCCL puts no two ranks of a group on one GPU

@@ -34,4 +34,6 @@ class EmbeddedHandler(ServerHandler):
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         data = await self.state(timeout_s)
-        return Capabilities("embedded", score=True, kept_tokens=True, digest=bool(data.get("verifies", False)))
+        return Capabilities(
+            "embedded", score=True, kept_tokens=True, digest=bool(data.get("verifies", False)), sleep=True
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, Tag
 
 
 class ActorError(Exception):
@@ -42,6 +43,8 @@ class Capabilities:
     """With top-p, top-k or min-p it says which tokens were kept"""
     digest: bool = False
     """It recomputes the checksums of a version from the tensors that it computes with"""
+    sleep: bool = False
+    """Asleep it takes less memory"""
     route: str = ""
     """How weights get into a foreign engine: direct, agent or engine"""
 
@@ -87,6 +90,8 @@ class ActorHealth:
     """Seconds without progress of an engine that has work"""
     answered_age_s: float = 0.0
     """Seconds since the engine behind it was last seen alive, where that is not the actor itself"""
+    asleep: tuple[Tag, ...] = ()
+    """Parts of its memory that it has given back; it serves nothing before all are there again"""
 
     @property
     def serves(self) -> bool:
@@ -112,5 +117,15 @@ class ActorHandler(Protocol):
     async def pause(self, timeout_s: float) -> None: ...
 
     async def resume(self, timeout_s: float) -> None: ...
+
+    async def sleep(self, level: int, timeout_s: float) -> bool:
+        """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
+
+        What runs gets half of the time to finish. False: it did not, and the actor goes on as before.
+        """
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
+        applied nothing is sampled, and the KV cache is not taken."""
 
     async def close(self) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from torchtitan.inference.actor_process import TOKEN_VARIABLE, ActorProcess
 from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorError, ActorHandler, ActorNotReady, RequestRefused
 from torchtitan.inference.parity import ParityGuard
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class InferencePool:
         self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: list[_Waiter] = []
         self._redone = 0
+        self._resting = False
+        """Actors sleep, or are about to: requests wait for all of their memory to be there again"""
+        self._calm = asyncio.Event()
+        """No request is with an actor; set while they rest"""
         self._guard: asyncio.Task[None] | None = None
         self._parity = ParityGuard(config, epoch, events, lambda: self._actors)
 
@@ -125,6 +130,31 @@ class InferencePool:
         for one in self._actors:
             if one.name == actor:
                 one.lost_from_sync(reason)
+
+    async def sleep(self) -> None:
+        """Have the actors give their memory back, as inference.sleep_level says. Nothing is sent to them before
+        wake("kv_cache"); what runs gets inference.drain_timeout_s to finish. Events say who stays awake."""
+        inference = self._config.inference
+        if not inference.sleep_level:
+            return
+        self._resting = True
+        self._calm.clear()
+        self._dispatch()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._calm.wait(), inference.drain_timeout_s)
+        timeout_s = inference.sleep_timeout_s
+        await asyncio.gather(*(actor.sleep(inference.sleep_level, timeout_s) for actor in self._actors))
+
+    async def wake(self, tag: Tag) -> None:
+        """Have the actors take this part of their memory again, and those that wake before it; with the last one
+        requests go out again. Does nothing where they do not sleep."""
+        if not self._resting:
+            return
+        asleep = TAGS[TAGS.index(tag) + 1 :]
+        timeout_s = self._config.inference.sleep_timeout_s
+        await asyncio.gather(*(actor.wake(asleep, timeout_s) for actor in self._actors))
+        self._resting = bool(asleep)
+        self._dispatch()
 
     async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
         """Sample a request on an actor that serves at least `min_version`; redone elsewhere where an actor fails.
@@ -197,6 +227,10 @@ class InferencePool:
                 if not waiter.actor.done():
                     waiter.actor.set_exception(UserError(f"no inference actor is left ({reasons})"))
             return
+        if self._resting:
+            if not any(actor.load for actor in self._actors):
+                self._calm.set()
+            return
         newest: int | None = None
         nobody_from = math.inf
         left: list[_Waiter] = []
@@ -226,7 +260,7 @@ class InferencePool:
             # Requests wait for a newer version than it is known to serve: look often.
             starved = newest is not None and actor.state is ActorState.READY and not actor.serves(newest)
             if starved and not actor.starved:
-                actor.wake()
+                actor.look()
             actor.starved = starved
 
     def _limit(self, waiter: _Waiter, actors: list[Actor]) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.inference.handler import ActorError, ActorHealth
 from torchtitan.inference.http_client import JsonClient
-from torchtitan.inference.types import Completion
+from torchtitan.inference.types import TAGS, Completion, Tag
 
 
 class ServerHandler:
-    """Client of the routes /health, /weights/connect, /pause and /resume at `url`, authorised by `token`.
+    """Client of an actor's routes but generation, at `url`, authorised by `token`.
 
     The server authorises itself at the weight coordinator by `job_token`, where that is not the same one. Belongs to
     one asyncio loop.
@@ -41,6 +42,14 @@ class ServerHandler:
     async def resume(self, timeout_s: float) -> None:
         await self.client.call_object("resume", "POST", "/resume", timeout_s, {})
 
+    async def sleep(self, level: int, timeout_s: float) -> bool:
+        body = {"level": level, "finish_s": timeout_s / 2}
+        data = await self.client.call_object("sleep", "POST", "/sleep", timeout_s, body)
+        return set(parse_health(data).asleep) == set(TAGS)
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        await self.client.call_object("wake", "POST", "/wake", timeout_s, {"tags": list(tags)})
+
     async def close(self) -> None:
         await self.client.close()
 
@@ -57,6 +66,9 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
     if not isinstance(age, int | float) or not isinstance(answered, int | float) or not isinstance(weights, dict):
         ages = f"engine_age_s {age!r}, answered_age_s {answered!r}"
         raise ActorError("health", f"the answer is malformed: {ages}, weights {weights!r}")
+    asleep = data.get("asleep", [])
+    if not isinstance(asleep, list) or not set(asleep) <= set(TAGS):
+        raise ActorError("health", f"the answer is malformed: asleep {asleep!r}")
     return ActorHealth(
         str(data.get("status")),
         data.get("epoch") or None,
@@ -66,6 +78,7 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
         weights_failure=weights.get("failure"),
         engine_age_s=float(age),
         answered_age_s=float(answered),
+        asleep=tuple(tag for tag in TAGS if tag in asleep),
     )
 
 

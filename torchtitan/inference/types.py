@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+Tag = Literal["weights", "kv_cache"]
+"""A part of an engine's memory that goes when it sleeps, and comes back when it wakes"""
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+"""In the order in which they wake"""
 
 
 @dataclass

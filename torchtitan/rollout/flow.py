@@ -9,6 +9,7 @@ import logging
 import math
 import time
 
+from torchtitan.config.inference import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.errors import UserError
@@ -45,7 +46,9 @@ class RolloutFlow:
         self._stream = stream
         self._journal = journal
         self._batch_groups = global_batch_size(config, world_size()) // config.grpo.group_size
-        self._pace = Pace(self._batch_groups, config.rollout.max_staleness, config.rollout.max_groups_in_flight)
+        # Actors that sleep while the trainer trains cannot work ahead, and should have nothing unfinished by then.
+        ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
+        self._pace = Pace(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.rewards.pool import Score
 from torchtitan.rollout.prompts import TextTokenizer
 from torchtitan.rollout.types import Prompt, Sample
@@ -26,6 +26,10 @@ class Generator(Protocol):
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None: ...
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self, tag: Tag) -> None: ...
 
     @property
     def statistics(self) -> dict[str, int]: ...

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, Tag
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json, decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Prompt
 
@@ -170,6 +170,12 @@ class ReplaySource:
 
     def redo_elsewhere(self, actor: str, reason: str) -> None:
         """There is nothing to redo."""
+
+    def sleep(self) -> None:
+        """There is nobody to sleep."""
+
+    def wake(self, tag: Tag) -> None:
+        """There is nobody to wake."""
 
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int = 0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, Tag
 from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.group_maker import Generator, GroupMaker, Scorer
@@ -34,8 +34,8 @@ CLOSE_TIMEOUT_S = 30.0
 class RolloutProducer:
     """Produces batches of scored groups. Its methods may be called from any thread.
 
-    Order of calls: launch, connect_weights, restore_state (on a resume), start, then next_batch and set_version in
-    turn; close at the end.
+    Order of calls: launch, connect_weights, restore_state (on a resume), start, then in turn next_batch, sleep, wake
+    (twice) and set_version; close at the end.
     """
 
     has_actors = True
@@ -81,6 +81,17 @@ class RolloutProducer:
     def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has evicted an actor: its unfinished groups are redone on others."""
         self._call(self._pool.redo_elsewhere(actor, reason))
+
+    def sleep(self) -> None:
+        """The trainer is about to train: actors that share its devices give their memory back. Returns when they have,
+        or their deadlines are over."""
+        inference = self._config.inference
+        self._call(self._pool.sleep(), inference.drain_timeout_s + inference.sleep_timeout_s + CALL_TIMEOUT_S)
+
+    def wake(self, tag: Tag) -> None:
+        """Actors that sleep take a part of their memory again: the weights before they get a version, the KV cache when
+        they have it. Returns when they have, or their deadline is over."""
+        self._call(self._pool.wake(tag), self._config.inference.sleep_timeout_s + CALL_TIMEOUT_S)
 
     def start(self, version: int) -> None:
         """Begin to generate, for the batch of `version`."""

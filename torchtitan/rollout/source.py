@@ -11,7 +11,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.validate import world_size
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, Tag
 from torchtitan.rewards.pool import RewardPool
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.producer import RolloutProducer
@@ -36,6 +36,10 @@ class RolloutSource(Protocol):
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None: ...
 
     def redo_elsewhere(self, actor: str, reason: str) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self, tag: Tag) -> None: ...
 
     def start(self, version: int) -> None: ...
 

@@ -1,4 +1,5 @@
-"""What happens to memory that is freed: on a CPU malloc gives it back, and the next tensor pays for new pages."""
+"""What happens to memory that is freed: on a CPU malloc may keep it, or give it back, and the next tensor pays for new
+pages."""
 
 from __future__ import annotations
 
@@ -16,3 +17,10 @@ def keep_freed_memory() -> None:
     if change is not None:  # glibc, that is
         change(_M_TRIM_THRESHOLD, 2**31 - 1)
         change(_M_MMAP_THRESHOLD, 32 << 20)
+
+
+def return_freed_memory() -> None:
+    """Have malloc give all that it keeps back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc, that is
+        trim(0)

@@ -47,6 +47,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and completion")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
     parser.add_argument("--memory-gb", type=float, default=0.0, help="memory of the KV cache; 0: the engine's choice")
+    parser.add_argument("--device-share", type=float, default=0.0, help="of a GPU's memory; 0: the engine's choice")
+    sleep_help = "start it so that it can sleep: 1 keeps its weights in host memory meanwhile, 2 drops them"
+    parser.add_argument("--sleep-level", type=int, choices=(0, 1, 2), default=0, help=sleep_help)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of one engine worker")
     kv_help = "what running requests do with their KV cache when weights arrive"
@@ -102,6 +105,8 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
         max_length=arguments.max_length,
         tensor_parallel_size=arguments.tensor_parallel_size,
         memory_gb=arguments.memory_gb,
+        device_share=arguments.device_share,
+        sleep_level=arguments.sleep_level,
         threads=arguments.threads,
         in_flight_kv=arguments.in_flight_kv,
         update_timeout_s=arguments.update_timeout,

@@ -1,16 +1,17 @@
-"""The turn of a foreign engine: it stands still, gets a version, forgets what it had cached, and goes on."""
+"""The turn of a foreign engine: it stands still, gets a version, forgets what it had cached, goes on; or sleeps."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.labels import make_label
+from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,17 @@ class Applier:
         """Why the engine may hold half a version"""
         self.paused = False
         """Somebody has asked for a pause"""
+        self.asleep: set[Tag] = set()
+        """Memory that the engine has given back; after an order that failed, what it may have given back"""
+        self._cache_follows = False
+        """The KV cache was to wake, and does as soon as there is a version to fill it with"""
         self.unsettled: str | None = None
         """An order to stand still was given up: the engine may obey late. settle() makes it go on"""
+
+    @property
+    def stands(self) -> bool:
+        """Whether the engine has to stand still, also after a version has come."""
+        return self.paused or self.poisoned is not None or bool(self.asleep)
 
     def new_receiver(self) -> int:
         """A number for a receiver; older ones are refused from here on. Waits for an apply that has begun."""
@@ -77,19 +87,66 @@ class Applier:
             self._stand_still("abort" if abort else "keep")
 
     def resume(self) -> None:
-        """End pause(); an engine with half a version goes on standing still. Raises EngineError."""
+        """End pause(); an engine with half a version, or asleep, goes on standing still. Raises EngineError."""
         with self._lock:
             self.paused = False
-            if self.poisoned is None:
+            if not self.stands:
                 self._control.resume()
                 self.unsettled = None
+
+    def sleep(self, level: int, finish_s: float) -> bool:
+        """Have the engine give its memory back; False, and it goes on, where something still runs after `finish_s`.
+
+        Level 2 drops the weights: nothing is held then. Raises EngineError; the engine may or may not sleep then, so it
+        stands still until wake().
+        """
+        with self._lock:
+            awake = [tag for tag in TAGS if tag not in self.asleep]
+            if not awake:
+                return True
+            before = set(self.asleep)
+            # From here on nothing is loaded into it and nobody has it go on, whatever becomes of the order.
+            self.asleep, self._cache_follows = set(TAGS), False
+            if self._control.sleep(level, awake, finish_s):
+                if level == 2:
+                    self.holds = None
+                return True
+            self.asleep = before
+            if self.stands:
+                self._stand_still("keep")
+            self._go_on()
+            return False
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Have the engine take parts of its memory again, weights first, and go on when all is there. An engine without
+        a whole version takes its KV cache with the next one. Raises EngineError."""
+        with self._lock:
+            if tags and "weights" in self.asleep:
+                self._wake("weights")
+            if "kv_cache" in tags and "kv_cache" in self.asleep:
+                self._cache_follows = self.holds is None
+                if not self._cache_follows:
+                    self._wake("kv_cache")
+
+    def _wake(self, tag: Tag) -> None:
+        self._control.wake(tag)
+        self.asleep.discard(tag)
+        if self.asleep:
+            return
+        self._cache_follows = False
+        # The engine may have gone on by itself.
+        if self.stands:
+            self._stand_still("keep")
+        else:
+            self._control.resume()
+            self.unsettled = None
 
     def settle(self) -> None:
         """After an order to stand still that was given up: have the engine go on. Raises EngineError."""
         if self.unsettled is None or not self._lock.acquire(blocking=False):
             return
         try:
-            if self.unsettled is not None and not self.paused and self.poisoned is None:
+            if self.unsettled is not None and not self.stands:
                 self._control.resume()
                 self.unsettled = None
         finally:
@@ -98,13 +155,15 @@ class Applier:
     def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
         """Called by receiver number `receiver` in a thread of its own; returns what it cost, in seconds.
 
-        Raises WeightsRefused where the engine is as it was; anything else means that it may hold half a version: then
-        it stands still until a version has been applied whole.
+        Raises WeightsRefused where the engine is as it was, also where its weights are asleep; anything else means that
+        it may hold half a version: then it stands still until a version has been applied whole.
         """
         label = make_label(staged.epoch, staged.version)
         with self._lock:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
+            if "weights" in self.asleep:
+                raise WeightsRefused("the engine is asleep")
             self.busy = True
             try:
                 return self._apply(staged, label)
@@ -134,7 +193,9 @@ class Applier:
             if (said := self._control.weights_label()) != label:
                 raise EngineError(f"the engine says that it holds {said!r}, not {label!r}")
             self.poisoned = None
-            if not self.paused:
+            if self._cache_follows:
+                self._wake("kv_cache")
+            elif not self.stands:
                 self._control.resume()
                 self.unsettled = None
         except BaseException as error:
@@ -148,7 +209,7 @@ class Applier:
 
     def _stop_for_update(self) -> bool:
         """Have the engine stand still; returns whether what ran got time to finish. Raises WeightsRefused."""
-        drains = self._drain_timeout_s > 0 and not self.paused and self.poisoned is None
+        drains = self._drain_timeout_s > 0 and not self.stands
         self.draining = drains
         try:
             if drains and self._stand_still("wait"):
@@ -170,7 +231,7 @@ class Applier:
             raise
 
     def _go_on(self) -> None:
-        if self.paused or self.poisoned is not None:
+        if self.stands:
             return
         try:
             self._control.resume()

@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 from torchtitan.config.engine_args import command_line
+from torchtitan.config.inference import shares_devices, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.plan import colocated_memory
+from torchtitan.config.validate import world_size
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.colocated.memory import GIB, device_bytes_of_driver
 from torchtitan.inference.cores import threads_per_actor
 from torchtitan.weight_sync.transports import IN_TRAINER
 
@@ -31,6 +35,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     if route not in routes:
         raise UserError(f"weight_sync.route = {route!r}: {engine} takes weights by {' or '.join(routes)}")
     name = f"actor-{number}"
+    memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
     command = [
         sys.executable, "-m", "torchtitan.inference.agent",
         "--engine", engine,
@@ -45,7 +50,9 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--max-sequences", str(inference.max_sequences),
         "--max-length", str(config.training.seq_len),
         "--tensor-parallel-size", str(inference.tensor_parallel_size),
-        "--memory-gb", str(inference.engine_memory_gb),
+        "--memory-gb", str(memory_gb),
+        "--device-share", str(device_share),
+        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--dtype", inference.dtype,
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
         "--in-flight-kv", inference.in_flight_kv,
@@ -63,6 +70,23 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         command += ["--disk-path", sync.disk_path]
     # The pool may add options of ours behind these, so the engine's own travel as one value.
     return [*command, "--engine-arguments", json.dumps(command_line(inference.engine_args))]
+
+
+def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
+    """(GiB of KV cache, share of a GPU) of an engine that has a rank's GPU in turns with the trainer; None for others.
+
+    Raises UserError where not one sequence has room.
+    """
+    device_bytes = device_bytes_of_driver() if shares_devices(config) else None
+    memory = colocated_memory(config, world_size(), device_bytes) if device_bytes else None
+    if memory is None or device_bytes is None:
+        return None
+    if memory.kv_cache < memory.kv_one_sequence:
+        raise UserError(
+            "the engine does not fit beside the sleeping trainer: no room for one sequence of training.seq_len = "
+            f"{config.training.seq_len} in its KV cache. Raise inference.tensor_parallel_size (see --dry-run)"
+        )
+    return memory.kv_cache / GIB, memory.utilization(device_bytes)
 
 
 def find_python(engine: str, configured: str) -> str:

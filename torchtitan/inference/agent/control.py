@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.types import Tag
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they stand still and go on afterwards; they end before, while new ones wait or are
@@ -54,6 +56,16 @@ class EngineControl(Protocol):
         """Go on. Allowed where it is not paused."""
 
     def is_paused(self) -> bool: ...
+
+    def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
+        """Have the engine stand still once nothing runs, and give these parts of its memory back, which it still has.
+
+        False: something still ran after `finish_s`. It has its memory then, but may stand still: resume() has it go on.
+        """
+
+    def wake(self, tag: Tag) -> None:
+        """Have the engine take a part of its memory again that it gave back, weights first. With the last one it may go
+        on by itself, or stand still until resume()."""
 
     def reset_prefix_cache(self) -> None:
         """No request that begins from here on reuses what was computed before. Called while it is paused."""

@@ -38,6 +38,10 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     memory_gb: float = 0.0
     """Of the KV cache; 0: the engine's own choice"""
+    device_share: float = 0.0
+    """Of a GPU's memory that it may count on, beside whom it shares that with; 0: the engine's own choice"""
+    sleep_level: int = 0
+    """How deep it is going to sleep, and with it whether"""
     threads: int = 1
     """CPU threads of one engine worker"""
     in_flight_kv: Literal["keep", "recompute"] = "keep"

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -19,6 +19,8 @@ from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.sleeping import parse_sleep, parse_wake
+from torchtitan.inference.types import TAGS
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
 
@@ -28,6 +30,7 @@ BODY_LIMIT = 1024 * 1024
 SHUTDOWN_S = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Parsed = TypeVar("Parsed")
 
 
 class WrongRequest(ValueError):
@@ -108,6 +111,8 @@ class AgentServer:
         return [
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
+            web.post("/sleep", self._sleep),
+            web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
             web.get("/weights", self._weights),
             web.get("/health", self._health),
@@ -144,6 +149,18 @@ class AgentServer:
 
     async def _resume(self, _request: web.Request) -> web.Response:
         await asyncio.to_thread(self._applier.resume)
+        return web.json_response(self._state())
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """{"level", "finish_s"}: give the engine's memory back once nothing runs; within that time, or not."""
+        level, finish_s = await _parse(request, parse_sleep)
+        await asyncio.to_thread(self._applier.sleep, level, finish_s)
+        return web.json_response(self._state())
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        """{"tags"}: take these parts of the memory again, all by default."""
+        tags = await _parse(request, parse_wake)
+        await asyncio.to_thread(self._applier.wake, tags)
         return web.json_response(self._state())
 
     # Weights
@@ -198,6 +215,8 @@ class AgentServer:
 
     def _status(self) -> tuple[str, str | None]:
         applier = self._applier
+        if applier.asleep:
+            return "asleep", "the engine is asleep"
         if applier.poisoned is not None:
             return "poisoned", applier.poisoned
         if applier.holds is None:
@@ -221,6 +240,7 @@ class AgentServer:
         return {
             "status": status,
             "reason": reason,
+            "asleep": [tag for tag in TAGS if tag in self._applier.asleep],
             "epoch": None if held is None else held[0],
             "version": None if held is None else held[1],
             "engine_age_s": round(self._watch.age_s, 3),
@@ -236,6 +256,15 @@ class AgentServer:
 
     async def _weights(self, _request: web.Request) -> web.Response:
         return web.json_response({"weights": self._state()["weights"]})
+
+
+async def _parse(request: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    """What a body that may be missing says. Raises WrongRequest."""
+    body = await request.read()
+    try:
+        return parse(_parse_object(body) if body else {})
+    except ValueError as error:
+        raise WrongRequest(str(error)) from None
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

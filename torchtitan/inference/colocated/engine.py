@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
-from torchtitan.inference.types import Completion, SamplingParameters
-
-Tag = Literal["weights", "kv_cache"]
+from torchtitan.inference.types import Completion, SamplingParameters, Tag
 
 
 class SampleRefused(Exception):

@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.labels import make_label
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,12 @@ class ColocatedPool:
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """A replica that fails ends the run: its ranks are the trainer's."""
+
+    async def sleep(self) -> None:
+        """The ranks themselves see to their engines' memory: see replica.py."""
+
+    async def wake(self, tag: Tag) -> None:
+        """As with sleep."""
 
     async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
         """Sample a request with weights of at least `min_version`. Waits for as long as it takes.

@@ -21,9 +21,9 @@ import numpy
 import torch
 
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.engine import SampleRefused, Tag
+from torchtitan.inference.colocated.engine import SampleRefused
 from torchtitan.inference.labels import parse_label
-from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan
 
 logger = logging.getLogger(__name__)
 

@@ -42,6 +42,15 @@ class KeyValueCache:
     Raises UserError where the limit is too low for any sequence.
     """
 
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    visible: torch.Tensor
+    """What attention adds to the scores: 0 for positions a row has, -inf beyond"""
+    _blocks: list[torch.Tensor]
+    _flat_keys: list[torch.Tensor]
+    _flat_values: list[torch.Tensor]
+    _base: torch.Tensor
+
     def __init__(
         self,
         args: ModelArgs,
@@ -57,14 +66,23 @@ class KeyValueCache:
         self.rows = self.length = 0
         self.touched_at = 0.0
         """When some layer stored something, or the engine otherwise got on (time.monotonic)"""
-        self._blocks: list[torch.Tensor] = []
         first_length = min(FIRST_LENGTH, self.max_length)
         if max_bytes and self.bytes_of(FIRST_ROWS, first_length) > max_bytes:
             raise UserError(
                 f"a key-value cache of {max_bytes} bytes is too small for this model: {FIRST_ROWS} sequences of "
                 f"{first_length} tokens take {self.bytes_of(FIRST_ROWS, first_length)}; free memory or raise the limit"
             )
-        self._allocate(FIRST_ROWS, first_length, 0)
+        self.take()
+
+    def take(self) -> None:
+        """Room for a few short sequences, empty; more comes as it is needed."""
+        self._allocate(FIRST_ROWS, min(FIRST_LENGTH, self.max_length), 0)
+
+    def release(self) -> None:
+        """Give all memory back; nothing may be stored before `take`."""
+        self.keys, self.values, self._flat_keys, self._flat_values, self._blocks = [], [], [], [], []
+        self.visible = self._base = torch.empty(0, device=self.device)
+        self.rows = self.length = 0
 
     def bytes_of(self, rows: int, length: int) -> int:
         """Memory that rows × length takes: of every layer two tensors, and the mask."""
@@ -105,10 +123,7 @@ class KeyValueCache:
         """New tensors in the place of the old ones, with what rows [0, used_rows) hold."""
         used, old_length = used_rows * self.heads, self.length
         # Views would keep the old memory; where nothing is kept, all of it goes first.
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self._flat_keys: list[torch.Tensor] = []
-        self._flat_values: list[torch.Tensor] = []
+        self.keys, self.values, self._flat_keys, self._flat_values = [], [], [], []
         if not used:
             self._blocks = []
         shape = (rows * self.heads, length, self.head_dim)
@@ -123,11 +138,10 @@ class KeyValueCache:
                 self._blocks.append(block)
         planes_in_order = [plane for block in self._blocks for plane in block]
         self.keys, self.values = planes_in_order[: self.layers], planes_in_order[self.layers :]
-        # What attention adds to the scores: 0 for positions a row has, -inf beyond.
         visible = torch.full(shape[:2], float("-inf"), dtype=self.dtype, device=self.device)
         if used:
             visible[:used, :old_length] = self.visible[:used]
-        self.visible: torch.Tensor = visible
+        self.visible = visible
         self._flat_keys = [tensor.view(-1, self.head_dim) for tensor in self.keys]
         self._flat_values = [tensor.view(-1, self.head_dim) for tensor in self.values]
         self._base = (torch.arange(rows * self.heads, device=self.device) * length).view(rows, self.heads)

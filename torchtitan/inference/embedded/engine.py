@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,13 +21,15 @@ import torch.nn.functional as F
 from torchtitan.inference.adapter_version import is_adapter_version
 from torchtitan.inference.embedded.adapters import AdapterMerger
 from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.memory import WeightMemory
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
-from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag, VersionSpan
 from torchtitan.models.attention import PackedLayout, rotary_tables
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
+from torchtitan.tools.freed_memory import return_freed_memory
 from torchtitan.weight_sync.staging import WeightsRefused
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
@@ -108,6 +110,9 @@ class Engine:
         self.paused = self.poisoned = False
         self.torn = ""
         """Why the weights in use turned out not to be the version's, where that is why the engine is poisoned"""
+        self.asleep: set[Tag] = set()
+        """Memory that it has given back"""
+        self._dropped: WeightMemory | None = None
         self.held_back = False
         """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
@@ -157,6 +162,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has something to do."""
         return bool(self._requests)
+
+    @property
+    def stands(self) -> bool:
+        """Whether `step` must do nothing, whoever waits."""
+        return self.paused or self.poisoned or bool(self.asleep)
 
     @property
     def begun(self) -> bool:
@@ -212,8 +222,8 @@ class Engine:
         wanted = {request.request_id for request in requests}
         done: dict[str, list[Completion]] = {}
         while wanted - done.keys():
-            if self.paused or self.held_back:
-                raise RuntimeError("the engine is paused, or holds back what has not begun")
+            if self.stands or self.held_back:
+                raise RuntimeError("the engine is paused or asleep, or holds back what has not begun")
             done.update(self.step())
             failures = self.take_failures()
             if failures:
@@ -230,7 +240,7 @@ class Engine:
         """
         if self.poisoned:
             raise Poisoned("a weight update failed half-way; waiting for a whole version")
-        if self.paused:
+        if self.stands:
             return []
         with torch.inference_mode():
             if self._waiting:
@@ -436,6 +446,40 @@ class Engine:
         ended, self._ended = self._ended, []
         rescore(self.policy, [(one.request.prompt_ids, done, one.request.sampling.temperature) for one, done in ended])
 
+    # Memory
+
+    def sleep(self, level: int) -> bool:
+        """Give the KV cache back, with level 2 the weights too; False, and nothing has changed, while requests run.
+
+        At level 1 the weights stay: they are in host memory already. Dropped ones poison the engine until a whole
+        version has been applied.
+        """
+        if self._requests:
+            return False
+        if "kv_cache" not in self.asleep:
+            self._cache.release()
+        if level == 2 and self._dropped is None:
+            self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
+            self._merger.forget_base()
+            self._dropped = WeightMemory(self._parameters.values())
+            self._dropped.drop()
+        self._sampler = None
+        self.asleep = set(TAGS)
+        return_freed_memory()
+        return True
+
+    def wake(self, tags: Collection[Tag]) -> None:
+        """Take these parts of its memory again; the KV cache not before the weights."""
+        if tags and "weights" in self.asleep:
+            if self._dropped is not None:
+                self._dropped.take()
+            self._dropped = None
+            self.asleep.discard("weights")
+        if "kv_cache" in self.asleep and "kv_cache" in tags:
+            with torch.inference_mode():
+                self._cache.take()
+            self.asleep.discard("kv_cache")
+
     # Weights
 
     def apply_weights(self, epoch: str, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
@@ -443,8 +487,11 @@ class Engine:
 
         tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both. Or
         adapters, see adapters.py. Raises WeightsRefused, with nothing changed, where names or shapes are not the
-        model's. Anything that fails later poisons the engine until a whole version has been applied.
+        model's, or the weights are asleep. Anything that fails later poisons the engine until a whole version has been
+        applied.
         """
+        if "weights" in self.asleep:
+            raise WeightsRefused("the engine is asleep")
         begin = time.perf_counter()
         if is_adapter_version(tensors):
             adapters = self._merger.check(tensors)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # A step of the largest model on the slowest machine ends within this time.
 CALL_SECONDS = 120.0
+# Between two looks whether what runs is finished.
+FINISH_POLL_SECONDS = 0.02
 
 Result = TypeVar("Result")
 
@@ -113,6 +115,8 @@ class EngineLoop:
             return f"the engine has failed: {self.failure!r}"
         if self._closing:
             return "the engine is shutting down"
+        if self.engine.asleep:
+            return "the engine is asleep"
         if self.engine.poisoned:
             reason = self.engine.torn or "a weight update failed half-way"
             return f"{reason}; waiting for a whole version"
@@ -193,6 +197,21 @@ class EngineLoop:
                 raise TimeoutError(f"the engine did not finish its step within {limit:g} s") from None
             return update.future.result(CALL_SECONDS)
 
+    def sleep(self, level: int, finish_s: float) -> bool:
+        """Engine.sleep, as soon as nothing runs, within `finish_s`; called from another thread. Returns whether it did.
+
+        Raises TimeoutError where the engine did not come to it.
+        """
+        deadline = time.monotonic() + finish_s
+        while True:
+            try:
+                slept = self.call(lambda: self.engine.sleep(level)).result(CALL_SECONDS)
+            except CancelledError:
+                raise Unavailable("the engine is shutting down") from None
+            if slept or time.monotonic() > deadline:
+                return slept
+            time.sleep(FINISH_POLL_SECONDS)
+
     def poison(self, epoch: str, version: int, reason: str) -> None:
         """Stop sampling at once, if these are still the weights in use. Returns when it is done."""
 
@@ -230,7 +249,7 @@ class EngineLoop:
         try:
             while not self._closing:
                 self._work_off_commands()
-                if self.engine.busy and not self.engine.paused and not self.engine.poisoned:
+                if self.engine.busy and not self.engine.stands:
                     self._turning_since = time.monotonic()
                     begin, tokens = time.time(), self.engine.statistics.generated_tokens
                     finished = self.engine.step()
@@ -261,7 +280,7 @@ class EngineLoop:
         """Run what was asked for; wait for something where there is nothing else to do."""
         while not self._closing:
             self._update_weights()
-            idle = not self.engine.busy or self.engine.paused or self.engine.poisoned
+            idle = not self.engine.busy or self.engine.stands
             if not idle and self._commands.empty():
                 return
             self._turning_since = None
@@ -307,7 +326,7 @@ class EngineLoop:
     def _drained(self, update: _Update) -> bool:
         """Whether an update need not wait any longer: nothing runs that could finish, or it had its time."""
         engine = self.engine
-        finishes = engine.begun and not engine.paused and not engine.poisoned and not update.future.cancelled()
+        finishes = engine.begun and not engine.stands and not update.future.cancelled()
         return not finishes or time.monotonic() - update.ordered_at >= self._drain_timeout_s
 
     def _abort(self, request_id: str) -> None:

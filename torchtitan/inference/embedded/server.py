@@ -1,4 +1,4 @@
-"""The engine's HTTP server: token ids in and out, weights, pause and resume, health and metrics. See `routes`."""
+"""The engine's HTTP server: token ids in and out, weights, pause and sleep, health and metrics. See `routes`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -24,7 +24,8 @@ from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavail
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
 from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.embedded.verification import MOST_TORN, Verifier
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.sleeping import parse_sleep, parse_wake
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
@@ -36,6 +37,7 @@ RETRY_AFTER_SECONDS = 1
 SHUTDOWN_SECONDS = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Parsed = TypeVar("Parsed")
 
 
 def _encode(data: Any) -> str:
@@ -44,6 +46,15 @@ def _encode(data: Any) -> str:
 
 def _answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:
     return web.Response(text=_encode(data), status=status, headers=headers, content_type="application/json")
+
+
+async def _parse(request: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    """What a body that may be missing says. Raises InvalidRequest."""
+    body = await request.read()
+    try:
+        return parse(api.parse_object(body) if body else {})
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 class EngineServer:
@@ -115,6 +126,8 @@ class EngineServer:
             web.post("/v1/score", self._score),
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
+            web.post("/sleep", self._sleep),
+            web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
             web.get("/weights", self._weights),
             web.get("/health", self._health),
@@ -170,11 +183,11 @@ class EngineServer:
         """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
         token_ids = api.parse_score(api.parse_object(await request.read()))
         check_request(GenerateRequest("score", token_ids, SamplingParameters(1)), self._vocabulary, self._longest)
-        reason = self.loop.why_unavailable()
-        if reason is not None:
-            raise Unavailable(reason)
 
         def work() -> dict[str, Any]:
+            # In the engine's thread: weights that are there when it is asked need not be when it is its turn.
+            if (reason := self.loop.why_unavailable()) is not None:
+                raise Unavailable(reason)
             log_probs = score(self.engine.policy, token_ids)
             return {"log_probs": log_probs, "epoch": self.engine.epoch, "version": self.engine.version}
 
@@ -193,6 +206,27 @@ class EngineServer:
 
     async def _resume(self, _request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.loop.call(self.engine.resume))
+        return _answer(self._state())
+
+    # Memory
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """{"level", "finish_s"}: give memory back (see Engine.sleep) once nothing runs; within that time, or not."""
+        level, finish_s = await _parse(request, parse_sleep)
+        await asyncio.to_thread(self._fall_asleep, level, finish_s)
+        return _answer(self._state())
+
+    def _fall_asleep(self, level: int, finish_s: float) -> None:
+        with self._applying:
+            if level == 2:
+                # It reads the weights from a thread of its own.
+                self.verifier.settle()
+            self.loop.sleep(level, finish_s)
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        """{"tags"}: take these parts of the memory again, all by default."""
+        tags = await _parse(request, parse_wake)
+        await asyncio.wrap_future(self.loop.call(lambda: self.engine.wake(tags)))
         return _answer(self._state())
 
     # Weights
@@ -267,9 +301,12 @@ class EngineServer:
         status = "ok"
         if reason is not None:
             status = "poisoned" if self.engine.poisoned else "paused" if self.engine.paused else "not_ready"
+        if self.engine.asleep:
+            status = "asleep"
         return {
             "status": status,
             "reason": reason,
+            "asleep": [tag for tag in TAGS if tag in self.engine.asleep],
             "epoch": self.engine.epoch or None,
             "version": self.engine.version if has_version else None,
             "running": self.engine.running,

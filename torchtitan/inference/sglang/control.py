@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torchtitan.inference.agent.control import EngineError, EngineFacts, PauseMode
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.handler import Capabilities
 from torchtitan.inference.sglang.dialect import DIALECT
+from torchtitan.inference.types import TAGS, Tag
 
 
 class SGLangControl:
@@ -43,6 +46,7 @@ class SGLangControl:
             score=True,
             seeds=bool(data.get("enable_deterministic_inference")),
             kept_tokens=True,
+            sleep=bool(data.get("enable_memory_saver")),
         )
         return EngineFacts(capabilities, int(data.get("tp_size", 1)), can_wait=False)
 
@@ -81,6 +85,38 @@ class SGLangControl:
     def is_paused(self) -> bool:
         # The server does not tell; this is what it was last told.
         return self._paused
+
+    def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
+        # Whether it keeps its weights it has been told at start: see engine.py.
+        deadline = time.monotonic() + finish_s
+        while not self._stands_idle(deadline):
+            if len(tags) < len(TAGS):
+                return False  # without all of its memory it must not go on
+            self.resume()
+            if time.monotonic() > deadline:
+                return False
+        self._order("/release_memory_occupation", {"tags": list(tags)}, self.timeout_s)
+        return True
+
+    def _stands_idle(self, deadline: float) -> bool:
+        """Wait until nothing runs, and have it stand still. SGLang's scheduler ends where it is asked to give memory
+        back and has a request; standing still it gets none from the server in front of it."""
+        finish_s = max(0.0, deadline - time.monotonic())
+        if not self._paused and not self._idle(finish_s):
+            return False
+        self._order("/pause_generation", {"mode": "retract"}, self.timeout_s)
+        self._paused = True
+        return self._idle(0.0)
+
+    def _idle(self, finish_s: float) -> bool:
+        """Whether it has nothing to do, or has not any more within `finish_s`: else it does not flush its caches."""
+        status, text = self.client.exchange("POST", f"/flush_cache?timeout={finish_s:.3f}", self.timeout_s + finish_s)
+        if status not in (200, 400):
+            raise EngineError(f"/flush_cache answered {status}: {text}")
+        return status == 200
+
+    def wake(self, tag: Tag) -> None:
+        self._order("/resume_memory_occupation", {"tags": [tag]}, self.timeout_s)
 
     def reset_prefix_cache(self) -> None:
         """It has none: see describe()."""

@@ -47,6 +47,11 @@ class SGLang:
             "--log-level-http", "warning",
             "--disable-radix-cache",  # see control.py
         ]  # fmt: skip
+        if options.sleep_level:
+            # Without the second one weights that sleep are dropped.
+            theirs += ["--enable-memory-saver", *(["--enable-weights-cpu-backup"] if options.sleep_level == 1 else [])]
+        if options.device_share:
+            theirs += ["--mem-fraction-static", f"{options.device_share:.3f}"]
         if on_cpu:
             theirs += CPU_ARGUMENTS
             # It sizes the cache by what is free on the machine, which others use too.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torchtitan.inference.agent.control import EngineError, EngineFacts, PauseMode
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.types import Tag
 from torchtitan.inference.vllm.dialect import DIALECT, PATH
 
 DEFAULT_LABEL = "default"
@@ -23,7 +25,8 @@ class VLLMControl:
     """Administers the server at `url`; see agent.control.EngineControl.
 
     in_flight_kv: running requests keep their KV cache over a pause, or give it up and have it recomputed. timeout_s: of
-    each order that names none. kept_tokens: it runs with --return-sampling-mask.
+    each order that names none. kept_tokens, sleeps: it runs with --return-sampling-mask, with --enable-sleep-mode (its
+    routes do not tell, and without free nothing).
     """
 
     def __init__(
@@ -33,10 +36,11 @@ class VLLMControl:
         timeout_s: float,
         in_flight_kv: Literal["keep", "recompute"],
         kept_tokens: bool = False,
+        sleeps: bool = False,
     ):
         self.client = AdminClient(url, token)
         self.timeout_s = timeout_s
-        self._keeps, self._kept_tokens = in_flight_kv == "keep", kept_tokens
+        self._keeps, self._kept_tokens, self._sleeps = in_flight_kv == "keep", kept_tokens, sleeps
         self.version = ""
         """What it says it is, after describe()"""
 
@@ -47,7 +51,10 @@ class VLLMControl:
             if route not in routes:
                 raise EngineError(f"vLLM {version} has no route {route}: it needs {how}")
         world_size = int(self._get("/get_world_size")["world_size"])
-        return EngineFacts(Capabilities("vllm", version, score=True, kept_tokens=self._kept_tokens), world_size)
+        capabilities = Capabilities(
+            "vllm", version, score=True, kept_tokens=self._kept_tokens, sleep=self._sleeps and "/sleep" in routes
+        )
+        return EngineFacts(capabilities, world_size)
 
     def check_health(self, timeout_s: float) -> None:
         self.client.call("GET", "/health", timeout_s)
@@ -69,6 +76,16 @@ class VLLMControl:
 
     def is_paused(self) -> bool:
         return bool(self._get("/is_paused")["is_paused"])
+
+    def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
+        # By itself it would wait for what runs without an end, or drop that. What it has given back it passes over.
+        if not self.pause("wait", finish_s):
+            return False
+        self.client.call("POST", f"/sleep?level={level}&mode=keep", self.timeout_s)
+        return True
+
+    def wake(self, tag: Tag) -> None:
+        self.client.call("POST", f"/wake_up?tags={tag}", self.timeout_s)
 
     def reset_prefix_cache(self) -> None:
         done = self.client.call("POST", "/reset_prefix_cache", self.timeout_s)["success"]

@@ -16,6 +16,7 @@ from torchtitan.tools.gpus import has_gpu
 GIGABYTE = 2**30
 # Its own way of taking weights. Options that are handed through come after it, and so count.
 ENGINE_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+SLEEP_MODE = "--enable-sleep-mode"
 CPU_ARGUMENTS = (
     # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
     "--enforce-eager",
@@ -51,6 +52,10 @@ class VLLM:
             "--disable-uvicorn-access-log",
             *(ENGINE_TRANSFER if options.route == "engine" else ()),
         ]  # fmt: skip
+        if options.sleep_level:
+            theirs.append(SLEEP_MODE)
+        if options.device_share:
+            theirs += ["--gpu-memory-utilization", f"{options.device_share:.3f}"]
         memory_gb = options.memory_gb
         # Its /collective_rpc would unpickle what it is sent, whoever asked for that in this shell.
         environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
@@ -65,7 +70,8 @@ class VLLM:
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
         masks = "--return-sampling-mask" in options.arguments
-        return VLLMControl(url, token, options.update_timeout_s, options.in_flight_kv, kept_tokens=masks)
+        sleeps = options.sleep_level > 0 or SLEEP_MODE in options.arguments
+        return VLLMControl(url, token, options.update_timeout_s, options.in_flight_kv, kept_tokens=masks, sleeps=sleeps)
 
     def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
         assert isinstance(control, VLLMControl)
