@@ -7,6 +7,11 @@ them. Files in the folder that FAKE_ENGINE names change what it does:
     half_load   the next version is loaded by half, and the order fails
     hang_load   loading does not end while the file is there
     no_label    a version that is loaded leaves the label as it was
+    no_release  memory is not given back, and the order fails
+
+As SGLang's scheduler it ends where it is to give memory back and has a request, to take memory that it has, or to compute
+without. Weights that are given back are lost unless it was started with --enable-weights-cpu-backup. The file `slept`
+gets a line for every order.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import os
 import random
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +70,7 @@ class FakeEngine:
         """First elements of the final norm and of the first layer's: equal in every whole version"""
         self.paused = False
         self.running: set[asyncio.Event] = set()
+        self.asleep: set[str] = set()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -72,7 +79,8 @@ class FakeEngine:
         return await handler(request)
 
     async def server_info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"version": "0.0", "tp_size": 1, "disable_radix_cache": True})
+        said = {"version": "0.0", "tp_size": 1, "disable_radix_cache": True}
+        return web.json_response({**said, "enable_memory_saver": "--enable-memory-saver" in sys.argv})
 
     async def model_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
@@ -91,8 +99,43 @@ class FakeEngine:
             aborted.set()
         return web.Response()
 
+    async def flush(self, request: web.Request) -> web.Response:
+        deadline = time.monotonic() + float(request.query["timeout"])
+        while self.running and time.monotonic() < deadline:  # noqa: ASYNC110 (as SGLang's own loop)
+            await asyncio.sleep(0.005)
+        return web.Response(status=400 if self.running else 200)
+
+    async def release(self, request: web.Request) -> web.Response:
+        tags = (await request.json())["tags"]
+        if flag("no_release"):
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        self.must(not self.running and self.paused and not self.asleep & set(tags))
+        self.asleep |= set(tags)
+        if "weights" in tags and "--enable-weights-cpu-backup" not in sys.argv:
+            self.norms = (float("nan"), float("nan"))
+        self.note("release", tags)
+        return web.json_response(None)
+
+    async def take(self, request: web.Request) -> web.Response:
+        tags = (await request.json())["tags"]
+        self.must(set(tags) <= self.asleep)
+        self.asleep -= set(tags)
+        self.note("resume", tags)
+        return web.json_response(None)
+
+    def note(self, what: str, tags: list[str]) -> None:
+        with (Path(os.environ["FAKE_ENGINE"]) / "slept").open("a") as file:
+            file.write(f"{what} {' '.join(tags)}\n")
+
+    @staticmethod
+    def must(holds: bool) -> None:
+        if not holds:
+            print("fake engine: the scheduler ends", flush=True)
+            os._exit(1)
+
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.must("weights" not in self.asleep)
         assert self.paused and not body["flush_cache"]
         waited = 0.0
         while flag("hang_load") and waited < LONGEST_LOAD_S:
@@ -128,6 +171,7 @@ class FakeEngine:
                 await asyncio.sleep(TOKEN_S)
                 if self.paused:
                     continue
+                self.must(not self.asleep)
                 assert self.norms[0] == self.norms[1] or self.label == "default", "served half a version"
                 rows.append([-self.norms[0], random.randrange(20), None])
                 if not spans or spans[-1]["version"] != self.label:
@@ -156,6 +200,9 @@ class FakeEngine:
                 web.post("/continue_generation", self.resume),
                 web.post("/abort_request", self.abort),
                 web.post("/update_weights_from_disk", self.load),
+                web.post("/flush_cache", self.flush),
+                web.post("/release_memory_occupation", self.release),
+                web.post("/resume_memory_occupation", self.take),
                 web.post("/generate", self.generate),
             ]
         )

@@ -13,7 +13,12 @@ class WeightMemory:
     While it is dropped nobody may read or write the tensors.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
+        tensors = list(parameters)
+        for tensor in tensors:
+            if not tensor.untyped_storage().resizable():
+                # As it lies in the checkpoint's file it cannot be freed.
+                tensor.data = tensor.detach().clone()
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
 

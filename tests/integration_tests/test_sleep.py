@@ -1,0 +1,154 @@
+"""Actors that sleep while the trainer trains: real engines, a foreign engine's agent, and a run by its command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+
+from tests.integration_tests.test_actors import Run, make_config, running
+from tests.integration_tests.test_agent import engine_of, foreign_config
+from torchtitan.config.job_config import JobConfig
+from torchtitan.models.decoder import Decoder
+from torchtitan.rollout.types import Batch
+
+MIB = 2**20
+
+
+class SleepingRun(Run):
+    """`step` as the trainer's loop has it in blocking mode; `while_asleep` is called where it would train."""
+
+    while_asleep: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self) -> Batch:
+        deadline = time.monotonic() + 60
+        while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
+            assert time.monotonic() < deadline, "no batch came"
+        self.batches.append(batch)
+        self.rollout.sleep()
+        self.while_asleep()
+        self.sync.fence()
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.mul_(1.001)
+        self.version += 1
+        self.rollout.wake("weights")
+        self.publish()
+        self.sync.wait_until_applied(self.version, 30)
+        self.rollout.wake("kv_cache")
+        self.rollout.set_version(self.version)
+        return batch
+
+
+@contextlib.contextmanager
+def sleeping(config: JobConfig, policy: Decoder, run_dir: Path, level: int = 1) -> Iterator[SleepingRun]:
+    config.grpo.async_weight_update = False
+    config.inference.sleep_level = level
+    config.inference.drain_timeout_s, config.inference.sleep_timeout_s = 30.0, 30.0
+    # A busy machine is no frozen actor; what died is noticed at once.
+    config.inference.health_timeout_s = 20.0
+    with running(config, policy, run_dir) as run:
+        run.__class__ = SleepingRun
+        assert isinstance(run, SleepingRun)
+        yield run
+
+
+def states(run: Run) -> dict[str, str]:
+    actors: dict[str, str] = run.rollout._pool.actors  # type: ignore[attr-defined]
+    return actors
+
+
+def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int) -> None:
+    config, policy = make_config(tmp_path / "checkpoint")
+    seen: list[dict[str, str]] = []
+    with sleeping(config, policy, tmp_path / "run", level) as run:
+        run.while_asleep = lambda: seen.append(states(run))  # type: ignore[method-assign]
+        for _ in range(4):
+            run.step()
+            assert set(states(run).values()) <= {"ready", "starting", "joining"}
+        until(lambda: set(states(run).values()) == {"ready"})
+        run.step()
+        assert set(seen[-1].values()) == {"asleep"}
+        # Who was started late has no share in the first steps, and was put to sleep as it came.
+        assert not run.events("actor_stays_awake", "actor-0") and not run.events("actor_evicted", "actor-0")
+    versions = [{span.version for sample in batch.samples for span in sample.spans} for batch in run.batches]
+    assert versions == [{version} for version in range(5)], "every batch from the version before it alone"
+
+
+def test_an_actor_that_is_killed_asleep_is_replaced_when_its_memory_is_free(tmp_path: Path) -> None:
+    config, policy = make_config(tmp_path / "checkpoint")
+    with sleeping(config, policy, tmp_path / "run") as run:
+        until(lambda: set(states(run).values()) == {"ready"})
+        killed: list[int] = []
+
+        def kill() -> None:
+            if not killed:
+                victim = run.process_of("actor-1")
+                killed.append(victim.pid)
+                victim.send_signal(signal.SIGKILL)
+                until(lambda: bool(run.events("actor_evicted", "actor-1")))
+                # The trainer has that memory now.
+                assert not run.events("actor_restarting", "actor-1") and states(run)["actor-1"] == "evicted"
+
+        run.while_asleep = kill  # type: ignore[method-assign]
+        run.step()
+        run.steps_until(lambda: len(run.events("actor_ready", "actor-1")) == 2, 90)
+        assert run.process_of("actor-1").pid not in killed
+        run.step()
+        assert not run.events("actor_evicted", "actor-0")
+
+
+def foreign(tmp_path: Path, level: int) -> contextlib.AbstractContextManager[SleepingRun]:
+    """A run with one agent, whose fake engine ends where a real one would."""
+    config, policy = foreign_config(tmp_path)
+    # A configuration for a machine without GPUs would be refused; the fake needs none.
+    return sleeping(config, policy, tmp_path / "run", level)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_foreign_engine_sleeps_and_wakes_with_every_version(tmp_path: Path, level: int) -> None:
+    with foreign(tmp_path, level) as run:
+        for _ in range(3):
+            run.step()
+        engine = engine_of(tmp_path)
+        assert engine.is_running()
+        for event in ("actor_evicted", "actor_stays_awake", "actor_restarting"):
+            assert not run.events(event, "actor-0")
+    orders = (tmp_path / "slept").read_text().splitlines()
+    assert orders == ["release weights kv_cache", "resume weights", "resume kv_cache"] * 3
+    log_probs = [value for batch in run.batches for sample in batch.samples for value in sample.log_probs]
+    assert log_probs and all(value == value for value in log_probs), "sampled with weights that were dropped"
+    versions = [{span.version for sample in batch.samples for span in sample.spans} for batch in run.batches]
+    assert versions == [{0}, {1}, {2}]
+
+
+def test_a_foreign_engine_that_does_not_fall_asleep_is_started_anew(tmp_path: Path) -> None:
+    with foreign(tmp_path, 1) as run:
+        until(lambda: states(run)["actor-0"] == "ready")
+        first = engine_of(tmp_path)
+        (tmp_path / "no_release").touch()
+        run.while_asleep = lambda: until(lambda: not first.is_running())  # type: ignore[method-assign]
+        run.step()
+        (tmp_path / "no_release").unlink()
+        run.while_asleep = lambda: None  # type: ignore[method-assign]
+        run.step()
+        evicted = run.events("actor_evicted", "actor-0")[0]
+        assert evicted["noticed_by"] == "sleep" and "/release_memory_occupation" in evicted["reason"]
+        assert run.events("actor_restarting", "actor-0") and engine_of(tmp_path).pid != first.pid
