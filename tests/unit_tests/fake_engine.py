@@ -9,9 +9,9 @@ them. Files in the folder that FAKE_ENGINE names change what it does:
     no_label    a version that is loaded leaves the label as it was
     no_release  memory is not given back, and the order fails
 
-As SGLang's scheduler it ends where it is to give memory back and has a request, to take memory that it has, or to compute
-without. Weights that are given back are lost unless it was started with --enable-weights-cpu-backup. The file `slept`
-gets a line for every order.
+As SGLang's scheduler it ends where it is to give memory back and has a request, to take memory that it has, or to
+compute without. Weights that are given back are lost unless it was started with --enable-weights-cpu-backup. The file
+`slept` gets a line for every order.
 """
 
 from __future__ import annotations

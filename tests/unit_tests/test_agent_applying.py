@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -28,6 +30,7 @@ class Engine:
         self.standing = False
         self.drained = True
         self.forgets_label = False
+        self.asleep: set[Tag] = set()
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -40,6 +43,7 @@ class Engine:
         return self.standing
 
     def resume(self) -> None:
+        assert not self.asleep
         self._called("resume")
         self.standing = False
 
@@ -52,11 +56,22 @@ class Engine:
     def check_health(self, timeout_s: float) -> None:
         self._called("health")
 
+    def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
+        self._called(f"sleep {level} {' '.join(tags)}")
+        self.standing = True
+        if self.drained:
+            self.asleep |= set(tags)
+        return self.drained
+
+    def wake(self, tag: Tag) -> None:
+        self._called(f"wake {tag}")
+        self.asleep.discard(tag)
+
     def prepare(self, staged: StagedVersion, label: str) -> None:
         self._called("prepare")
 
     def load(self, staged: StagedVersion, label: str) -> None:
-        assert self.standing
+        assert self.standing and "weights" not in self.asleep
         self._called("load")
         if not self.forgets_label:
             self.label = label
@@ -187,6 +202,73 @@ def test_an_order_to_stand_still_that_was_given_up_is_taken_back() -> None:
     assert applier.unsettled is not None and applier.holds == ("epoch", 0)
     applier.settle()
     assert not engine.standing and applier.unsettled is None
+
+
+def test_a_version_comes_between_the_two_parts_of_waking() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.calls.clear()
+    assert applier.sleep(1, 2.0) and applier.sleep(1, 2.0)
+    assert engine.calls == ["sleep 1 weights kv_cache"] and applier.holds == ("epoch", 0)
+    with pytest.raises(WeightsRefused, match="asleep"):
+        applier.apply(1, staged(1))
+    applier.wake(["weights"])
+    applier.apply(1, staged(1))
+    applier.settle()
+    applier.resume()
+    assert engine.standing, "without its KV cache nobody has it go on"
+    applier.wake(["kv_cache"])
+    assert engine.calls[1:] == ["wake weights", "prepare", "pause keep", "load", "reset", "wake kv_cache", "resume"]
+    assert applier.holds == ("epoch", 1) and not engine.standing and not applier.asleep
+
+
+def test_dropped_weights_keep_the_cache_away_until_a_version_has_come() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    assert applier.sleep(2, 2.0) and applier.holds is None
+    engine.calls.clear()
+    applier.wake(TAGS)
+    assert engine.calls == ["wake weights"] and applier.asleep == {"kv_cache"} and engine.standing
+    engine.fails["load"] = WeightsRefused("no")
+    with pytest.raises(WeightsRefused):
+        applier.apply(1, staged(1))
+    assert applier.asleep == {"kv_cache"} and engine.standing
+    engine.fails.clear()
+    applier.apply(1, staged(1))
+    assert engine.calls[-4:] == ["load", "reset", "wake kv_cache", "resume"]
+    assert not applier.asleep and not engine.standing and applier.holds == ("epoch", 1)
+
+
+def test_an_engine_with_work_goes_on_instead_of_sleeping() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.drained = False
+    assert not applier.sleep(1, 0.0) and not applier.asleep and not engine.standing
+    applier.pause(abort=False)
+    assert not applier.sleep(1, 0.0) and engine.standing, "somebody has asked for a pause"
+
+
+def test_after_an_order_to_sleep_that_failed_nothing_is_loaded_before_it_is_woken() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    engine.fails["sleep 1 weights kv_cache"] = EngineError("no answer")
+    with pytest.raises(EngineError):
+        applier.sleep(1, 2.0)
+    with pytest.raises(WeightsRefused, match="asleep"):
+        applier.apply(1, staged(1))
+    applier.wake(TAGS)
+    assert engine.calls[-3:] == ["wake weights", "wake kv_cache", "resume"] and not engine.standing
+
+
+def test_a_pause_outlasts_sleep() -> None:
+    engine, applier = made()
+    applier.apply(1, staged(0))
+    applier.sleep(1, 2.0)
+    applier.pause(abort=False)
+    applier.wake(TAGS)
+    assert engine.standing and not applier.asleep
+    applier.resume()
+    assert not engine.standing
 
 
 def test_the_watch_notices_silence_and_foreign_weights() -> None:

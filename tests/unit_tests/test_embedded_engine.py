@@ -346,6 +346,49 @@ def test_bad_versions_are_refused_and_half_applied_ones_poison(tiny_checkpoint: 
     assert after[0].token_ids == before[0][0].token_ids and after[0].spans[0].version == 3
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+def test_asleep_it_has_no_cache_and_serves_nothing_and_awake_it_is_as_before(
+    tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    engine = Engine(load_policy(tiny_checkpoint(family)), 8, 64, ())
+    before = engine.generate(requests())
+    engine.submit(request("late", PROMPTS[0]))
+    assert engine.sleep(1) is False and not engine.asleep, "something runs"
+    engine.abort_all()
+    assert engine.sleep(1) and engine.sleep(1) and engine.asleep == {"weights", "kv_cache"}
+    assert not engine._cache.keys and engine._cache.visible.numel() == 0
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.generate([request("a", PROMPTS[0])])
+    assert engine.step() == [] and engine.busy
+    with pytest.raises(WeightsRefused, match="asleep"):
+        engine.apply_weights("e", 1, other_weights(engine.policy))
+    engine.wake(["weights"])
+    assert engine.asleep == {"kv_cache"} and engine.step() == []
+    engine.wake(["kv_cache"])
+    assert not engine.asleep and dict(engine.step()).keys() <= {"a"}
+    engine.abort_all()
+    assert engine.generate(requests()) == before
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama3", False)])
+def test_dropped_weights_serve_nothing_before_a_version_has_come(
+    tiny_checkpoint: Callable[..., Path], family: str, tied: bool
+) -> None:
+    engine = Engine(load_policy(tiny_checkpoint(family, tied)), 8, 64, ())
+    weights = other_weights(engine.policy)
+    expected = Engine(load_policy(tiny_checkpoint(family, tied)), 8, 64, ())
+    expected.apply_weights("e", 1, weights)
+    for _ in range(2):
+        assert engine.sleep(2)
+        assert all(one.untyped_storage().nbytes() == 0 for one in engine.policy.parameters())
+        engine.wake(["weights", "kv_cache"])
+        with pytest.raises(Poisoned):
+            engine.generate([request("a", PROMPTS[0])])
+        engine.abort_all()
+        engine.apply_weights("e", 1, weights)
+        assert engine.generate(requests()) == expected.generate(requests())
+
+
 def test_not_a_number_fails_its_requests_and_leaves_no_trace(tiny_checkpoint: Callable[..., Path]) -> None:
     policy = load_policy(tiny_checkpoint())
     weights = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}

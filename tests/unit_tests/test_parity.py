@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference import parity
 from torchtitan.inference.handler import ActorError, ActorHealth, Capabilities, ScoredTokens
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 IDS = [2, 3, 4, 5]
 
@@ -68,6 +68,11 @@ class Liar:
     async def pause(self, timeout_s: float) -> None: ...
 
     async def resume(self, timeout_s: float) -> None: ...
+
+    async def sleep(self, level: int, timeout_s: float) -> bool:
+        return False
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None: ...
 
     async def close(self) -> None: ...
 

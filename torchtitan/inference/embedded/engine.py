@@ -222,7 +222,7 @@ class Engine:
         wanted = {request.request_id for request in requests}
         done: dict[str, list[Completion]] = {}
         while wanted - done.keys():
-            if self.stands or self.held_back:
+            if self.paused or self.asleep or self.held_back:
                 raise RuntimeError("the engine is paused or asleep, or holds back what has not begun")
             done.update(self.step())
             failures = self.take_failures()

@@ -12,6 +12,8 @@ from torchtitan.inference.types import Tag
 from torchtitan.inference.vllm.dialect import DIALECT, PATH
 
 DEFAULT_LABEL = "default"
+# An engine that has nothing to finish says so within this time.
+LEAST_WAIT_S = 1.0
 # What is asked of the server besides generation; all of it is there since 0.32.
 NEEDED = {
     PATH: "--enable-scale-out",
@@ -79,7 +81,7 @@ class VLLMControl:
 
     def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
         # By itself it would wait for what runs without an end, or drop that. What it has given back it passes over.
-        if not self.pause("wait", finish_s):
+        if not self.pause("wait", max(finish_s, LEAST_WAIT_S)):
             return False
         self.client.call("POST", f"/sleep?level={level}&mode=keep", self.timeout_s)
         return True

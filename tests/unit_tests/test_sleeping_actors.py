@@ -1,0 +1,276 @@
+"""What the pool makes of actors that sleep: in turns with the trainer, too busy for it, lost, found asleep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.components.events import EventLog
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.handler import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+
+IDS = [2, 3, 4, 5]
+ASLEEP, READY = "asleep", "ready"
+
+
+class Sleeper:
+    """The handler of an actor in this process. Whoever asks it for tokens while it is not awake fails the test."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.asleep: set[Tag] = set()
+        self.orders: list[str] = []
+        self.able = Capabilities("vllm", "0.32.0", score=True, sleep=True)
+        self.busy = False
+        """What runs does not finish"""
+        self.fails = ""
+        """sleep or wake: the order that comes to nothing"""
+        self.frozen = False
+        self.generating = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.wrong: list[str] = []
+
+    async def health(self, timeout_s: float) -> ActorHealth:
+        if self.frozen:
+            await asyncio.sleep(timeout_s)
+            raise ActorError("health", "no answer")
+        status = ASLEEP if self.asleep else "ok"
+        return ActorHealth(status, "e", self.version, asleep=tuple(tag for tag in TAGS if tag in self.asleep))
+
+    async def capabilities(self, timeout_s: float) -> Capabilities:
+        return self.able
+
+    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
+        self.orders.append("connect")
+        if "weights" in self.asleep:
+            self.wrong.append("connected while its weights were away")
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+        if self.asleep:
+            self.wrong.append("asked to generate asleep")
+            raise ActorNotReady("generate", "asleep")
+        self.generating.set()
+        await self.goes_on.wait()
+        return [Completion([1], [-0.1], "stop", [VersionSpan("e", self.version, 0, 1)])] * request.sampling.n
+
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        if self.asleep:
+            self.wrong.append("probed asleep")
+            raise ActorNotReady("score", "asleep")
+        return ScoredTokens([-1.0] * (len(token_ids) - 1), "e", self.version)
+
+    async def sleep(self, level: int, timeout_s: float) -> bool:
+        self.orders.append(f"sleep {level}")
+        if self.fails == "sleep":
+            raise ActorError("sleep", "no")
+        if self.busy:
+            return False
+        self.asleep = set(TAGS)
+        return True
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        self.orders.append(f"wake {' '.join(tags)}")
+        if self.fails == "wake":
+            raise ActorError("wake", "no")
+        self.asleep -= set(tags)
+
+    async def pause(self, timeout_s: float) -> None: ...
+
+    async def resume(self, timeout_s: float) -> None: ...
+
+    async def close(self) -> None:
+        self.orders.append("close")
+
+
+def make_config(**inference: Any) -> JobConfig:
+    config = JobConfig()
+    config.grpo.async_weight_update = False
+    config.inference.backend, config.inference.sleep_level = "vllm", 1
+    config.inference.servers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    config.inference.health_interval_s, config.inference.health_timeout_s = 0.05, 2.0
+    config.inference.sleep_timeout_s = config.inference.drain_timeout_s = 20.0
+    for name, value in inference.items():
+        setattr(config.inference, name, value)
+    return config
+
+
+def run(
+    tmp_path: Path,
+    scenario: Callable[..., Awaitable[None]],
+    config: JobConfig | None = None,
+    before: Callable[[list[Sleeper]], None] = lambda sleepers: None,
+) -> list[dict[str, Any]]:
+    """Two actors behind a pool, ready; returns its events."""
+    config = config or make_config()
+    events = EventLog(tmp_path / "events.jsonl")
+
+    async def work() -> None:
+        sleepers = {url: Sleeper() for url in config.inference.servers}
+        before(list(sleepers.values()))
+        pool = InferencePool(config, "e", "secret", tmp_path, events, lambda url, *_: sleepers[url])
+        await pool.start()
+        try:
+            await pool.connect_weights("127.0.0.1:9")
+            await until(lambda: set(pool.actors.values()) == {READY})
+            await asyncio.wait_for(scenario(pool, *sleepers.values()), 60)
+        finally:
+            await pool.close()
+        for sleeper in sleepers.values():
+            assert sleeper.wrong == []
+            assert sleeper.orders[-1] == "close"
+
+    asyncio.run(work())
+    return events.read()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def look() -> None:
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(look(), 30)
+
+
+def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["kind"] == kind]
+
+
+def request(name: str) -> GenerateRequest:
+    return GenerateRequest(name, IDS, SamplingParameters(4))
+
+
+def test_nothing_is_asked_of_sleeping_actors_and_everything_when_they_are_awake(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        pool.expect(0, IDS, [-1.0] * 3)
+        await pool.sleep()
+        assert first.asleep == second.asleep == set(TAGS) and set(pool.actors.values()) == {ASLEEP}
+        assert pool.serving_version() is None
+        waiting = [asyncio.ensure_future(pool.generate(request(f"r{i}"), min_version=1)) for i in range(4)]
+        # A version that is to be probed comes while they sleep; several looks at them pass.
+        pool.expect(1, IDS, [-1.0] * 3)
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in waiting)
+        await pool.wake("weights")
+        assert first.asleep == second.asleep == {"kv_cache"}
+        assert not any(task.done() for task in waiting)
+        first.version = second.version = 1
+        await pool.wake("kv_cache")
+        assert set(pool.actors.values()) == {READY}
+        answers = await asyncio.gather(*waiting)
+        assert {one.spans[0].version for answer in answers for one in answer} == {1}
+        for sleeper in (first, second):
+            assert sleeper.orders == ["connect", "sleep 1", "wake weights", "wake kv_cache"]
+
+    events = run(tmp_path, scenario)
+    assert {event["kind"] for event in events} <= {"actor_ready", "weights_probed"}
+
+
+def test_what_runs_is_let_finish_and_who_does_not_finish_stays_awake(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        for sleeper in (first, second):
+            sleeper.goes_on.clear()
+        tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}"))) for i in range(2)]
+        await until(lambda: first.generating.is_set() and second.generating.is_set())
+        sleeping = asyncio.ensure_future(pool.sleep())
+        await asyncio.sleep(0.1)
+        assert not first.asleep and not second.asleep and not sleeping.done()
+        second.goes_on.set()
+        await sleeping
+        # Its sampling goes on, and is not redone elsewhere.
+        assert second.asleep == set(TAGS) and not first.asleep and not first.orders[1:]
+        first.goes_on.set()
+        await asyncio.gather(*tasks)
+        await pool.wake("weights")
+        await pool.wake("kv_cache")
+        assert set(pool.actors.values()) == {READY} and pool.statistics["requests_redone"] == 0
+
+    (event,) = of(run(tmp_path, scenario, make_config(drain_timeout_s=0.5)), "actor_stays_awake")
+    assert event["actor"] == "actor-0" and "1 sequences are not finished" in event["reason"]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_an_actor_that_cannot_sleep_now_or_ever_stays_as_it_is(tmp_path: Path, busy: bool) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        first.busy = busy
+        if not busy:
+            first.able = Capabilities("vllm", "0.32.0", score=True)
+        for _ in range(2):
+            await pool.sleep()
+            assert second.asleep == set(TAGS) and not first.asleep
+            await pool.wake("weights")
+            await pool.wake("kv_cache")
+        await until(lambda: set(pool.actors.values()) == {READY})
+        assert first.orders.count("sleep 1") == (2 if busy else 0)
+
+    events = run(tmp_path, scenario)
+    stays = of(events, "actor_stays_awake")
+    assert [event["actor"] for event in stays] == ["actor-0"] * (2 if busy else 1)
+    assert ("still works" if busy else "was not started so that it can sleep") in stays[0]["reason"]
+    assert not of(events, "actor_evicted")
+
+
+@pytest.mark.parametrize("order", ["sleep", "wake"])
+def test_a_failure_to_sleep_or_wake_evicts_and_is_tried_again(tmp_path: Path, order: str) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        first.fails = order
+        await pool.sleep()
+        await pool.wake("weights")
+        if order == "wake":
+            await until(lambda: pool.statistics["evictions"] >= 1)
+        first.fails = ""
+        await pool.wake("kv_cache")
+        await until(lambda: set(pool.actors.values()) == {READY})
+        assert not first.asleep
+        assert await pool.generate(request("r"))
+
+    evicted = of(run(tmp_path, scenario), "actor_evicted")
+    assert evicted[0]["actor"] == "actor-0" and evicted[0]["noticed_by"] == order
+
+
+def test_actors_that_an_earlier_run_left_asleep_are_woken_before_they_get_weights(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        assert first.orders == ["wake weights kv_cache", "connect"] and second.orders == ["connect"]
+        assert await pool.generate(request("r"))
+
+    def left_asleep(sleepers: list[Sleeper]) -> None:
+        sleepers[0].asleep = set(TAGS)
+
+    run(tmp_path, scenario, make_config(sleep_level=0), left_asleep)
+
+
+def test_an_actor_that_comes_back_meanwhile_is_put_to_sleep_too(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        first.frozen = True
+        await until(lambda: pool.actors["actor-0"] == "evicted")
+        await pool.sleep()
+        assert second.asleep and not first.asleep
+        first.frozen = False
+        await until(lambda: first.asleep)
+        await until(lambda: pool.actors["actor-0"] == ASLEEP)
+        assert first.orders == ["connect", "sleep 1"]
+        await pool.wake("weights")
+        # Only now: asleep it could do nothing with them.
+        await until(lambda: first.orders[2:] == ["wake weights", "connect"])
+        await pool.wake("kv_cache")
+        await until(lambda: set(pool.actors.values()) == {READY})
+
+    run(tmp_path, scenario, make_config(health_timeout_s=0.3))
+
+
+def test_a_run_that_ends_leaves_servers_awake(tmp_path: Path) -> None:
+    found: list[Sleeper] = []
+
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        found.extend((first, second))
+        await pool.sleep()
+
+    run(tmp_path, scenario)
+    assert [sleeper.asleep for sleeper in found] == [set(), set()]
+    assert all(sleeper.orders[-2:] == ["wake weights kv_cache", "close"] for sleeper in found)
