@@ -30,7 +30,7 @@ from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.engines import find_engine
 from torchtitan.inference.handler import ActorHandler, ActorHealth, RequestRefused
 from torchtitan.inference.sglang.transfer import TransferDialect
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.weight_sync.facade import WeightSync
 
@@ -267,6 +267,40 @@ async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Com
     assert not task.done() and (health.status, health.version) == ("paused", 1)
     await handler.resume(20.0)
     return await task
+
+
+def test_memory_is_given_back_once_idle_and_taken_again_around_a_version(
+    agent: Agent, engine_model: Model, tmp_path: Path
+) -> None:
+    """Its own routes and scheduler. On a CPU it has no memory saver, so that the memory itself stays."""
+    with training(engine_model, tmp_path / "run", agent) as trainer:
+        assert not agent.ask(lambda handler: handler.capabilities(20.0)).sleep
+        (long,), (late,) = agent.ask(functools.partial(sleep_meanwhile, trainer))
+        assert len(long.token_ids) == 300 and [span.version for span in long.spans] == [0]
+        assert len(late.token_ids) == 4 and [span.version for span in late.spans] == [1]
+        check_against_transformers(agent, trainer)
+
+
+async def sleep_meanwhile(trainer: Trainer, handler: Any) -> tuple[list[Completion], list[Completion]]:
+    """A long completion that sleep has to wait for, and one that is asked for asleep."""
+    begun = GenerateRequest("long", PROMPT, SamplingParameters(max_tokens=300, temperature=1.0))
+    long = asyncio.ensure_future(handler.generate(begun, 120.0))
+    await asyncio.sleep(0.5)
+    state = await handler.client.call_object("sleep", "POST", "/sleep", 60.0, {"level": 1, "finish_s": 0.0})
+    assert state["status"] == "ok" or long.done()
+    assert await handler.sleep(1, 100.0) and await handler.sleep(1, 100.0)
+    late = asyncio.ensure_future(handler.generate(GenerateRequest("late", PROMPT, SamplingParameters(4)), 120.0))
+    assert (await handler.health(20.0)).asleep == TAGS
+    await handler.wake(["weights"], 20.0)
+    trainer.publish(seed=3)
+    for _ in range(600):
+        if (await handler.health(20.0)).version == 1:
+            break
+        await asyncio.sleep(0.05)
+    health = await handler.health(20.0)
+    assert (health.status, health.version, health.asleep) == ("asleep", 1, ("kv_cache",)) and not late.done()
+    await handler.wake(["kv_cache"], 20.0)
+    return await long, await late
 
 
 def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, processes: Processes, tmp_path: Path) -> None:

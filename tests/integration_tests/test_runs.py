@@ -304,6 +304,26 @@ def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> N
     assert (tmp_path / "latest" / "hf" / "step-4" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, tmp_path: Path, ranks: int) -> None:
+    """By the real command, with evaluations in between; with two ranks their devices are freed together."""
+    options = ("--grpo.async_weight_update", "false", "--inference.sleep_level", str(ranks), "--eval.interval", "2")
+    two = ("-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", "2", "-m")
+    launcher = ("-m",) if ranks == 1 else two
+    process = launch(debug_checkpoint, tmp_path, 4, *options, launcher=launcher)
+    finish(process, tmp_path / "console.log")
+    run_dir = tmp_path / "latest"
+    rows = steps_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["time/sleep_s"] > 0 and row["time/wake_s"] > 0 and row["staleness/max"] == 0
+        assert row["time/sleep_s"] + row["time/wake_s"] < row["time/step_s"]
+    evaluated = [row["eval/version"] for row in read_json_lines(run_dir / "metrics.jsonl") if "eval/version" in row]
+    assert evaluated == [0, 2, 4]
+    kinds = {event["kind"] for event in read_json_lines(run_dir / "events.jsonl")}
+    assert not kinds & {"actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"}
+
+
 def test_a_run_survives_the_faults_of_its_configuration(debug_checkpoint: Path, tmp_path: Path) -> None:
     """One actor freezes for a while when it is about to apply, the other dies in the middle of a transfer."""
     faults = [

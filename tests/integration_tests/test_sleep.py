@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 import torch
 
 from tests.integration_tests.test_actors import Run, make_config, running
 from tests.integration_tests.test_agent import engine_of, foreign_config
+from tests.integration_tests.test_embedded_server import TOKEN, start
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.embedded_handling import EmbeddedHandler
+from torchtitan.inference.handler import ActorNotReady
+from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch
 
@@ -113,6 +115,46 @@ def test_an_actor_that_is_killed_asleep_is_replaced_when_its_memory_is_free(tmp_
         assert run.process_of("actor-1").pid not in killed
         run.step()
         assert not run.events("actor_evicted", "actor-0")
+
+
+def test_a_sleeping_engine_takes_less_memory(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Its KV cache goes, as the system counts it, and what it samples afterwards is what it sampled before."""
+    options = ("--token-env", "ENGINE_TOKEN", "--port-file", str(tmp_path / "port"))
+    server = start(tiny_checkpoint(), *options, "--max-sequences", "64", "--max-length", "2048", ENGINE_TOKEN=TOKEN)
+    # Sixty-four times a long prompt fill the cache with 100 MB.
+    prompt = [3 + number % 100 for number in range(1900)]
+    request = GenerateRequest("a", prompt, SamplingParameters(max_tokens=2, n=64, temperature=0.0))
+
+    async def scenario() -> None:
+        handler = EmbeddedHandler(f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}", TOKEN)
+        process = psutil.Process(server.pid)
+        try:
+            assert (await handler.capabilities(30)).sleep
+            before = await handler.generate(request, 120)
+            awake = process.memory_info().rss
+            assert await handler.sleep(1, 60)
+            assert (await handler.health(30)).asleep == TAGS and not (await handler.health(30)).serves
+            assert awake - process.memory_info().rss > 60 * MIB
+            with pytest.raises(ActorNotReady, match="asleep"):
+                await handler.generate(request, 30)
+            with pytest.raises(ActorNotReady, match="asleep"):
+                await handler.score(prompt[:8], 30)
+            await handler.wake(["weights"], 30)
+            assert (await handler.health(30)).asleep == ("kv_cache",)
+            with pytest.raises(ActorNotReady, match="asleep"):
+                await handler.generate(request, 30)
+            await handler.wake(["kv_cache"], 30)
+            assert await handler.generate(request, 120) == before
+        finally:
+            await handler.close()
+
+    try:
+        assert server.stdout is not None
+        assert "listening" in server.stdout.readline()
+        asyncio.run(scenario())
+    finally:
+        server.kill()
+        server.wait(10)
 
 
 def foreign(tmp_path: Path, level: int) -> contextlib.AbstractContextManager[SleepingRun]:

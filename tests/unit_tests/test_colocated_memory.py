@@ -14,6 +14,7 @@ from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.plan import describe_plan, estimate_memory
 from torchtitan.errors import UserError
+from torchtitan.inference.agent.command import memory_beside_trainer
 from torchtitan.inference.colocated.colocation import engine_arguments
 from torchtitan.inference.colocated.memory import GIB, EngineMemory, engine_memory
 from torchtitan.inference.colocated.offload import OptimizerOffload
@@ -123,6 +124,38 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     generating = (memory.parameters + engine.total) / GIB
     assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
     assert "slots per rank" not in text
+
+
+def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.mode, config.inference.num_actors = "server", 2
+    assert "engine per GPU" not in describe_plan(config, 8)
+    config.inference.sleep_level, config.grpo.async_weight_update = 2, False
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
+    text = describe_plan(config, 8)
+    assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
+    assert f"engine per GPU: {engine.total / GIB:.2f} GiB" in text and "slots per rank" in text
+    assert f"while training: {(memory.total - memory.slots) / GIB:.2f} GiB, the engine asleep" in text
+
+
+def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 80 * GIB)
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.mode = "server"
+    assert memory_beside_trainer(config) is None
+    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
+    assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
+    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 12 * GIB)
+    with pytest.raises(UserError, match="does not fit beside the sleeping trainer"):
+        memory_beside_trainer(config)
 
 
 def test_logits_are_bounded_by_the_heads_budget() -> None:

@@ -226,7 +226,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
             ("inference.engine_python", "needs inference.backend vllm or sglang", "Python", "/usr/bin/python3"),
             ("inference.engine_memory_gb", "needs inference.backend vllm or sglang", "cache", "2"),
             ("weight_sync.route", "with inference.backend embedded it is auto", "route", "agent"),
-            ("inference.sleep_level", "needs inference.mode = colocate", "sleep", "1"),
+            ("inference.sleep_level", "needs grpo.async_weight_update = false", "sleep", "1"),
             ("inference.offload_optimizer", "needs inference.mode = colocate", "offload", "true"),
         )
     ),
@@ -552,6 +552,36 @@ def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monke
         load_config(words)
     # Plans are made on any machine.
     assert parse_command_line([*words, "--dry-run"])[0].inference.sleep_level == 2
+
+
+def test_servers_sleep_only_where_every_step_waits_for_them(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    words = [*write_config(), "--inference.sleep_level=1"]
+    blocking = [*words, "--grpo.async_weight_update=false"]
+    assert load_config(blocking).inference.sleep_level == 1
+    with pytest.raises(ConfigError, match="sleep_level = 1 .*async_weight_update = false"):
+        load_config(words)
+    for backend in ("vllm", "sglang"):
+        foreign = [*blocking, f"--inference.backend={backend}"]
+        with pytest.raises(ConfigError, match="sleep_level = 1 .*without an NVIDIA GPU"):
+            load_config(foreign)
+        # Servers that run already may have GPUs on machines of their own.
+        load_config([*foreign, "--inference.servers", "http://127.0.0.1:8000"])
+        monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+        load_config(foreign)
+        monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    with pytest.raises(ConfigError, match="weight_sync.route = engine .*no GPU is left"):
+        load_config([*blocking, "--inference.backend=vllm", "--weight_sync.route=engine"])
+    adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
+    with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
+        load_config(adapters)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(blocking)
+    with pytest.raises(ConfigError, match="sleep_timeout_s = 30.0 .*less than comm.train_timeout_seconds = 120"):
+        load_config([*blocking, "--inference.sleep_timeout_s=30"])
 
 
 def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:

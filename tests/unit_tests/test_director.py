@@ -1,4 +1,4 @@
-"""What rank 0 makes of actors that the weight synchronisation has given up."""
+"""What rank 0 makes of actors that the weight synchronisation has given up, and of those that sleep."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from torchtitan.components.director import Director
 from torchtitan.components.events import EventLog
+from torchtitan.components.job import Job
+from torchtitan.components.orders import Kind
 from torchtitan.config.job_config import JobConfig
-from torchtitan.weight_sync.facade import ActorStatus
+from torchtitan.rollout.types import Batch
+from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 
 
 def status(state: str, evictions: int) -> ActorStatus:
@@ -32,3 +37,61 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     assert redone == [("a", "no byte within 5 s")] * 2
     told = [(event["kind"], event["actor"]) for event in director.events.read()]
     assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
+
+
+class Actors:
+    """The rollouts, the weight path and the trainer's recorder in one; keeps a list of what was asked."""
+
+    rounds, has_actors, owed, coordinator_address = None, False, None, ""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.batch: Batch | None = None
+
+    def next_batch(self, version: int, timeout: float) -> Batch | None:
+        self.calls.append("next_batch")
+        return self.batch
+
+    def commit(self, version: int, noes: int) -> str:
+        self.calls.append(f"commit {version}")
+        return "skipped" if noes else "published"
+
+    def wait_until_applied(self, version: int, timeout: float) -> SyncOutcome:
+        self.calls.append(f"applied {version}")
+        return SyncOutcome(frozenset(), {})
+
+    def add(self, name: str, begin: float, end: float | None = None) -> None:
+        """A span of the step."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append(" ".join([name, *map(str, arguments)]))
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("sleep_level", [0, 1])
+def test_actors_sleep_before_a_batch_and_wake_around_its_version(
+    tmp_path: Path, sleep_level: int, skipped: bool
+) -> None:
+    config = JobConfig()
+    config.grpo.async_weight_update, config.inference.sleep_level = False, sleep_level
+    actors = Actors()
+    director = Director(config, tmp_path, "e1", "token", cast("Any", SimpleNamespace(stop_requested=False)))
+    director.signals.take_export_request = lambda: False  # type: ignore[method-assign]
+    director.journal = director.rollout = director.weights = cast("Any", actors)
+    actors.batch = Batch(0, [])
+    order = director.decide(0)
+    assert order.kind is Kind.BATCH and actors.calls == ["next_batch", "sleep"]
+
+    job = Job(config)
+    job.director, job.version, job._probe = director, 1, []
+    job.weights = job._recorder = cast("Any", actors)
+    job._ordered_at = 0.0
+    actors.calls.clear()
+    job.publish(cast("Any", SimpleNamespace(votes_against=int(skipped), last_step_applied=True)))
+    weights = ["wake weights"] if sleep_level else []
+    applied = [] if skipped else ["applied 1"]
+    rest = [f"append_decision 1 {not skipped}", *applied, "wake kv_cache", "set_version 1"]
+    assert actors.calls == [*weights, "commit 1", *rest]
+    times = director.take_rest_times()
+    assert times.keys() == ({"time/sleep_s", "time/wake_s"} if sleep_level else set())
+    assert set(director.take_rest_times().values()) <= {0.0}

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.inference.devices import visible_devices
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.devices import engine_devices, visible_devices
 from torchtitan.tools import gpus
 
 
@@ -42,3 +44,20 @@ def test_gpus_can_be_hidden_from_processes(devices: Path, monkeypatch: pytest.Mo
     assert not gpus.has_gpu() and visible_devices() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert gpus.has_gpu() and visible_devices() == ["0"]
+
+
+def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_turns_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
+    config = JobConfig()
+    config.inference.backend = "vllm"
+    assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["2", "3"]
+    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
+    assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(4)] == ["0", "1", "2", "3"]
+    config.inference.tensor_parallel_size = 2
+    assert engine_devices(config, 1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with pytest.raises(UserError, match="there are 4"):
+        engine_devices(config, 2)

@@ -416,6 +416,26 @@ def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
         assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
 
 
+def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
+    actors = FakeActors()
+    config = make_config(max_staleness=2)
+    config.grpo.async_weight_update, config.inference.sleep_level = False, 1
+    with running(config, actors) as producer:
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS
+        take(producer, 0)
+        producer.sleep()
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS and actors.slept == 1
+        actors.version = 1
+        producer.wake("weights")
+        producer.wake("kv_cache")
+        assert actors.woken == ["weights", "kv_cache"]
+        producer.set_version(1)
+        take(producer, 1)
+        assert {version for _, version in actors.served[BATCH_GROUPS:]} == {1}
+
+
 def test_the_mean_version_weighs_tokens() -> None:
     spans = [VersionSpan("e", 3, 0, 1), VersionSpan("e", 5, 1, 4)]
     assert sample_version(spans, "oldest") == 3
