@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
 from tests.engines.processes import Processes
-from tests.engines.vllm_job import APPLIED_SECONDS, Actor, Trainer, start_actor, training
+from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
@@ -170,6 +171,31 @@ def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
         first = completion.spans[0]
         expected = trainer.log_probs([*PROMPT, *completion.token_ids[: first.end]], first.version)
         assert differences(completion.log_probs[: first.end], expected[len(PROMPT) - 1 :]) < FP32_TOLERANCE
+
+
+def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(server: Server, trainer: Trainer) -> None:
+    """vLLM's own routes and scheduler. On a CPU its workers pass sleep over, so that the memory itself stays."""
+    trainer.publish()
+    trainer.wait_applied()
+    actor, order = server.actor, server.actor.agent.call
+    assert not actor.health()["engine"]["capabilities"]["sleep"]
+    with ThreadPoolExecutor(2) as threads:
+        long = threads.submit(long_request, actor)
+        state = order("POST", "/sleep", CALL_SECONDS, {"level": 2, "finish_s": 40.0})
+        assert (state["status"], state["asleep"], state["version"]) == ("asleep", ["weights", "kv_cache"], None)
+        late = threads.submit(actor.generate, PROMPT, 4)
+        # It came before the sleep, which had to wait for it, or after it.
+        first = long.result(CALL_SECONDS) if long.done() else None
+        # Without a version the cache does not wake, whoever asks for it.
+        assert order("POST", "/wake", CALL_SECONDS)["asleep"] == ["kv_cache"] and not late.done()
+        trainer.publish()
+        trainer.wait_applied()
+        (completion,) = late.result(CALL_SECONDS)
+        assert [span.version for span in completion.spans] == [trainer.version]
+        for one in first or long.result(CALL_SECONDS):
+            assert len(one.spans) == 1 and len(one.token_ids) == 240
+    assert actor.health()["status"] == "ok" and actor.health()["asleep"] == []
+    check_serves_newest(actor, trainer)
 
 
 def raw_log_prob(actor: Actor, prompt: list[int]) -> float:

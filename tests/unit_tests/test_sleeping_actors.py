@@ -31,6 +31,7 @@ class Sleeper:
         """What runs does not finish"""
         self.fails = ""
         """sleep or wake: the order that comes to nothing"""
+        self.weights_state = "READY"
         self.frozen = False
         self.generating = asyncio.Event()
         self.goes_on = asyncio.Event()
@@ -42,7 +43,8 @@ class Sleeper:
             await asyncio.sleep(timeout_s)
             raise ActorError("health", "no answer")
         status = ASLEEP if self.asleep else "ok"
-        return ActorHealth(status, "e", self.version, asleep=tuple(tag for tag in TAGS if tag in self.asleep))
+        asleep = tuple(tag for tag in TAGS if tag in self.asleep)
+        return ActorHealth(status, "e", self.version, asleep=asleep, weights_state=self.weights_state)
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         return self.able
@@ -262,6 +264,19 @@ def test_an_actor_that_comes_back_meanwhile_is_put_to_sleep_too(tmp_path: Path) 
         await until(lambda: set(pool.actors.values()) == {READY})
 
     run(tmp_path, scenario, make_config(health_timeout_s=0.3))
+
+
+def test_an_actor_with_a_version_on_its_way_is_not_pressed(tmp_path: Path) -> None:
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        first.weights_state = "APPLYING"
+        await pool.sleep()
+        assert second.asleep and first.orders == ["connect"]
+        await pool.wake("weights")
+        await pool.wake("kv_cache")
+        await until(lambda: set(pool.actors.values()) == {READY})
+
+    (event,) = of(run(tmp_path, scenario, make_config(sleep_timeout_s=1.0)), "actor_stays_awake")
+    assert event["actor"] == "actor-0" and "not asleep within 1 s" in event["reason"]
 
 
 def test_a_run_that_ends_leaves_servers_awake(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ class Actor:
             self._events.write("actor_rejoining", actor=self.name)
             self._set_state(ActorState.JOINING)
         wish = self._rest.wish
-        health = await self._match_memory(health)
+        health, matched = await self._match_memory(health)
         if self._connected and health.weights_failure is not None:
             self._connected = False
             self._events.write(
@@ -348,28 +348,30 @@ class Actor:
             health = await self._handler.health(self._config.health_timeout_s)
         self._failed_requests = 0
         self._apply(health)
-        self._rest.settle(wish)
+        if matched:
+            self._rest.settle(wish)
         if self.state is ActorState.JOINING:
             await self._judge_joining(health)
 
-    async def _match_memory(self, health: ActorHealth) -> ActorHealth:
+    async def _match_memory(self, health: ActorHealth) -> tuple[ActorHealth, bool]:
         """Have it asleep or awake, as is wanted: also one that has just come, or that an earlier run left asleep.
-        Returns its health after that. Raises ActorError."""
+        Returns its health after that, and whether there is nothing more to do. Raises ActorError."""
         assert self._handler is not None
         wish = self._rest.wish
+        sleeps = self._rest.deep and set(health.asleep) != wish.asleep
         wakes = [tag for tag in health.asleep if tag not in wish.asleep]
-        if self._rest.deep and set(health.asleep) != wish.asleep:
-            if not (await self.capabilities()).sleep:
-                self._stay_awake_for_good()
-                return health
-            if not await self._handler.sleep(wish.level, self._config.sleep_timeout_s):
-                self._stay_awake("its engine still works on something")
-                return health
-        elif wakes:
+        if not sleeps and not wakes:
+            return health, True
+        if health.weights_state in ON_THE_WAY and "weights" not in health.asleep:
+            # The order would only wait for that version, which has deadlines of its own.
+            return health, False
+        if not sleeps:
             await self._handler.wake(wakes, self._config.sleep_timeout_s)
-        else:
-            return health
-        return await self._handler.health(self._config.health_timeout_s)
+        elif not (await self.capabilities()).sleep:
+            self._stay_awake_for_good()
+        elif not await self._handler.sleep(wish.level, self._config.sleep_timeout_s):
+            self._stay_awake("its engine still works on something")
+        return await self._handler.health(self._config.health_timeout_s), True
 
     def _stay_awake_for_good(self) -> None:
         told, self._told_sleepless = self._told_sleepless, True
