@@ -189,8 +189,13 @@ def test_what_runs_is_let_finish_and_who_does_not_finish_stays_awake(tmp_path: P
         assert second.asleep == set(TAGS) and not first.asleep and not first.orders[1:]
         first.goes_on.set()
         await asyncio.gather(*tasks)
+        # Awake by accident: it gets nothing that would keep it from the trainer's next version.
+        waiting = asyncio.ensure_future(pool.generate(request("late")))
+        await asyncio.sleep(0.2)
+        assert not waiting.done() and pool.actors["actor-0"] == READY
         await pool.wake("weights")
         await pool.wake("kv_cache")
+        assert await waiting
         assert set(pool.actors.values()) == {READY} and pool.statistics["requests_redone"] == 0
 
     (event,) = of(run(tmp_path, scenario, make_config(drain_timeout_s=0.5)), "actor_stays_awake")
