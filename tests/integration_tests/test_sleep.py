@@ -56,6 +56,8 @@ class SleepingRun(Run):
 def sleeping(config: JobConfig, policy: Decoder, run_dir: Path, level: int = 1) -> Iterator[SleepingRun]:
     config.grpo.async_weight_update = False
     config.inference.sleep_level = level
+    # A group that is redone or waits for its reward may be of the version before; here it is dropped then.
+    config.rollout.max_staleness = 0
     config.inference.drain_timeout_s, config.inference.sleep_timeout_s = 30.0, 30.0
     # A busy machine is no frozen actor; what died is noticed at once.
     config.inference.health_timeout_s = 20.0
@@ -86,6 +88,7 @@ def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int)
         seen.append(states(run))
         # Sampled right after waking, with the weights that the trainer still has.
         for sample in run.batches[-1].samples[:3]:
+            assert {span.version for span in sample.spans} == {run.version}
             expected = score(run.policy, sample.prompt_ids + sample.completion_ids)[len(sample.prompt_ids) - 1 :]
             assert sample.log_probs == pytest.approx(expected, abs=1e-4)
 

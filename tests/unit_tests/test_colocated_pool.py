@@ -140,7 +140,7 @@ def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
         return ready.pop() if ready else None
 
     rounds = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
-    director.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, rounds=rounds))
+    director.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, sleep=lambda: None, rounds=rounds))
     director.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
     director.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
     director.config = JobConfig()
