@@ -109,6 +109,26 @@ def fuse_projections(policy: Decoder) -> None:
             layer.mlp.fused = FusedGateUp(layer.mlp)
 
 
+def take_apart(policy: Decoder) -> list[tuple[bool, bool]]:
+    """Let go of the fused weights, because all parameters are about to get other memory; `fuse_again` comes after that.
+    Returns which projections of each layer's attention and MLP were fused."""
+    layers = _layers(policy)
+    fused = [(layer.self_attn.fused is not None, layer.mlp.fused is not None) for layer in layers]
+    for layer in layers:
+        layer.self_attn.fused = layer.mlp.fused = None
+    return fused
+
+
+@torch.no_grad()
+def fuse_again(policy: Decoder, fused: list[tuple[bool, bool]]) -> None:
+    """Fuse what was; the weights' values do not matter."""
+    for layer, (attention, mlp) in zip(_layers(policy), fused, strict=True):
+        if attention:
+            layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
+        if mlp:
+            layer.mlp.fused = FusedGateUp(layer.mlp)
+
+
 @contextmanager
 def separate_projections(policy: Decoder) -> Iterator[None]:
     """Run `policy` with the trainer's own products inside the block."""

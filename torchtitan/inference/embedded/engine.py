@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torchtitan.inference.adapter_version import is_adapter_version
 from torchtitan.inference.embedded.adapters import AdapterMerger
 from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
-from torchtitan.inference.embedded.memory import WeightMemory
+from torchtitan.inference.embedded.memory import DroppedWeights
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
@@ -112,7 +112,7 @@ class Engine:
         """Why the weights in use turned out not to be the version's, where that is why the engine is poisoned"""
         self.asleep: set[Tag] = set()
         """Memory that it has given back"""
-        self._dropped: WeightMemory | None = None
+        self._dropped: DroppedWeights | None = None
         self.held_back = False
         """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
@@ -461,8 +461,7 @@ class Engine:
         if level == 2 and self._dropped is None:
             self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
             self._merger.forget_base()
-            self._dropped = WeightMemory(self._parameters.values())
-            self._dropped.drop()
+            self._dropped = DroppedWeights(self.policy)
         self._sampler = None
         self.asleep = set(TAGS)
         return_freed_memory()

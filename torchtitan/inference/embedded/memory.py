@@ -1,32 +1,25 @@
-"""Gives the memory of a model's weights back, and takes it again; what was in it is lost."""
+"""Gives the memory of a policy's weights back, and takes it again; what was in it is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.fused_projections import fuse_again, take_apart
 
-import torch
 
+class DroppedWeights:
+    """Made, it has freed all parameters of `policy`, which nobody may use before `take`. The parameters themselves
+    stay, so whoever holds one has its new memory afterwards."""
 
-class WeightMemory:
-    """Frees the storages and leaves the tensors: whoever holds them, views included, notices nothing afterwards.
-
-    While it is dropped nobody may read or write the tensors.
-    """
-
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
-        tensors = list(parameters)
-        for tensor in tensors:
-            if not tensor.untyped_storage().resizable():
-                # As it lies in the checkpoint's file it cannot be freed.
-                tensor.data = tensor.detach().clone()
-        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
-
-    def drop(self) -> None:
-        for storage, _ in self._sizes:
-            storage.resize_(0)
+    def __init__(self, policy: Decoder):
+        self._policy = policy
+        self._shapes = [(parameter, parameter.shape) for parameter in policy.parameters()]
+        # Their storages cannot be shrunk in place: those that were read as numpy arrays refuse that.
+        self._fused = take_apart(policy)
+        for parameter, _ in self._shapes:
+            parameter.data = parameter.data.new_empty(0)
 
     def take(self) -> None:
         """Memory as large as before, with anything in it."""
-        for storage, size in self._sizes:
-            storage.resize_(size)
+        for parameter, shape in self._shapes:
+            parameter.data = parameter.data.new_empty(shape)
+        fuse_again(self._policy, self._fused)
