@@ -80,7 +80,8 @@ class FakeEngine:
 
     async def server_info(self, _request: web.Request) -> web.Response:
         said = {"version": "0.0", "tp_size": 1, "disable_radix_cache": True}
-        return web.json_response({**said, "enable_memory_saver": "--enable-memory-saver" in sys.argv})
+        options = ("enable-memory-saver", "enable-weights-cpu-backup")
+        return web.json_response({**said, **{name.replace("-", "_"): f"--{name}" in sys.argv for name in options}})
 
     async def model_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})

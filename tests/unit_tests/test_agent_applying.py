@@ -63,6 +63,9 @@ class Engine:
             self.asleep |= set(tags)
         return self.drained
 
+    def drops_weights(self, level: int) -> bool:
+        return level == 2
+
     def wake(self, tag: Tag) -> None:
         self._called(f"wake {tag}")
         self.asleep.discard(tag)

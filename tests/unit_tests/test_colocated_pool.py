@@ -141,6 +141,7 @@ def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
 
     rounds = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
     director.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, sleep=lambda: None, rounds=rounds))
+    director._rest_times = {}
     director.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
     director.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
     director.config = JobConfig()

@@ -33,6 +33,7 @@ class Server:
         self.dead = False
         self.paused = False
         self.asleep: set[str] = set()
+        self.says: dict[str, Any] = {}
 
     def finishes(self) -> bool:
         self.busy -= 1
@@ -104,11 +105,16 @@ def serve() -> Iterator[Callable[[Server], str]]:
 
     def start(server: Server) -> str:
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply(200, server.says)
+
             def do_POST(self) -> None:
                 data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 parts = urlsplit(self.path)
                 server.asked.append(f"{self.path} {data.decode()}".strip())
-                status, said = server.answer(parts.path, parse_qs(parts.query), json.loads(data) if data else None)
+                self.reply(*server.answer(parts.path, parse_qs(parts.query), json.loads(data) if data else None))
+
+            def reply(self, status: int, said: Any) -> None:
                 text = (said if isinstance(said, str) else json.dumps(said)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
@@ -180,6 +186,16 @@ def test_sglang_that_does_not_become_idle_goes_on(serve: Callable[[Server], str]
     control.wake("weights")
     server.busy = 1000
     assert not control.sleep(1, ["weights"], 0.0) and not server.dead, "it would go on without its KV cache"
+
+
+def test_what_becomes_of_sglangs_weights_its_server_was_told_at_start(serve: Callable[[Server], str]) -> None:
+    server = SGLang0520()
+    control = SGLangControl(serve(server), "", 5.0, "keep")
+    for saver, backup, sleeps, lost in ((0, 0, False, False), (1, 0, True, True), (1, 1, True, False)):
+        server.says = {"disable_radix_cache": True, "version": "0.5.20", "tp_size": 1}
+        server.says |= {"enable_memory_saver": bool(saver), "enable_weights_cpu_backup": bool(backup)}
+        assert control.describe().capabilities.sleep is sleeps
+        assert control.drops_weights(1) is lost and control.drops_weights(2)
 
 
 def test_a_refusal_is_an_error(serve: Callable[[Server], str]) -> None:

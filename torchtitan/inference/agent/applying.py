@@ -97,8 +97,8 @@ class Applier:
     def sleep(self, level: int, finish_s: float) -> bool:
         """Have the engine give its memory back; False, and it goes on, where something still runs after `finish_s`.
 
-        Level 2 drops the weights: nothing is held then. Raises EngineError; the engine may or may not sleep then, so it
-        stands still until wake().
+        Where that drops the weights nothing is held then. Raises EngineError; the engine may or may not sleep then, so
+        it stands still until wake().
         """
         with self._lock:
             awake = [tag for tag in TAGS if tag not in self.asleep]
@@ -108,7 +108,7 @@ class Applier:
             # From here on nothing is loaded into it and nobody has it go on, whatever becomes of the order.
             self.asleep, self._cache_follows = set(TAGS), False
             if self._control.sleep(level, awake, finish_s):
-                if level == 2:
+                if self._control.drops_weights(level):
                     self.holds = None
                 return True
             self.asleep = before

@@ -63,6 +63,9 @@ class EngineControl(Protocol):
         False: something still ran after `finish_s`. It has its memory then, but may stand still: resume() has it go on.
         """
 
+    def drops_weights(self, level: int) -> bool:
+        """Whether weights that sleep so are lost. Known after describe()."""
+
     def wake(self, tag: Tag) -> None:
         """Have the engine take a part of its memory again that it gave back, weights first. With the last one it may go
         on by itself, or stand still until resume()."""

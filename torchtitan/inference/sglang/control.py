@@ -25,6 +25,7 @@ class SGLangControl:
         self.timeout_s = timeout_s
         self._keeps = in_flight_kv == "keep"
         self._paused = False
+        self._loses_weights = False
 
     def describe(self) -> EngineFacts:
         data = self._server_info(self.timeout_s)
@@ -40,13 +41,15 @@ class SGLangControl:
                 "it overlaps its steps, and one would outlast a pause: start it --disable-overlap-schedule, or take "
                 "inference.in_flight_kv = recompute (--in-flight-kv)"
             )
+        saves = bool(data.get("enable_memory_saver"))
+        self._loses_weights = saves and not data.get("enable_weights_cpu_backup")
         capabilities = Capabilities(
             "sglang",
             str(data.get("version", "")),
             score=True,
             seeds=bool(data.get("enable_deterministic_inference")),
             kept_tokens=True,
-            sleep=bool(data.get("enable_memory_saver")),
+            sleep=saves,
         )
         return EngineFacts(capabilities, int(data.get("tp_size", 1)), can_wait=False)
 
@@ -87,7 +90,6 @@ class SGLangControl:
         return self._paused
 
     def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
-        # Whether it keeps its weights it has been told at start: see engine.py.
         deadline = time.monotonic() + finish_s
         while not self._stands_idle(deadline):
             if len(tags) < len(TAGS):
@@ -114,6 +116,9 @@ class SGLangControl:
         if status not in (200, 400):
             raise EngineError(f"/flush_cache answered {status}: {text}")
         return status == 200
+
+    def drops_weights(self, level: int) -> bool:
+        return level == 2 or self._loses_weights
 
     def wake(self, tag: Tag) -> None:
         self._order("/resume_memory_occupation", {"tags": [tag]}, self.timeout_s)

@@ -86,6 +86,9 @@ class VLLMControl:
         self.client.call("POST", f"/sleep?level={level}&mode=keep", self.timeout_s)
         return True
 
+    def drops_weights(self, level: int) -> bool:
+        return level == 2
+
     def wake(self, tag: Tag) -> None:
         self.client.call("POST", f"/wake_up?tags={tag}", self.timeout_s)
 
