@@ -49,7 +49,7 @@ class Job:
         self.config = config
         self.version = 0
         self._closing = contextlib.ExitStack()
-        self._waited = 0.0
+        self._waited = self._probe_s = 0.0
         self._stepped = False
         self._failure: UserError | None = None
         self._mismatch: UserError | None = None
@@ -173,6 +173,8 @@ class Job:
             "time/data_wait_s": max(self._waited - evaluation - rests.get("time/sleep_s", 0.0), 0.0),
             **rests,
         }
+        if self._probe:
+            times["time/probe_s"], self._probe_s = self._probe_s, 0.0
         if not self._stepped:
             # Compilation and first connections are over: from now on a rank that is late is a rank that is lost.
             device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
@@ -217,6 +219,7 @@ class Job:
             begun = time.time()
             log_probs = self.trainer.score(self._probe)
             self._recorder.add("probe", begun)
+            self._probe_s += time.time() - begun
             if self.director is not None:
                 self.director.expect(self.version, self._probe, log_probs)
 
