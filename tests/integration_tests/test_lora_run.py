@@ -82,6 +82,7 @@ def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
     kinds = [event["kind"] for event in read_json_lines(run_dir / "events.jsonl")]
     assert "weights_probed" in kinds and "weights_differ" not in kinds
+    assert any(row["time/probe_s"] > 0 for row in rows)
     adapter = load_file(run_dir / "adapter" / "step-12" / "adapter_model.safetensors")
     merged, base = (load_file(path / "model.safetensors") for path in (run_dir / "hf" / "step-12", checkpoint))
     for name, tensor in base.items():

@@ -320,8 +320,9 @@ def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected:
 
 
 def test_tensor_parallel_degree_must_divide_the_heads(tiny_checkpoint: Callable[..., Path]) -> None:
+    args = hf_checkpoint.read_model_args(tiny_checkpoint("qwen3", True))
     with torch.device("meta"):
-        policy = Decoder(hf_checkpoint.read_model_args(tiny_checkpoint("qwen3", True)))
+        policy = Decoder(args)
 
     class Mesh:
         def size(self) -> int:
