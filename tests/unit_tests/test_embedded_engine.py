@@ -359,7 +359,9 @@ def test_asleep_it_has_no_cache_and_serves_nothing_and_awake_it_is_as_before(
     assert not engine._cache.keys and engine._cache.visible.numel() == 0
     with pytest.raises(RuntimeError, match="asleep"):
         engine.generate([request("a", PROMPTS[0])])
+    made = engine.statistics.generated_tokens
     assert engine.step() == [] and engine.busy
+    assert engine.statistics.generated_tokens == made and not engine._cache.keys
     with pytest.raises(WeightsRefused, match="asleep"):
         engine.apply_weights("e", 1, other_weights(engine.policy))
     engine.wake(["weights"])
