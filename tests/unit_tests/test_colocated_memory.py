@@ -161,7 +161,9 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
 def test_logits_are_bounded_by_the_heads_budget() -> None:
     config = colocated_config()
     bounded = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits
-    assert bounded == config.model.logprob_head_budget_mb * 2**20
+    assert bounded == 36 * 2**20
+    config.model.logprob_head_budget_mb = 100
+    assert estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits == 100 * 2**20
     config.model.logprob_head = "full"
     tokens = config.training.tokens_per_micro_batch
     assert estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits == 16 * tokens * 152064

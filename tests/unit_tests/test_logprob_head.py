@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchtitan.models.fused_head import ROW_STEP, choose_tiling
+from torchtitan.models.head_budget import default_budget
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
 
@@ -134,6 +135,13 @@ def test_tiles_stay_in_the_budget(
     assert held <= budget or tiling.columns <= 64
     if tiling.columns < vocabulary:
         assert 4 * vocabulary * (buffers * min(max(rows, 1), ROW_STEP) + (hidden if converts else 0)) > budget
+
+
+def test_a_budget_that_nobody_names_is_small_beside_the_gradients() -> None:
+    mib = 1 << 20
+    assert default_budget(2048, 151936, 1024) == default_budget(8192, 151936, 4096) == 36 * mib
+    assert default_budget(32768, 32768, 256) == 8 * mib == default_budget(10, 64, 32)
+    assert default_budget(2048, 151936, 256) == 4 * 256 * (2048 + 151936) // 8
 
 
 @pytest.mark.parametrize("one_pass", [False, True])

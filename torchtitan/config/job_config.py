@@ -74,8 +74,8 @@ class Model:
     """Log-probs without full logits, with gradients formed in the forward where the objective is separable by tokens
     (else two_pass), or always two_pass; full holds all logits, to compare with"""
 
-    logprob_head_budget_mb: int = 36
-    """Memory for logits at a time, in MiB; more is faster on a GPU"""
+    logprob_head_budget_mb: int = 0
+    """Memory for logits at a time, in MiB; more is faster on a GPU. 0: an eighth of the head's gradients, 8 to 36"""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torchtitan.config.lora import QUANTIZED_BITS, quantized_projections, traine
 from torchtitan.config.model_shape import read_shape
 from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.inference.colocated.memory import GIB, EngineMemory, device_bytes_of_driver, engine_memory
+from torchtitan.models.head_budget import default_budget
 from torchtitan.models.model_args import ModelArgs
 
 __all__ = ["MemoryEstimate", "Plan", "describe_plan", "make_plan", "world_size"]
@@ -122,6 +123,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
     tokens, head = training.tokens_per_micro_batch, config.model
+    budget = (head.logprob_head_budget_mb << 20) or default_budget(tokens, args.vocab_size, args.hidden_size)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     # Without FSDP2 (one rank) parameters are used where they lie.
     held = (layer - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
@@ -136,7 +138,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         optimizer=2 * trained_bytes,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
-        logits=all_logits if head.logprob_head == "full" else min(all_logits, head.logprob_head_budget_mb << 20),
+        logits=all_logits if head.logprob_head == "full" else min(all_logits, budget),
         slots=0 if _colocated(config) else config.weight_sync.slots_per_rank * trained * BYTES[config.inference.dtype],
     )
 

@@ -44,7 +44,7 @@ MAX_SAVE_DEADLINE_S = 600
 
 RANGES: dict[str, Range] = {
     "profiling.profile_freq": COUNT,
-    "model.logprob_head_budget_mb": COUNT,
+    "model.logprob_head_budget_mb": OR_NONE,
     "lora.rank": OR_NONE,
     "lora.alpha": POSITIVE,
     "lora.dropout": Range(0, 1, high_open=True),

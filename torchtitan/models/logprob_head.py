@@ -13,14 +13,12 @@ from typing_extensions import Unpack
 
 from torchtitan.distributed.device import matmul_converts
 from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjective, TwoPass, choose_tiling
+from torchtitan.models.head_budget import default_budget
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
 
 if TYPE_CHECKING:
     from torchtitan.models.lora import Adapter
     from torchtitan.models.vocabulary_parallel import VocabularyShard
-
-DEFAULT_BUDGET_BYTES = 36 << 20
-"""Memory for logits at a time"""
 
 
 def scale_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -78,7 +76,7 @@ class HeadOptions(TypedDict, total=False):
     """Logits become softcap · tanh(logits / softcap)"""
     chunk_tokens: int | Literal["auto"]
     """Rows of logits at a time, with all columns; "auto" (default) chooses rows and columns by budget_bytes"""
-    budget_bytes: int
+    budget_bytes: int | None
     """Memory for logits at a time, of all ranks of tp_group together"""
     entropy: bool
     """False returns zeros for it; True by default"""
@@ -171,11 +169,15 @@ def _projection(
         raise ValueError(f"this rank has no part of the vocabulary of {part.total} tokens: use fewer ranks for it")
     check_targets(targets, part.total)
     if chunk == "auto":
+        width = max(tensor.shape[1] for tensor in weight)
+        budget = options.get("budget_bytes")
+        if budget is None:
+            budget = default_budget(len(targets), part.total, width)
         tiling = choose_tiling(
             len(targets),
             part.largest,
-            max(tensor.shape[1] for tensor in weight),
-            options.get("budget_bytes", DEFAULT_BUDGET_BYTES) // (1 if group is None else dist.get_world_size(group)),
+            width,
+            budget // (1 if group is None else dist.get_world_size(group)),
             buffers=1 if softcap is None else 3,
             converts=matmul_converts(weight[0]),
         )
@@ -228,7 +230,7 @@ class LogProbHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.fused = True
-        self.budget_bytes = DEFAULT_BUDGET_BYTES
+        self.budget_bytes: int | None = None
         # Set where tensor parallelism shards the vocabulary.
         self.shard: VocabularyShard | None = None
         # Set where the head has a low-rank adapter.

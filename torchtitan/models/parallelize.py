@@ -53,7 +53,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     with torch.device("meta"):
         policy = Decoder(args).to(DTYPES[config.training.dtype])
     policy.lm_head.fused = config.model.logprob_head != "full"
-    policy.lm_head.budget_bytes = config.model.logprob_head_budget_mb << 20
+    policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
     parallelize(policy, dims, config)
     policy.to_empty(device="cpu" if config.training.enable_cpu_offload else device())
     # to_empty gave the embedding and the head a tensor each.
