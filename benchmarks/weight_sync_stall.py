@@ -60,7 +60,10 @@ BARS = {
     "published_share_frozen": (">=", 0.95),
 }
 # Of nccl the promise is another one; its courier is a thread of the trainer.
-NCCL_BARS = {"largest_stall_per_chunk_timeout": ("<=", 1.0)}
+NCCL_BARS = {
+    "largest_stall_per_chunk_timeout": ("<=", 1.0),
+    **{key: BARS[key] for key in ("frozen_share_of_steps", "published_share_healthy", "published_share_frozen")},
+}
 ACTORS = 3
 CONDITIONS = ("none", "healthy", "frozen")
 # Steps at the beginning of a block that do not count: what the block before left behind is still under way.
@@ -244,7 +247,7 @@ def main() -> None:
             common.progress(f"turn {turn}: step {1e3 * statistics.median(benchmark.results['frozen'].step):.0f} ms")
         figures, bars = benchmark.figures(), BARS
         if arguments.transport == "nccl":
-            bars = BARS | NCCL_BARS
+            bars = NCCL_BARS
             figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / settings.chunk_timeout_s
     conditions = {
         **{name: value for name, value in vars(arguments).items() if name != "json"},

@@ -38,7 +38,7 @@ from torchtitan.config.validate import validate
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.models import export_policy, load_policy
+from torchtitan.models import export_policy, load_policy, nf4
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off, base_parameters, merged_weight
@@ -441,3 +441,16 @@ def test_packed_lengths_do_not_matter(checkpoint: Path) -> None:
     together = log_probs(policy)[: LENGTHS[0] - 1]
     alone = policy(TOKENS[: LENGTHS[0]], PackedLayout([LENGTHS[0]]), TOKENS.roll(-1)[: LENGTHS[0]])[0][:-1]
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_the_default_dtype_of_a_foreign_process_changes_nothing() -> None:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    expected = rounded(weight)
+    before = torch.get_default_dtype()
+    for cached in (nf4._cells, nf4._pairs):
+        cached.cache_clear()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(rounded(weight), expected)
+    finally:
+        torch.set_default_dtype(before)

@@ -64,6 +64,8 @@ def test_share_of_the_peak() -> None:
     assert throughput(4e15, 2.0, 4, None) == {"tflops_per_rank": 500.0} and throughput(1.0, 0.0, 1, None) == {}
     names = {
         "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA H20": 148e12,
-        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GB200": 2250e12, "Tesla T4": None,
+        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GB200": 2500e12, "NVIDIA B200": 2250e12,
+        "NVIDIA H200 NVL": 835e12, "NVIDIA GH200 480GB": 989e12, "Tesla T4": None, "NVIDIA RTX A1000": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
     }  # fmt: skip
     assert {name: device._peak_of(name) for name in names} == names

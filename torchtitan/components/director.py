@@ -61,6 +61,8 @@ class Director:
         self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
         self._evaluation_due = False
         self._evaluations: list[tuple[float, float]] = []
+        self._batch: Batch | None = None
+        """Goes to the ranks next, when the actors sleep"""
         self._rest_times = dict.fromkeys(REST_TIMES, 0.0) if sleeps_between_batches(config) else {}
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
@@ -132,11 +134,16 @@ class Director:
             self._plan_evaluation(version)
 
     def decide(self, version: int) -> Order:
-        """The next order. Returns within a quarter of comm.train_timeout_seconds.
+        """The next order. Returns within a quarter of comm.train_timeout_seconds, or when the actors sleep.
 
         Raises:
             UserError: no data came for too long, or the rollouts cannot go on.
         """
+        if self._batch is not None:
+            held, self._batch = self._batch, None
+            with self._timed("time/sleep_s"):
+                self.rollout.sleep()
+            return Order(Kind.BATCH, held)
         give_up = time.monotonic() + self._keep_alive_s
         while True:
             if self._watch is not None and self._watch.done():
@@ -159,10 +166,12 @@ class Director:
             else:
                 poll = 0 if generates else OWED_POLL_S if owed else POLL_S
                 batch = self.rollout.next_batch(version, timeout=poll)
-                if batch is not None:
-                    with self._timed("time/sleep_s"):
-                        self.rollout.sleep()
+                if batch is not None and not sleeps_between_batches(self.config):
                     return Order(Kind.BATCH, batch)
+                if batch is not None:
+                    # Until actors sleep takes time of its own: let other ranks hear from rank 0 before.
+                    self._batch = batch
+                    return Order(Kind.WAIT)
             if generates and self.rollout.rounds is not None:
                 return Order(Kind.GENERATE, generation=self.rollout.rounds.begin_round(self._newest))
             now = time.monotonic()

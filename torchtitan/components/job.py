@@ -122,29 +122,35 @@ class Job:
         noes = result.votes_against + (0 if result.last_step_applied else 1)
         begun = time.time()
         self._recorder.add("train", self._ordered_at, begun)
-        self._make_way()
+        self._wake_actors()
         begun = time.time()
         outcome = self.weights.commit(self.version, noes)
         self._recorder.add("commit" if outcome == "published" else "skip", begun)
         if outcome == "published":
             self._expect()
+        self._make_way()
         if self.director is not None:
             begun = time.time()
             self.director.published(self.version, outcome == "published")
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
 
-    def _make_way(self) -> None:
+    def _wake_actors(self) -> None:
         """Actors that slept on these devices take their weights' memory again (collective)."""
         if not sleeps_between_batches(self.config):
             return
         begun = time.time()
-        device.release_cached_memory()
-        # No rank may be late with that.
-        gather_bytes(b"")
+        self._make_way()
         if self.director is not None:
             self.director.make_way()
         self._recorder.add("wake", begun)
+
+    def _make_way(self) -> None:
+        """Leave actors that sleep on these devices the memory that is not in use (collective)."""
+        if sleeps_between_batches(self.config):
+            device.release_cached_memory()
+            # No rank may be late with that.
+            gather_bytes(b"")
 
     def snapshot_owed(self) -> None:
         """Offer a version that was skipped, while there is no data to train on."""

@@ -18,7 +18,7 @@ class Passes:
     scored: int = 0
     """Forward alone, with the head: recomputed and reference log-probs"""
     frozen: bool = False
-    """Weights have no gradients (adapters have them; their few operations are not counted)"""
+    """Weights have no gradients (adapters and what is saved beside them do; those operations are not counted)"""
 
 
 def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> float:

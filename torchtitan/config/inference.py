@@ -132,6 +132,9 @@ def _check_sleep(config: JobConfig, planning: bool) -> Iterator[Problem]:
         return
     if not planning and not inference.servers and not has_gpu():
         yield _refuse(config, "sleep_level", ON_CPU)
+    if shares_devices(config) and config.weight_sync.transport == "nccl":
+        text = "must be tcp, disk or ipc with inference.sleep_level: NCCL has one member of a communicator per GPU"
+        yield Problem("weight_sync.transport", f"weight_sync.transport = nccl is not allowed: {text}")
     if inference.backend == "vllm" and config.weight_sync.route == "engine":
         text = "must be direct or agent with inference.sleep_level, where no GPU is left for vLLM's own group"
         yield Problem("weight_sync.route", f"weight_sync.route = engine is not allowed: {text}")

@@ -201,7 +201,7 @@ class Parallelism:
 
     fsdp_reduce_gradients: Literal["micro_batch", "optimizer_step"] = "micro_batch"
     """Add gradients up over the ranks after every micro-batch, or once per optimizer step: less communication for the
-    memory of the whole model's gradients on each rank"""
+    memory of the whole model's gradients on each rank, where micro-batches add up in training.mixed_precision_reduce"""
 
 
 @dataclass

@@ -278,11 +278,11 @@ def _check_weight_sync(config: JobConfig, ranks: int) -> Iterator[Problem]:
         text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
         yield refuse(config, "weight_sync.blocking_timeout_s", text)
     elif ranks > 1 and sleeps_between_batches(config):
-        waking_s = sync.blocking_timeout_s + 2 * config.inference.sleep_timeout_s
-        asleep_s = config.inference.drain_timeout_s + config.inference.sleep_timeout_s
-        if max(waking_s, asleep_s) >= limit:
-            text = "twice this with weight_sync.blocking_timeout_s, and this with inference.drain_timeout_s, must be "
-            text += f"less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
+        # A quarter is what the next order may take.
+        most = 0.75 * limit
+        if config.inference.sleep_timeout_s + max(sync.blocking_timeout_s, config.inference.drain_timeout_s) >= most:
+            text = "this with weight_sync.blocking_timeout_s, and with inference.drain_timeout_s, must be less than "
+            text += f"three quarters of comm.train_timeout_seconds = {limit}: other ranks sit in a collective meanwhile"
             yield refuse(config, "inference.sleep_timeout_s", text)
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import queue
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -26,15 +27,18 @@ from torchtitan.tools.freed_memory import keep_freed_memory
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Dense bf16 operations per second by a part of the device's name, the longer ones first. From the makers' data sheets,
+# Dense bf16 operations per second by words of the device's name, the longer ones first. From the makers' data sheets,
 # whose figures "with sparsity" are twice these.
 _PEAKS = (
     ("H100 NVL", 835e12),
     ("H100 PCIe", 756e12),
     ("H100", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
+    ("GH200", 989e12),
     ("H20", 148e12),
     ("B200", 2250e12),
+    ("GB200", 2500e12),
     ("A100", 312e12),
     ("A800", 312e12),
     ("L40S", 362e12),
@@ -359,7 +363,9 @@ def peak_flops() -> float | None:
 
 
 def _peak_of(name: str) -> float | None:
-    return next((peak for known, peak in _PEAKS if known in name), None)
+    if "MIG" in name:
+        return None  # a part of a GPU
+    return next((peak for known, peak in _PEAKS if re.search(rf"\b{known}\b", name)), None)
 
 
 def matmul_operand(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,6 +127,8 @@ class Actor:
         self._evicted_at = self._ready_at = self._rejects_since = self._suspect_since = 0.0
         self._rest = Rest()
         self._told_sleepless = False
+        self._may_sleep = False
+        """It was told to sleep, and has not been seen awake since"""
         self._look_now = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -149,8 +151,14 @@ class Actor:
         self.look()
         if self.state in NOT_THERE:
             return
-        if not await self._rest.settled(timeout_s):
-            self._stay_awake(f"it was not asleep within {timeout_s:g} s")
+        if await self._rest.settled(timeout_s):
+            return
+        reason = f"it was not asleep within {timeout_s:g} s"
+        if self._process is None:
+            self._stay_awake(reason)
+        else:
+            # It may still fall asleep, or fail and end: then its memory stays free until it is to wake.
+            self._events.write("actor_stays_awake", level=logging.WARNING, actor=self.name, reason=reason)
 
     async def wake(self, asleep: Collection[Tag], timeout_s: float) -> None:
         """Have it take its memory again, all but `asleep`; returns when it has, or `timeout_s` is over: then its
@@ -175,7 +183,8 @@ class Actor:
     def lost_from_sync(self, reason: str) -> None:
         """The weight coordinator has evicted it: what it works on is redone elsewhere, and it gets no prompts before a
         probe has shown that it lives. Does nothing where it is out already."""
-        if self.state is not ActorState.READY:
+        # One that finishes requests before a version comes is joining, and has work.
+        if self.state is not ActorState.READY and not (self.state is ActorState.JOINING and self._requests):
             return
         self.last_reason = reason
         self._set_state(ActorState.SUSPECT)
@@ -274,7 +283,7 @@ class Actor:
 
     async def close(self) -> None:
         if self._handler is not None:
-            if self._process is None and self._rest.wish.asleep:
+            if self._process is None and self._may_sleep:
                 # Whoever has started it finds it awake.
                 with contextlib.suppress(ActorError):
                     await self._handler.wake(TAGS, WAKE_AT_END_S)
@@ -347,6 +356,7 @@ class Actor:
             self._connected = True
             health = await self._handler.health(self._config.health_timeout_s)
         self._failed_requests = 0
+        self._may_sleep = bool(health.asleep)
         self._apply(health)
         if matched:
             self._rest.settle(wish)
@@ -365,6 +375,7 @@ class Actor:
         if health.weights_state in ON_THE_WAY and "weights" not in health.asleep:
             # The order would only wait for that version, which has deadlines of its own.
             return health, False
+        self._may_sleep = True
         if not sleeps:
             await self._handler.wake(wakes, self._config.sleep_timeout_s)
         elif not (await self.capabilities()).sleep:
@@ -413,7 +424,8 @@ class Actor:
         now = time.monotonic()
         if not ours:
             self._rejects_since = self._rejects_since or now
-            if self._announced and now - self._rejects_since > BRIEFLY_S:
+            # A version on its way has deadlines of its own, and is no trouble.
+            if self._announced and now - self._rejects_since > BRIEFLY_S and health.weights_state not in ON_THE_WAY:
                 self._announced = False
                 self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
             if self.state is not ActorState.JOINING:

@@ -126,6 +126,6 @@ class ActorHandler(Protocol):
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
         """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
-        applied nothing is sampled, and the KV cache is not taken."""
+        applied nothing is sampled."""
 
     async def close(self) -> None: ...

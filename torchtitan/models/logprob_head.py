@@ -169,17 +169,17 @@ def _projection(
         raise ValueError(f"this rank has no part of the vocabulary of {part.total} tokens: use fewer ranks for it")
     check_targets(targets, part.total)
     if chunk == "auto":
-        width = max(tensor.shape[1] for tensor in weight)
+        width, converts = max(tensor.shape[1] for tensor in weight), matmul_converts(weight[0])
         budget = options.get("budget_bytes")
         if budget is None:
-            budget = default_budget(len(targets), part.total, width)
+            budget = default_budget(len(targets), part.total, width, converts)
         tiling = choose_tiling(
             len(targets),
             part.largest,
             width,
             budget // (1 if group is None else dist.get_world_size(group)),
             buffers=1 if softcap is None else 3,
-            converts=matmul_converts(weight[0]),
+            converts=converts,
         )
     else:
         tiling = Tiling(chunk, part.largest)

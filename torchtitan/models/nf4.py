@@ -1,8 +1,9 @@
 """Four-bit NormalFloat (NF4; Dettmers et al. 2023, QLoRA): what a frozen weight becomes where lora.base_bits = 4.
 
 The one definition for the trainer and for everything that merges adapters, also in processes without a model of ours,
-such as workers of other engines: torch alone, the same on every device. bitsandbytes makes the same bits of a bfloat16
-weight (the tests hold one against the other), but those engines lack it, and torchao's NF4 has become private.
+such as workers of other engines: it needs what those have anyway, and is the same on every device. bitsandbytes makes
+the same bits of a bfloat16 weight (the tests hold one against the other), but those engines lack it, and torchao's NF4
+has become private.
 
 A weight is first rounded to bfloat16, in which engines may hold it: so all get to the same four bits. It also makes
 them unique. No quotient of two bfloat16 numbers comes closer to the middle between two levels than 1e-6 of it, so that
@@ -98,15 +99,15 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
     """Byte -> its two levels, as one number of 8 bytes, so that one look-up finds both [256] int64."""
-    levels = torch.tensor(LEVELS)
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
     return torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1).view(torch.int64).flatten().to(device)
 
 
 @functools.cache
 def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cell -> levels whose upper end lies below it, and the end that lies in it, or infinity."""
-    levels = torch.tensor(LEVELS)
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
     ends = (levels[:-1] + levels[1:]) / 2
-    below = torch.bucketize(torch.arange(_CELLS + 1) * (2 / _CELLS) - 1, ends)
-    inside = torch.cat((ends, torch.tensor([torch.inf])))[below]
+    below = torch.bucketize(torch.arange(_CELLS + 1, dtype=torch.float32) * (2 / _CELLS) - 1, ends)
+    inside = torch.cat((ends, torch.tensor([torch.inf], dtype=torch.float32)))[below]
     return below.to(device, torch.uint8), inside.to(device)

@@ -107,7 +107,14 @@ class Applier:
             before = set(self.asleep)
             # From here on nothing is loaded into it and nobody has it go on, whatever becomes of the order.
             self.asleep, self._cache_follows = set(TAGS), False
-            if self._control.sleep(level, awake, finish_s):
+            try:
+                sleeps = self._control.sleep(level, awake, finish_s)
+            except EngineError:
+                # It may have been obeyed all the same.
+                if self._control.drops_weights(level):
+                    self.holds = None
+                raise
+            if sleeps:
                 if self._control.drops_weights(level):
                     self.holds = None
                 return True

@@ -90,10 +90,10 @@ class SGLangControl:
         return self._paused
 
     def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
-        deadline = time.monotonic() + finish_s
+        deadline, stood = time.monotonic() + finish_s, self._paused
         while not self._stands_idle(deadline):
-            if len(tags) < len(TAGS):
-                return False  # without all of its memory it must not go on
+            if stood or len(tags) < len(TAGS):
+                return False  # somebody has paused it, or it must not go on without all of its memory
             self.resume()
             if time.monotonic() > deadline:
                 return False
