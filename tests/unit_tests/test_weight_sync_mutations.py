@@ -314,7 +314,7 @@ class HalfWayEngine:
         self.stepping, self.changed = threading.Event(), threading.Event()
         self.torn: list[tuple[int, int]] = []
         self.steps = 0
-        self.poisoned = self.paused = self.held_back = False
+        self.poisoned = self.paused = self.held_back = self.stands = False
         self.begun = self.busy = True
         self.version, self.progressed_at = 0, 0.0
         self.statistics = SimpleNamespace(generated_tokens=0, drain_seconds=0.0, versions_applied=0)
