@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference import actor
 from torchtitan.inference.handler import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
@@ -33,6 +34,8 @@ class Sleeper:
         """sleep or wake: the order that comes to nothing"""
         self.weights_state = "READY"
         self.frozen = False
+        self.draining = False
+        """It takes nothing new, and finishes what runs before a version"""
         self.generating = asyncio.Event()
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -42,7 +45,7 @@ class Sleeper:
         if self.frozen:
             await asyncio.sleep(timeout_s)
             raise ActorError("health", "no answer")
-        status = ASLEEP if self.asleep else "ok"
+        status = ASLEEP if self.asleep else "paused" if self.draining else "ok"
         asleep = tuple(tag for tag in TAGS if tag in self.asleep)
         return ActorHealth(status, "e", self.version, asleep=asleep, weights_state=self.weights_state)
 
@@ -294,3 +297,82 @@ def test_a_run_that_ends_leaves_servers_awake(tmp_path: Path) -> None:
     run(tmp_path, scenario)
     assert [sleeper.asleep for sleeper in found] == [set(), set()]
     assert all(sleeper.orders[-2:] == ["wake weights kv_cache", "close"] for sleeper in found)
+
+
+def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "BRIEFLY_S", 0.05)
+
+    async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
+        for sleeper in (first, second):
+            sleeper.goes_on.clear()
+        tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}"))) for i in range(2)]
+        await until(lambda: first.generating.is_set() and second.generating.is_set())
+        first.draining, first.weights_state = True, "APPLYING"
+        await until(lambda: pool.actors["actor-0"] == "joining")
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in tasks)
+        # Its engine has frozen meanwhile, and the coordinator has given it up.
+        await pool.redo_elsewhere("actor-0", "no progress")
+        second.goes_on.set()
+        await asyncio.gather(*tasks)
+        assert pool.statistics["requests_redone"] == 1
+        first.draining, first.weights_state = False, "READY"
+        first.goes_on.set()
+        await until(lambda: pool.actors["actor-0"] == READY)
+
+    events = run(tmp_path, scenario, make_config(sleep_level=0))
+    assert not of(events, "actor_not_serving") and len(of(events, "actor_ready")) == 2
+
+
+class Process:
+    """A process of the run's own, which serves at once wherever it is started."""
+
+    def __init__(self) -> None:
+        self.alive, self.starts, self._ended = False, 0, asyncio.Event()
+
+    async def start(self) -> str:
+        self.alive, self.starts = True, self.starts + 1
+        self._ended.clear()
+        return "http://127.0.0.1:1"
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        self.alive = False
+        self._ended.set()
+
+    def describe_end(self) -> str:
+        return "stopped"
+
+
+def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_the_others_wake(tmp_path: Path) -> None:
+    """The trainer has its memory until then."""
+    events = EventLog(tmp_path / "events.jsonl")
+
+    class Slow(Sleeper):
+        async def sleep(self, level: int, timeout_s: float) -> bool:
+            self.orders.append("sleep")
+            # The order begins later than the wait for it, and ends by the same deadline.
+            await asyncio.sleep(timeout_s)
+            raise ActorError("sleep", "no answer in time")
+
+    async def work() -> None:
+        sleeper, process = Slow(), Process()
+        config = make_config(sleep_timeout_s=0.3).inference
+        one = actor.Actor("a", config, "e", events, lambda _: sleeper, lambda: None, process)
+        one.connect("127.0.0.1:9")
+        supervision = asyncio.ensure_future(one.supervise())
+        await until(lambda: one.state.value == READY)
+        await one.sleep(1, 0.3)
+        await until(lambda: not process.alive)
+        await asyncio.sleep(2 * actor.BACKOFF_S)
+        assert process.starts == 1 and one.state.value == "evicted"
+        await one.wake(["kv_cache"], 0.3)
+        await until(lambda: process.starts == 2)
+        supervision.cancel()
+
+    asyncio.run(work())
+    assert [event["kind"] for event in events.read()][:3] == ["actor_ready", "actor_stays_awake", "actor_evicted"]
