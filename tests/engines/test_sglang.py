@@ -252,11 +252,24 @@ def test_requests_in_flight_go_on_under_new_weights(
 async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Completion]:
     """A long completion during which version 1 comes; it stands still for a while in the middle of it."""
     sampling = SamplingParameters(max_tokens=300, temperature=1.0)
-    task = asyncio.ensure_future(handler.generate(GenerateRequest("long", PROMPT, sampling), 120.0))
-    await asyncio.sleep(0.5)
-    await handler.pause(20.0)
-    assert (await handler.health(20.0)).status == "paused"
-    await asyncio.sleep(0.5)
+
+    async def generate() -> list[Completion]:
+        return await handler.generate(GenerateRequest("long", PROMPT, sampling), 120.0)
+
+    # How long it takes here; the pause is to come after the first tokens and before the last.
+    begun = time.monotonic()
+    await generate()
+    alone = time.monotonic() - begun
+    for part in (3, 6, 12):
+        task = asyncio.ensure_future(generate())
+        await asyncio.sleep(alone / part)
+        await handler.pause(20.0)
+        assert (await handler.health(20.0)).status == "paused"
+        await asyncio.sleep(0.5)
+        if not task.done():
+            break
+        await task
+        await handler.resume(20.0)
     assert not task.done()
     trainer.publish(seed=3)
     for _ in range(600):

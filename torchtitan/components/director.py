@@ -50,6 +50,8 @@ class Director:
 
     _watch: concurrent.futures.Future[None] | None = None
     """Ends by itself only with an error"""
+    _batch: Batch | None = None
+    """Goes to the ranks next, when the actors sleep"""
 
     def __init__(self, config: JobConfig, run_dir: Path, epoch: str, token: str, signals: SignalFlags):
         self.config = config
@@ -61,8 +63,6 @@ class Director:
         self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
         self._evaluation_due = False
         self._evaluations: list[tuple[float, float]] = []
-        self._batch: Batch | None = None
-        """Goes to the ranks next, when the actors sleep"""
         self._rest_times = dict.fromkeys(REST_TIMES, 0.0) if sleeps_between_batches(config) else {}
         self._resumed_step: int | None = None
         self._last_snapshot_try = 0.0
