@@ -249,6 +249,15 @@ def test_requests_in_flight_go_on_under_new_weights(
         assert float((after - fresh).abs().max()) > 0.01
 
 
+async def health_at_version(handler: ActorHandler, version: int) -> ActorHealth:
+    """Its health once it has that version, or after a while all the same."""
+    for _ in range(600):
+        if (await handler.health(20.0)).version == version:
+            break
+        await asyncio.sleep(0.05)
+    return await handler.health(20.0)
+
+
 async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Completion]:
     """A long completion during which version 1 comes; it stands still for a while in the middle of it."""
     sampling = SamplingParameters(max_tokens=300, temperature=1.0)
@@ -272,11 +281,7 @@ async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Com
         await handler.resume(20.0)
     assert not task.done()
     trainer.publish(seed=3)
-    for _ in range(600):
-        if (await handler.health(20.0)).version == 1:
-            break
-        await asyncio.sleep(0.05)
-    health = await handler.health(20.0)
+    health = await health_at_version(handler, 1)
     assert not task.done() and (health.status, health.version) == ("paused", 1)
     await handler.resume(20.0)
     return await task
@@ -306,11 +311,7 @@ async def sleep_meanwhile(trainer: Trainer, handler: Any) -> tuple[list[Completi
     assert (await handler.health(20.0)).asleep == TAGS
     await handler.wake(["weights"], 20.0)
     trainer.publish(seed=3)
-    for _ in range(600):
-        if (await handler.health(20.0)).version == 1:
-            break
-        await asyncio.sleep(0.05)
-    health = await handler.health(20.0)
+    health = await health_at_version(handler, 1)
     assert (health.status, health.version, health.asleep) == ("asleep", 1, ("kv_cache",)) and not late.done()
     await handler.wake(["kv_cache"], 20.0)
     return await long, await late

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -20,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
+from tests.unit_tests.json_server import serving
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.engine_handling import Call, EngineHandler
@@ -450,26 +449,9 @@ def test_sglangs_answers_are_understood() -> None:
 @pytest.fixture
 def answering(request: pytest.FixtureRequest) -> Iterator[str]:
     """URL of a server that gives the answer of the test's parameter: (status, body)."""
-    status, body = request.param
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join(5)
+    answer = request.param
+    with serving(lambda path, body: answer) as url:
+        yield url
 
 
 def ask(dialect: Any, url: str) -> Any:

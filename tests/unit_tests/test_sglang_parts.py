@@ -6,15 +6,14 @@ The server answers as those of 0.5.20 and 0.5.21 do; the receiving half cuts a b
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit_tests.json_server import serving
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.sglang import collective
@@ -89,32 +88,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[Server, CollectiveH
     """A server that says it is the version of the test's parameter, with the hand-over of its agent."""
     engine = Server(request.param)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, {"version": engine.version, "disable_radix_cache": True})
+    def facts(_path: str) -> tuple[int, Any]:
+        return 200, {"version": engine.version, "disable_radix_cache": True}
 
-        def do_POST(self) -> None:
-            data = self.rfile.read(int(self.headers["Content-Length"]))
-            self.reply(*engine.answer(self.path, json.loads(data)))
-
-        def reply(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            """Nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        control = SGLangControl(f"http://127.0.0.1:{http.server_port}", "", 5.0, "keep")
+    with serving(lambda path, body: engine.answer(path, json.loads(body)), facts) as url:
+        control = SGLangControl(url, "", 5.0, "keep")
         options = EngineOptions("a", "m", "", "engine", Path(), "", 0, tensor_parallel_size=2, update_timeout_s=5.0)
         yield engine, CollectiveHandOver(control, options)
-        http.shutdown()
-        thread.join(5)
 
 
 @pytest.fixture(autouse=True)

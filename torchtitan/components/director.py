@@ -166,9 +166,9 @@ class Director:
             else:
                 poll = 0 if generates else OWED_POLL_S if owed else POLL_S
                 batch = self.rollout.next_batch(version, timeout=poll)
-                if batch is not None and not sleeps_between_batches(self.config):
-                    return Order(Kind.BATCH, batch)
                 if batch is not None:
+                    if not sleeps_between_batches(self.config):
+                        return Order(Kind.BATCH, batch)
                     # Until actors sleep takes time of its own: let other ranks hear from rank 0 before.
                     self._batch = batch
                     return Order(Kind.WAIT)

@@ -170,11 +170,15 @@ class Actor:
             self._events.write("actor_stays_asleep", level=logging.WARNING, actor=self.name, reason=reason)
 
     def _stay_awake(self, reason: str) -> None:
-        """It does not sleep this time."""
-        self._rest.want(())
-        self._rest.settle(self._rest.wish)
+        """It does not sleep this time, and an event says why."""
+        self._want_nothing()
         self.look()
         self._events.write("actor_stays_awake", level=logging.WARNING, actor=self.name, reason=reason)
+
+    def _want_nothing(self) -> None:
+        """It is to be awake, and nobody waits for that."""
+        self._rest.want(())
+        self._rest.settle(self._rest.wish)
 
     @property
     def gave_up(self) -> bool:
@@ -387,8 +391,7 @@ class Actor:
     def _stay_awake_for_good(self) -> None:
         told, self._told_sleepless = self._told_sleepless, True
         if told:
-            self._rest.want(())
-            self._rest.settle(self._rest.wish)
+            self._want_nothing()
         else:
             self._stay_awake("it was not started so that it can sleep (see docs/engines.md)")
 

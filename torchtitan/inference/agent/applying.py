@@ -107,16 +107,13 @@ class Applier:
             before = set(self.asleep)
             # From here on nothing is loaded into it and nobody has it go on, whatever becomes of the order.
             self.asleep, self._cache_follows = set(TAGS), False
+            sleeps = True  # an order that fails may have been obeyed all the same
             try:
                 sleeps = self._control.sleep(level, awake, finish_s)
-            except EngineError:
-                # It may have been obeyed all the same.
-                if self._control.drops_weights(level):
+            finally:
+                if sleeps and self._control.drops_weights(level):
                     self.holds = None
-                raise
             if sleeps:
-                if self._control.drops_weights(level):
-                    self.holds = None
                 return True
             self.asleep = before
             if self.stands:
