@@ -63,6 +63,17 @@ def test_a_tied_head_goes_stale_without_packing_it_anew(results: dict[str, Any])
     assert difference(results, "stale_head") > WRONG
 
 
+def test_a_layer_that_nobody_packs_anew_is_an_error(results: dict[str, Any]) -> None:
+    assert results["stale_head_noticed"] == "IncompleteVersion: 1 layers got no weights: lm_head"
+
+
+def test_old_packed_weights_are_freed_before_new_ones_are_made(results: dict[str, Any]) -> None:
+    """Both at a time would be one model more in memory."""
+    assert len(results["packed_before"]) == 4 * LAYERS + 2  # all linear layers, the head, and the embedding too
+    assert results["packed_while_loading"] == [] and results["packed_after"] == results["packed_before"]
+    assert difference(results, "one_model_at_a_time") < TOLERANCE
+
+
 def test_the_weight_checker_does_not_see_a_stale_head(results: dict[str, Any]) -> None:
     assert results["checksums_stale_head"] == results["checksums_cured"]
 

@@ -148,10 +148,31 @@ def main(model: str, other: str, *only: str) -> None:
             return
         results[case] = engine.log_probs()
 
-    def load_without(cure: str) -> None:
-        with mock.patch.object(loading, cure, lambda *_: None):
+    def load_without_repacking(noticed: bool) -> None:
+        """noticed: the layers' packed weights are dropped at first, as always."""
+        drop = loading._drop_packed_weights if noticed else lambda _: {}
+        with (
+            mock.patch.object(loading, "repack_tied_heads", lambda _: None),
+            mock.patch.object(loading, "_drop_packed_weights", drop),
+        ):
             engine.load(iter(new.items()))
         engine.llm.reset_prefix_cache()
+
+    def load_and_look() -> None:
+        """Which layers still have packed weights when the first new ones are asked for."""
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            results["packed_while_loading"] = packed()
+            yield from new.items()
+
+        results["packed_before"] = packed()
+        engine.load(weights())
+        results["packed_after"] = packed()
+        engine.llm.reset_prefix_cache()
+
+    def packed() -> list[str]:
+        layers = engine.model.named_modules()
+        return [name for name, layer in layers if layer.__dict__.get(loading.PACKED) is not None]
 
     def load_all(reset: bool = True) -> None:
         engine.load(iter(new.items()))
@@ -185,8 +206,10 @@ def main(model: str, other: str, *only: str) -> None:
     results["first"] = engine.log_probs()
     record("cured", load_all)
     results["checksums_cured"] = engine.checksums()
-    record("stale_head", lambda: load_without("repack_tied_heads"))
+    record("stale_head", lambda: load_without_repacking(noticed=False))
     results["checksums_stale_head"] = engine.checksums()
+    record("stale_head_noticed", lambda: load_without_repacking(noticed=True))
+    record("one_model_at_a_time", load_and_look)
     record("stale_prefix", lambda: load_all(reset=False))
     record("reused_buffer", load_from_a_buffer)
     record("in_place", load_in_place)

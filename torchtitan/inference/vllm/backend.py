@@ -82,8 +82,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
                 raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
         self._mailbox = Mailbox()
         if device.type == "cpu":
-            # The next version needs the same buffers; without this a fifth of a load is page faults.
-            keep_freed_memory()
+            # The next version needs the same buffers; without this a quarter of a load is page faults.
+            keep_freed_memory(large=True)
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+logger = logging.getLogger(__name__)
 
 
 class DirectHandOver:
@@ -31,16 +34,10 @@ class DirectHandOver:
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
 
     def prepare(self, staged: StagedVersion, label: str) -> None:
-        """Begin an update, which for our backend is a formality."""
-        try:
-            self._control.order("/start_weight_update", {})
-        except EngineError:
-            # One was left open: by a refused version, or by an agent that ended. Our backend loads in a single step, so
-            # there is nothing half done behind it.
-            self._control.order("/finish_weight_update", {})
-            self._control.order("/start_weight_update", {})
+        """Nothing: the engine's receiver has staged it. An order to the engine would wait for a step that runs."""
 
     def load(self, staged: StagedVersion, label: str) -> None:
+        self._begin()
         # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
         offering = _Offer(staged)
         wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
@@ -56,6 +53,21 @@ class DirectHandOver:
         if failure is not None:
             raise failure
         self._control.order("/finish_weight_update", {"weight_version": label})
+
+    def _begin(self) -> None:
+        """Begin an update, which for our backend is a formality."""
+        try:
+            self._control.order("/start_weight_update", {})
+            return
+        except EngineError as error:
+            logger.info("%s; it is tried again after /finish_weight_update", error)
+        try:
+            # One was left open: by a refused version, or by an agent that ended. Our backend loads in a single step, so
+            # there is nothing half done behind it.
+            self._control.order("/finish_weight_update", {})
+            self._control.order("/start_weight_update", {})
+        except EngineError as error:
+            raise WeightsRefused(f"the engine begins no update: {error}") from error
 
     def close(self) -> None:
         """Nothing: the engine's receiver ends with the engine, or with the agent that leads it."""

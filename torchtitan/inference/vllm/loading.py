@@ -15,6 +15,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from torchtitan.inference.vllm.adopting import adopting_weights
 
 NAMES_SHOWN = 5
+# The attribute of vLLM's layers that holds on to the packed weights on a CPU: what computes with them.
+PACKED = "cpu_linear"
 # Said at every load of layers that have nothing to load; what is really missing is found below.
 FALSE_ALARM = "Failed to load weights"
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
@@ -35,6 +37,7 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     """
     _abandon(model, model_config)
     expected = {name for name, _ in model.named_parameters()}
+    emptied = _drop_packed_weights(model)
     initialize_layerwise_reload(model)
     with adopting_weights():
         loaded = model.load_weights(iter(weights))  # type: ignore[operator]
@@ -44,6 +47,18 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
         raise IncompleteVersion(f"{len(missing)} of {len(expected)} parameters got no weights: {shown}")
+    empty = [name for name, layer in emptied.items() if getattr(layer, PACKED) is None]
+    if empty:
+        raise IncompleteVersion(f"{len(empty)} layers got no weights: {', '.join(empty[:NAMES_SHOWN])}")
+
+
+def _drop_packed_weights(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers by name that compute with a packed copy, as on CPUs, which is freed here. All of them first: the new
+    ones take their memory then, and none beside it."""
+    packed = {name: layer for name, layer in model.named_modules() if layer.__dict__.get(PACKED) is not None}
+    for layer in packed.values():
+        setattr(layer, PACKED, None)
+    return packed
 
 
 def _abandon(model: nn.Module, model_config: ModelConfig) -> None:

@@ -1,0 +1,82 @@
+"""The orders by which an agent has a vLLM with our backend load what its receiver has staged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+
+
+class Control:
+    """A server; `open`: it has an update under way, and begins no other. `refuses`: orders that fail."""
+
+    def __init__(self) -> None:
+        self.orders: list[str] = []
+        self.open = False
+        self.refuses: set[str] = set()
+
+    def order(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        self.orders.append(path)
+        if path in self.refuses or (path == START and self.open):
+            raise EngineError(f"{path} answered 500")
+        self.open = path != FINISH
+
+
+class Offers:
+    """Has the workers apply; keeps how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def control() -> Control:
+    return Control()
+
+
+def load(control: Control) -> int:
+    """How often workers were ordered to apply."""
+    offers = Offers()
+    staged = StagedVersion("e1", 3, "digest", {}, apply_on_workers=offers)
+    hand_over = DirectHandOver(control, "127.0.0.1", 5.0)  # type: ignore[arg-type]
+    hand_over.prepare(staged, "label")
+    assert not control.orders  # each would wait for a step of the engine, which generates still
+    try:
+        hand_over.load(staged, "label")
+    except WeightsRefused:
+        assert offers.count == 0
+        raise
+    return offers.count
+
+
+def test_a_version_is_loaded_in_one_update(control: Control) -> None:
+    assert load(control) == 1
+    assert control.orders == [START, UPDATE, FINISH]
+
+
+def test_an_update_that_was_left_open_is_ended_first(control: Control) -> None:
+    control.open = True
+    assert load(control) == 1
+    assert control.orders == [START, FINISH, START, UPDATE, FINISH]
+
+
+def test_an_engine_that_begins_no_update_is_as_it_was(control: Control) -> None:
+    control.refuses = {START}
+    with pytest.raises(WeightsRefused, match="begins no update: /start_weight_update answered 500"):
+        load(control)
+    assert UPDATE not in control.orders
+
+
+def test_an_engine_that_fails_in_an_update_may_hold_a_half(control: Control) -> None:
+    control.refuses = {UPDATE}
+    with pytest.raises(EngineError, match="/update_weights answered 500"):
+        load(control)
