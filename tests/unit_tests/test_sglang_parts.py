@@ -1,4 +1,4 @@
-"""SGLang's own weight group without SGLang: what its server is told, by its version, in which order, and which bytes.
+"""SGLang without SGLang: what its own weight group is told, by its version, in which order, which bytes; its workers.
 
 The server answers as those of 0.5.20 and 0.5.21 do; the receiving half cuts a bucket up as their source does.
 """
@@ -17,6 +17,7 @@ from tests.unit_tests.json_server import serving
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.sglang import collective
+from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.collective import CollectiveHandOver
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.inference.sglang.transfer import BUCKET_BYTES, TransferDialect, buckets
@@ -232,3 +233,18 @@ def test_buckets_are_of_bounded_size_and_aligned() -> None:
 def test_the_version_decides(version: str, flattened: bool, sessions: bool) -> None:
     dialect = TransferDialect(version)
     assert (dialect.flattened, dialect.sessions) == (flattened, sessions)
+
+
+def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_engine, "usable_cores", lambda: [0, 1, 4, 5])
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+
+    def told(workers: int, gpu: bool = False) -> str | None:
+        monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
+        options = EngineOptions("a", "m", "", "agent", Path(), "", 0, tensor_parallel_size=workers)
+        return sglang_engine.ENGINE.command(options)[1].get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    assert [told(workers) for workers in (1, 2, 3, 5)] == [None, "0,1|4,5", "0|1|4,5", "0|0|1|4|5"]
+    assert told(2, gpu=True) is None
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "7|8")
+    assert told(2) == "7|8"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.tools.cores import usable_cores
 from torchtitan.tools.gpus import has_gpu
 
+# The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 NO_OVERLAP = "--disable-overlap-schedule"
 # Arguments with a meaning of their own to us, which the engine's own may still override.
 CPU_ARGUMENTS = (
@@ -62,6 +67,10 @@ class SGLang:
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            if options.tensor_parallel_size > 1:
+                # Without being told it wants a NUMA node for every worker.
+                own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
+                environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
         return [*own, *theirs, *options.arguments], environment
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
@@ -76,6 +85,12 @@ class SGLang:
         from torchtitan.inference.sglang.disk import SGLangDiskHandOver
 
         return SGLangDiskHandOver(control, options)
+
+
+def cores_of_workers(workers: int, cores: list[int]) -> str:
+    """An equal share of `cores` for each worker, in SGLang's notation; where there are too few, workers share them."""
+    shares = [cores[i * len(cores) // workers : (i + 1) * len(cores) // workers] for i in range(workers)]
+    return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
 
 
 ENGINE = SGLang()
