@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from tests.engines import adapter_trainer
+from tests.engines import adapter_trainer, sglang_holding
 from tests.engines.models import END, greedy, log_probs
 from tests.engines.processes import ROOT, Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
@@ -128,12 +128,14 @@ def training(model: Model, run_dir: Path, agent: Agent) -> Iterator[Trainer]:
         trainer.sync.close()
 
 
-def start_agent(processes: Processes, name: str, model: Path, *more: str | Path) -> Agent:
+def start_agent(
+    processes: Processes, name: str, model: Path, *more: str | Path, path: Path = ROOT, **environment: str
+) -> Agent:
     command = [sys.executable, "-m", "torchtitan.inference.agent", "--engine", "sglang", "--name", name]
     command += ["--model", str(model), "--token-env", TOKEN_VARIABLE, "--max-sequences", "16"]
     command += ["--max-length", str(MAX_LENGTH), "--log-file", str(processes.folder / f"{name}.engine.log")]
     command += ["--startup-timeout", str(START_S), "--update-timeout", "20"]
-    environment = {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": str(ROOT)}
+    environment |= {TOKEN_VARIABLE: TOKEN, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}"}
     port = processes.start_server(name, [*command, *more], START_S, **environment)
     return Agent(port, processes, name)
 
@@ -148,6 +150,17 @@ def token_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def agent(sglang_python: Path, engine_model: Model, module_processes: Processes) -> Agent:
     """Beside the one engine of this module, which starts with weights that no version has."""
     return start_agent(module_processes, "by-files", engine_model(seed=0), "--python", sglang_python)
+
+
+@pytest.fixture(scope="module")
+def two_workers(sglang_python: Path, engine_model: Model, module_processes: Processes) -> Agent:
+    """Beside an engine with two tensor-parallel workers, of which the second waits with files while `hold` exists."""
+    plugins = module_processes.folder / "plugins"
+    plugins.mkdir()
+    sglang_holding.install(plugins)
+    options: list[str | Path] = ["--python", sglang_python, "--tensor-parallel-size", "2"]
+    hold = {sglang_holding.VARIABLE: str(module_processes.folder / "hold")}
+    return start_agent(module_processes, "two-workers", engine_model(seed=0), *options, path=plugins, **hold)
 
 
 def beside(processes: Processes, agent: Agent, name: str, model: Path, *more: str) -> Agent:
@@ -229,9 +242,14 @@ def test_requests_in_flight_go_on_under_new_weights(
 ) -> None:
     other = beside(processes, agent, f"kv-{kv}", engine_model(seed=0), "--in-flight-kv", kv)
     with training(engine_model, tmp_path / "run", other) as trainer:
-        old = trainer.folder
-        (completion,) = other.ask(functools.partial(publish_meanwhile, trainer))
-        new = trainer.folder
+        check_goes_on(other, trainer, kv)
+
+
+def check_goes_on(agent: Agent, trainer: Trainer, kv: str) -> None:
+    """A completion that a version interrupts is of the old weights first and of the new ones then."""
+    old = trainer.folder
+    (completion,) = agent.ask(functools.partial(publish_meanwhile, trainer))
+    new = trainer.folder
     assert len(completion.token_ids) == 300
     assert [span.version for span in completion.spans] == [0, 1]
     cut = completion.spans[0].end
@@ -357,6 +375,25 @@ def wait_until_lost(agent: Agent) -> None:
         assert time.monotonic() < end
         time.sleep(0.1)
     assert "started anew, or changed" in str(health.weights_failure)
+
+
+def test_versions_by_files_that_wait_for_the_slower_of_two_workers(
+    two_workers: Agent, engine_model: Model, tmp_path: Path
+) -> None:
+    hold = two_workers.processes.folder / "hold"
+    with training(engine_model, tmp_path / "run", two_workers) as trainer:
+        check_against_transformers(two_workers, trainer)
+        hold.touch()
+        version = trainer.publish(seed=2)
+        two_workers.processes.wait("two-workers", hold.with_suffix(".begun").exists, 60.0)
+        # Time in which the first worker, which answers, is done, and the files would go.
+        time.sleep(1.0)
+        files = list(Path("/dev/shm").glob("torchtitan-two-workers-*/version/model.safetensors"))
+        assert len(files) == 1 and two_workers.health().version != version
+        hold.unlink()
+        two_workers.wait_for_version(version, trainer.epoch)
+        check_against_transformers(two_workers, trainer)
+        assert not files[0].exists()
 
 
 @pytest.mark.timeout(900)

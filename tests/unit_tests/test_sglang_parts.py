@@ -20,6 +20,7 @@ from torchtitan.inference.sglang import collective
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.collective import CollectiveHandOver
 from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.inference.sglang.disk import SGLangDiskHandOver
 from torchtitan.inference.sglang.transfer import BUCKET_BYTES, TransferDialect, buckets
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -233,6 +234,36 @@ def test_buckets_are_of_bounded_size_and_aligned() -> None:
 def test_the_version_decides(version: str, flattened: bool, sessions: bool) -> None:
     dialect = TransferDialect(version)
     assert (dialect.flattened, dialect.sessions) == (flattened, sessions)
+
+
+@pytest.mark.parametrize(("workers", "questions"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3)])
+def test_files_stay_until_the_last_worker_has_had_time_to_read_them(
+    workers: int, questions: int, tmp_path: Path
+) -> None:
+    """The order is answered by the first; a question is answered when one more level of the others has obeyed."""
+    folder = tmp_path / "not-yet"
+    there: list[bool] = []
+
+    def read(path: str, body: bytes) -> tuple[int, Any]:
+        nonlocal folder
+        assert path == "/update_weights_from_disk"
+        folder = Path(json.loads(body)["model_path"])
+        there.append((folder / "model.safetensors").exists())
+        return 200, {"success": True, "message": ""}
+
+    def facts(_path: str) -> tuple[int, Any]:
+        there.append((folder / "model.safetensors").exists())
+        return 200, {"version": "0.5.20", "disable_radix_cache": True, "tp_size": workers}
+
+    with serving(read, facts) as url:
+        control = SGLangControl(url, "", 5.0, "keep")
+        assert control.describe().world_size == workers
+        options = EngineOptions("a", str(tmp_path), "", "agent", Path(), "", 0, disk_path=str(tmp_path / "versions"))
+        hand_over = SGLangDiskHandOver(control, options)
+        hand_over.prepare(VERSION, LABEL)
+        hand_over.load(VERSION, LABEL)
+        assert there == [False] + [True] * (1 + questions) and not folder.exists()
+        hand_over.close()
 
 
 def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:

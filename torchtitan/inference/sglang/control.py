@@ -26,6 +26,7 @@ class SGLangControl:
         self._keeps = in_flight_kv == "keep"
         self._paused = False
         self._loses_weights = False
+        self._workers = 1
 
     def describe(self) -> EngineFacts:
         data = self._server_info(self.timeout_s)
@@ -51,7 +52,8 @@ class SGLangControl:
             kept_tokens=True,
             sleep=saves,
         )
-        return EngineFacts(capabilities, int(data.get("tp_size", 1)), can_wait=False)
+        self._workers = int(data.get("tp_size", 1))
+        return EngineFacts(capabilities, self._workers, can_wait=False)
 
     def version(self) -> str:
         """What it says it is."""
@@ -133,6 +135,15 @@ class SGLangControl:
     def score(self, token_ids: list[int]) -> list[float]:
         call = DIALECT.score(token_ids)
         return DIALECT.scored(token_ids, self.client.call("POST", call.path, self.timeout_s, call.body)).log_probs
+
+    def wait_for_workers(self) -> None:
+        """Return when all tensor-parallel workers have done what was ordered, not only the first, which answers.
+
+        It hands each order on before it answers, by two broadcasts over gloo, where who sends waits for the receiver.
+        They spread as a tree, so a worker may be as many broadcasts behind as there are levels above it.
+        """
+        for _ in range((self._workers - 1).bit_length()):
+            self._server_info(self.timeout_s)
 
     def order(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         """Have it do something that it reports as {"success", "message"}. Raises EngineError where it did not."""
