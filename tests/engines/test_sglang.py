@@ -396,6 +396,19 @@ def test_versions_by_files_that_wait_for_the_slower_of_two_workers(
         assert not files[0].exists()
 
 
+def test_versions_by_the_weight_group_of_two_workers(
+    two_workers: Agent, engine_model: Model, processes: Processes, tmp_path: Path
+) -> None:
+    """The agent that joins is not told how many they are."""
+    other = beside(processes, two_workers, "by-group-of-three", engine_model(seed=0), "--route", "engine")
+    with training(engine_model, tmp_path / "run", other) as trainer:
+        check_against_transformers(other, trainer)
+        check_goes_on(other, trainer, "keep")
+        check_against_transformers(other, trainer)
+    log = (two_workers.processes.folder / "two-workers.engine.log").read_text()
+    assert {int(rank) for rank in re.findall(r"rank=(\d), world_size=3", log)} == {1, 2}
+
+
 @pytest.mark.timeout(900)
 def test_a_run_trains_through_an_update_that_is_killed(
     sglang_python: Path, processes: Processes, tmp_path: Path

@@ -1,4 +1,4 @@
-"""When an agent takes the engine that it has started for ended."""
+"""What an agent asks of an engine that runs already, and when it takes one that it has started for ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
+from torchtitan.errors import UserError
 from torchtitan.inference.agent import running
-from torchtitan.inference.agent.control import EngineError, EngineNotListening
+from torchtitan.inference.agent.control import EngineError, EngineFacts, EngineNotListening
+from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.agent.process import EngineProcess
 from torchtitan.inference.agent.running import RunningAgent
 from torchtitan.inference.agent.server import AgentServer
 from torchtitan.inference.agent.watch import Watch
+from torchtitan.inference.handler import Capabilities
 
 # Serves nothing, but writes the port that it is given, as an engine does.
 PROGRAM = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); time.sleep(600)"
@@ -94,3 +98,17 @@ def test_a_closed_port_is_told_from_silence() -> None:
         assert not isinstance(caught.value, EngineNotListening)
     with pytest.raises(EngineNotListening, match="nothing listens on"):
         control.check_health(5.0)
+
+
+def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:
+    facts = EngineFacts(Capabilities("fake", "0"), world_size=4)
+    control = SimpleNamespace(check_health=lambda timeout_s: None, describe=lambda: facts)
+
+    def hand_over(_control: Any, options: EngineOptions) -> Any:
+        raise UserError(f"{options.tensor_parallel_size} workers")
+
+    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, hand_over=hand_over)
+    arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", update_mode="in_flight")
+    options = EngineOptions("a", "m", "", "engine", Path(), "", 0)
+    with pytest.raises(UserError, match="4 workers"):
+        asyncio.run(RunningAgent(arguments, engine, options, "").start(time.monotonic() + 5))

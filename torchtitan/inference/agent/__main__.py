@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--log-file", type=Path, default=Path("engine.log"), help="file that gets what the engine says")
     parser.add_argument("--max-sequences", type=int, default=256, help="sequences that generate at a time")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and completion")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that share it; not for --url")
     parser.add_argument("--memory-gb", type=float, default=0.0, help="memory of the KV cache; 0: the engine's choice")
     parser.add_argument("--device-share", type=float, default=0.0, help="of a GPU's memory; 0: the engine's choice")
     sleep_help = "start it so that it can sleep: 1 keeps its weights in host memory meanwhile, 2 drops them"

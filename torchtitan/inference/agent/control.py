@@ -29,7 +29,7 @@ class EngineFacts:
     capabilities: Capabilities
     """With the engine's name and version"""
     world_size: int = 1
-    """Its tensor-parallel workers"""
+    """Its workers, each with a part of the model"""
     can_wait: bool = True
     """It has the pause mode `wait`"""
 

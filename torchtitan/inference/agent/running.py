@@ -57,6 +57,8 @@ class RunningAgent:
             facts = await asyncio.to_thread(control.describe)
         except EngineError as error:
             raise UserError(f"the engine at {self.engine_url}: {error}") from error
+        # One that runs already knows its workers. In a weight group for fewer, the others would end SGLang's server.
+        options = replace(options, tensor_parallel_size=facts.world_size)
         drain_timeout_s = arguments.drain_timeout if arguments.update_mode == "drain" else 0.0
         if drain_timeout_s and not facts.can_wait:
             raise UserError(
