@@ -191,7 +191,7 @@ SGLANG_OPTIONS = {
     "--model-path", "--dtype", "--tp-size", "--context-length", "--max-running-requests", "--skip-tokenizer-init",
     "--skip-server-warmup", "--log-level", "--log-level-http", "--disable-radix-cache", "--device",
     "--attention-backend", "--sampling-backend", "--disable-overlap-schedule", "--mem-fraction-static",
-    "--max-total-tokens",
+    "--max-total-tokens", "--sleep-on-idle",
 }  # fmt: skip
 # 0.5.23's answer, as its own class writes it; 0.5.20's has the same names. The kept tokens are what its server adds.
 SGLANG_ANSWER = json.loads(
@@ -423,6 +423,8 @@ def test_engines_know_the_options_that_they_are_started_with(
         # Neither the weights nor the labels of a step that is under way may change.
         assert ("--disable-overlap-schedule" in theirs) is (not gpu or kv == "keep")
         assert environment["SGLANG_RUST_SERVER"] == "0"
+        # A CPU is also the trainer's.
+        assert ("--sleep-on-idle" in theirs) is (not gpu)
 
 
 # Answers

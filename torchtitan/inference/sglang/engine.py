@@ -21,6 +21,8 @@ CPU_ARGUMENTS = (
     "--sampling-backend", "pytorch",
     NO_OVERLAP,
     "--mem-fraction-static", "0.2",
+    # Its schedulers would spin on the cores that the trainer computes with.
+    "--sleep-on-idle",
 )  # fmt: skip
 
 
