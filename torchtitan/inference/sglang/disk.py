@@ -20,5 +20,5 @@ class SGLangDiskHandOver(DiskHandOver):
         # A flush that finds requests running ends SGLang's scheduler: the cache is reset by an order of its own.
         body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": label, "flush_cache": False}
         self._control.order("/update_weights_from_disk", body, self._control.timeout_s)
-        # The first worker answers; others may not have opened the files yet, which are removed next.
+        # Only the first worker answers. Another that finds the files gone keeps its old weights, and nobody is told.
         self._control.wait_for_workers()
