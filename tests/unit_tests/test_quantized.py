@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -29,13 +30,17 @@ from tests.unit_tests.test_lora import (
     peft_log_probs,
     synced,
 )
+from torchtitan.components.checkpoint import Checkpointer
 from torchtitan.components.checkpoint_tensors import collect
+from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.reference_policy import build_reference
-from torchtitan.config.job_config import JobConfig, Lora
+from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.config.job_config import JobConfig, Lora, LRScheduler, Optimizer
 from torchtitan.config.plan import make_plan
 from torchtitan.config.validate import validate
 from torchtitan.distributed.placement import copy_full_
+from torchtitan.errors import UserError
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.models import export_policy, load_policy, nf4
@@ -381,6 +386,33 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
         torch.testing.assert_close(base.whole(staged(one)).tensors[name], merged_weight(one, name), rtol=0, atol=1e-5)
     with pytest.raises(WeightsRefused, match="base of 3 bits"):
         engine.apply_weights("epoch", 3, synced(policy) | {BASE_BITS: torch.tensor([3.0])})
+
+
+@pytest.mark.parametrize("saved", [4, 16])
+def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_path: Path, saved: int) -> None:
+    def attach(bits: int) -> Checkpointer:
+        policy = quantized(checkpoint, **{"lora.base_bits": bits})
+        optimizer = build_optimizer(policy, Optimizer())
+        scheduler = build_lr_scheduler(optimizer, LRScheduler(), total_batches=10)
+        return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
+
+    attach(saved).save(3, 3, {})
+    assert attach(saved).load().step == 3
+    other = attach(20 - saved)
+    for parameter in other.policy.parameters():
+        if parameter.requires_grad:
+            parameter.detach().zero_()
+    said = rf"step-3 .* base in {saved} bits, .* is in {20 - saved}: resume with lora.base_bits = {saved}, or start"
+    with pytest.raises(UserError, match=said):
+        other.load()
+    # Nothing was taken over from it.
+    assert not any(parameter.any() for parameter in other.policy.parameters() if parameter.requires_grad)
+    # Those that do not say how many are resumed as ever.
+    facts = tmp_path / "checkpoint" / "step-3" / "state.json"
+    facts.write_text(
+        json.dumps({key: value for key, value in json.loads(facts.read_text()).items() if key != "base_bits"})
+    )
+    assert other.load().step == 3
 
 
 # The configuration

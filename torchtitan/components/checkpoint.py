@@ -103,7 +103,12 @@ class Checkpointer:
         if step == self._last_saved:
             return time.perf_counter() - started
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
-        facts = {"version": version, "scheduler": self.scheduler.state_dict(), "data": data}
+        facts = {
+            "version": version,
+            "scheduler": self.scheduler.state_dict(),
+            "data": data,
+            "base_bits": self._base_bits,
+        }
         document = json.dumps(facts).encode()
         self._last_saved = step
         if self.config.async_mode == "async":
@@ -143,7 +148,7 @@ class Checkpointer:
         Later checkpoints are renamed to abandoned-step-N, incomplete ones removed.
 
         Raises:
-            UserError: there is no such checkpoint, or it is of another model.
+            UserError: there is no such checkpoint, or it is of another model or of a base in other bits.
         """
         step = self._agree_on_step(step)
         path = checkpoint_folder.checkpoint_path(self.folder, step)
@@ -169,6 +174,13 @@ class Checkpointer:
                 raise UserError(
                     f"{path} is of another model: {name} should have shape {list(tensor.shape)}, found {found}"
                 )
+        # Shapes do not show it: adapters of a base that was rounded fit one that was not. Older checkpoints do not say.
+        bits = facts.get("base_bits", self._base_bits)
+        if bits != self._base_bits:
+            raise UserError(
+                f"{path} holds adapters that were trained on a base in {bits} bits, but this run's base is in "
+                f"{self._base_bits}: resume with lora.base_bits = {bits}, or start a new run"
+            )
         with torch.no_grad():
             self._distributed(state_dict_loader.load, state, storage_reader=reader)
         if all(name in state for name in random_state):
@@ -202,6 +214,11 @@ class Checkpointer:
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for a save in the background; raises UserError if it failed."""
         self.wait(timeout_s)
+
+    @property
+    def _base_bits(self) -> int:
+        lora = getattr(self.policy, "lora", None)
+        return 16 if lora is None else lora.base_bits
 
     def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         try:
