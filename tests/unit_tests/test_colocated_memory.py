@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -124,6 +125,32 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     generating = (memory.parameters + engine.total) / GIB
     assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
     assert "slots per rank" not in text
+
+
+@pytest.mark.parametrize("sleep_level", [0, 1])
+def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
+    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.sleep_level = sleep_level
+
+    def planned() -> tuple[float, float, str]:
+        text = describe_plan(config, 8)
+        sizes = re.search(r"while training: (\S+) GiB.*while generating: (\S+) GiB", text, re.DOTALL)
+        assert sizes is not None
+        return float(sizes[1]), float(sizes[2]), text
+
+    training, generating, _ = planned()
+    config.grpo.kl_coefficient = 0.1
+    share = QWEN_7B.num_parameters() * 4 / 8 / GIB
+    with_reference = planned()
+    assert with_reference[:2] == pytest.approx((training + share, generating + share), abs=0.02)
+    assert f"#   reference: {share:.2f} GiB\n" in with_reference[2]
+    config.grpo.reference_cpu_offload = True
+    offloaded = planned()
+    assert offloaded[:2] == (training, generating)
+    assert f"#   reference: {share:.2f} GiB of host memory\n" in offloaded[2]
 
 
 def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.policy_trainer import PolicyTrainer
 from torchtitan.components.reference_policy import Reference, ReferencePolicy, build_reference
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, Lora
+from torchtitan.config.plan import MemoryEstimate, make_plan
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
@@ -99,6 +101,40 @@ def test_follows_as_an_average_in_float64_does(config: JobConfig, offload: bool)
         for name, one in policy.named_parameters():
             one.copy_(expected[name])
     torch.testing.assert_close(log_probs(reference.policy), log_probs(policy), rtol=1e-4, atol=1e-4)
+
+
+def estimate(config: JobConfig) -> MemoryEstimate:
+    memory = make_plan(config, 1).memory
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "second"),
+    [
+        ({}, True),
+        ({"rank": 4}, False),
+        ({"rank": 4, "modules_to_save": ["norm", "down_proj"]}, True),
+        ({"rank": 4, "modules_to_save": ["norm", "down_proj"], "base_bits": 4}, True),
+    ],
+    ids=["whole", "adapters", "adapters and modules", "four bits"],
+)
+def test_plan_counts_its_bytes(config: JobConfig, layout: dict[str, Any], second: bool, offload: bool) -> None:
+    config.lora = Lora(target_modules=["q_proj", "up_proj"], **layout)
+    config.grpo.reference_cpu_offload = offload
+    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
+    policy = build_policy(config, dims)
+    shared = {id(one) for one in policy.parameters()}
+    reference = build_reference(config, dims, policy).policy
+    planned = estimate(config)
+    assert planned.reference == sum(one.nbytes for one in reference.parameters() if id(one) not in shared)
+    assert (planned.reference > 0) == second
+    config.grpo.kl_coefficient = 0.0
+    alone = estimate(config)
+    assert alone.reference == 0
+    # What lies in host memory comes to the device in units.
+    assert (planned.gathered > alone.gathered) == (second and offload)
 
 
 def test_offloaded_reference_says_the_same(config: JobConfig) -> None:

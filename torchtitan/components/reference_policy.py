@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.lora import trains_only_adapters
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off
@@ -34,7 +35,7 @@ def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> R
 
     A collective.
     """
-    if config.lora.rank and not config.lora.modules_to_save:
+    if trains_only_adapters(config):
         return BaseReference(policy)
     return ReferencePolicy(config, dims)
 

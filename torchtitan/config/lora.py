@@ -35,6 +35,11 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
 
 
+def trains_only_adapters(config: JobConfig) -> bool:
+    """Whether the policy without its adapters stays what it began as, so that a KL term needs no second one."""
+    return config.lora.rank > 0 and not config.lora.modules_to_save
+
+
 def check_lora(config: JobConfig, planning: bool) -> Iterator[Problem]:
     """Problems of [lora]; none where it is off. `planning`: no checkpoint files are needed."""
     lora = config.lora

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchtitan.config.fields import config_to_toml
 from torchtitan.config.inference import shares_devices
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.lora import QUANTIZED_BITS, quantized_projections, trained_parameters
+from torchtitan.config.lora import QUANTIZED_BITS, quantized_projections, trained_parameters, trains_only_adapters
 from torchtitan.config.model_shape import read_shape
 from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.inference.colocated.memory import GIB, EngineMemory, device_bytes_of_driver, engine_memory
@@ -28,11 +28,12 @@ class MemoryEstimate:
     Parameters, gradients and the two AdamW moments are exact but for rounding: the rank's share (parameters / shards /
     tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
     fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
-    4.25 bits per weight. The rest is rough:
+    4.25 bits per weight. A reference policy that is not the trained one without its adapters takes the same share of
+    the model once more, in host memory where it is offloaded. The rest is rough:
 
     - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
       largest unit is a layer, or the root with embedding and head. Of quantised projections also the largest one as
-      it is computed with, on one rank too.
+      it is computed with, on one rank too. An offloaded reference comes to the device in such units on one rank, too.
     - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
       projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
       among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
@@ -45,6 +46,7 @@ class MemoryEstimate:
     parameters: int
     gradients: int
     optimizer: int
+    reference: int
     gathered: int
     activations: int
     logits: int
@@ -125,9 +127,13 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     tokens, head = training.tokens_per_micro_batch, config.model
     budget = (head.logprob_head_budget_mb << 20) or default_budget(tokens, args.vocab_size, args.hidden_size)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
+    reference = 0
+    if config.grpo.kl_coefficient > 0 and not trains_only_adapters(config):
+        reference = -(-base // (shard * tensor))
     # Without FSDP2 (one rank) parameters are used where they lie.
+    fsdp = ranks > 1 or (reference > 0 and _reference_on_host(config))
     held = (layer - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
-    gathered = 2 * max(root * computed, held) // tensor if ranks > 1 else 0
+    gathered = 2 * max(root * computed, held) // tensor if fsdp else 0
     gathered += max(quantized, default=0) * computed
     whole_gradients = 0
     if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
@@ -136,6 +142,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         parameters=-(-(base + adapters * BYTES["float32"]) // (shard * tensor)),
         gradients=trained_bytes + whole_gradients,
         optimizer=2 * trained_bytes,
+        reference=reference,
         gathered=gathered,
         activations=tokens * per_token * computed // tensor,
         logits=all_logits if head.logprob_head == "full" else min(all_logits, budget),
@@ -157,10 +164,19 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
 
 def _beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
-    kept = memory.total - memory.slots - memory.optimizer
+    kept = memory.total - _on_host(config, memory) - memory.optimizer
     if config.inference.sleep_level:
-        kept = memory.parameters
+        kept = memory.parameters + (0 if _reference_on_host(config) else memory.reference)
     return kept + (0 if config.inference.offload_optimizer else memory.optimizer)
+
+
+def _reference_on_host(config: JobConfig) -> bool:
+    return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload
+
+
+def _on_host(config: JobConfig, memory: MemoryEstimate) -> int:
+    """Bytes of the estimate that are no device's."""
+    return memory.slots + (memory.reference if _reference_on_host(config) else 0)
 
 
 def _colocated(config: JobConfig) -> bool:
@@ -198,11 +214,15 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
             f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
             *_slots(config, memory),
             f"memory estimate per rank: {_size(memory.total)}",
-            *(f"  {part}: {_size(size)}" for part, size in vars(memory).items()),
+            *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
         if _colocated(config) or shares_devices(config):
             lines += _describe_shared(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _where(config: JobConfig, part: str) -> str:
+    return " of host memory" if part == "reference" and _reference_on_host(config) else ""
 
 
 def _slots(config: JobConfig, memory: MemoryEstimate) -> list[str]:
@@ -219,7 +239,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     assert engine is not None
     inference = config.inference
     beside = _beside_generation(config, memory)
-    training = memory.total - memory.slots + (0 if inference.sleep_level else engine.total)
+    training = memory.total - _on_host(config, memory) + (0 if inference.sleep_level else engine.total)
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, not one sequence has room"
     cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
