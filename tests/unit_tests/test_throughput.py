@@ -11,11 +11,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit_tests.test_gradient_independence import make_batch
 from tests.unit_tests.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.components.throughput import Passes, model_flops, throughput
+from torchtitan.config.job_config import Lora
 from torchtitan.distributed import device
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Sample
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
+
+
+def products(counter: FlopCounterMode) -> int:
+    """Operations of products with weights."""
+    counted = counter.get_flop_counts()["Global"]
+    return sum(count for name, count in counted.items() if str(name).split(".")[-1] in PRODUCTS)
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -27,14 +34,36 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     trainer, batch = SpiedTrainer(config), make_batch(0)
     with FlopCounterMode(display=False) as counter:
         metrics = trainer.train_batch(batch, lambda: True, lambda: None).metrics
-    counted = counter.get_flop_counts()["Global"]
-    by_weights = sum(count for name, count in counted.items() if str(name).split(".")[-1] in PRODUCTS)
     flops = model_flops(trainer.policy.args, batch.samples, trainer._passes())
     attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
     # The head leaves out tokens without weight.
-    assert flops - attention == pytest.approx(by_weights, rel=0.02)
+    assert flops - attention == pytest.approx(products(counter), rel=0.02)
     assert metrics["tflops_per_rank"] == pytest.approx(flops / metrics["time/train_s"] / 1e12)
     assert "mfu" not in metrics
+
+
+def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: Callable[..., Path]) -> None:
+    def count(*saved: str) -> tuple[int, float]:
+        """(what torch counts without the adapters' own products, what we do without attention)"""
+        config = run_config(tiny_checkpoint("qwen3", tied=False))
+        config.model.logprob_head = "full"
+        # Trained norms cost nothing here, but have gradients go through all of the first layer.
+        config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
+        trainer, batch = SpiedTrainer(config), make_batch(0)
+        with FlopCounterMode(display=False) as counter:
+            trainer.train_batch(batch, lambda: True, lambda: None)
+        args, samples = trainer.policy.args, batch.samples
+        tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
+        adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens
+        flops = model_flops(args, samples, trainer._passes())
+        return products(counter) - adapters, flops - attention_flops(args, samples, 3)
+
+    torch_alone, ours_alone = count()
+    assert ours_alone == pytest.approx(torch_alone, rel=0.02)
+    for saved in (["v_proj", "down_proj"], ["lm_head"], ["norm", "embed_tokens"]):
+        by_torch, ours = count(*saved)
+        assert ours == pytest.approx(by_torch, rel=0.02)
+        assert ours - ours_alone == pytest.approx(by_torch - torch_alone, rel=0.02)
 
 
 def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> float:
@@ -55,7 +84,7 @@ def test_a_public_model_by_hand() -> None:
     trained = model_flops(args, [sample], Passes(1))
     assert trained == 6 * weights + attention_flops(args, [sample], 3)
     # With adapters alone trained, backward needs no gradients of weights.
-    assert trained - model_flops(args, [sample], Passes(1, frozen=True)) == 2 * weights
+    assert trained - model_flops(args, [sample], Passes(1, updated=())) == 2 * weights
     assert model_flops(args, [sample], Passes(2, 1)) == pytest.approx(trained * 7 / 3)
 
 

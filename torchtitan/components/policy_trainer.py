@@ -139,7 +139,8 @@ class PolicyTrainer:
     def _passes(self) -> Passes:
         grpo = self.config.grpo
         scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
-        return Passes(grpo.num_iterations, scored, frozen=self.config.lora.rank > 0)
+        lora = self.config.lora
+        return Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo, functions = self.config.grpo, self.config.rewards.functions

@@ -17,26 +17,29 @@ class Passes:
     """Forward and backward"""
     scored: int = 0
     """Forward alone, with the head: recomputed and reference log-probs"""
-    frozen: bool = False
-    """Weights have no gradients (adapters and what is saved beside them do; those operations are not counted)"""
+    updated: Sequence[str] | None = None
+    """Modules whose weights have gradients; None: all of them (adapters have, too; their operations are not counted)"""
 
 
 def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> float:
     """What the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two operations per weight and token
     forward and four backward, causal attention over each sequence, the head over completion tokens. What is computed
-    twice to save memory does not count."""
+    twice to save memory does not count, nor do gradients of weights that stay as they are."""
     query = args.num_attention_heads * args.head_dim
-    key_value = args.num_key_value_heads * args.head_dim
-    layer = args.hidden_size * (2 * query + 2 * key_value + 3 * args.intermediate_size)
     # The last token of a sequence is predicted, and goes in nowhere.
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
     completions = sum(len(sample.completion_ids) for sample in samples)
-    by_weights = args.num_hidden_layers * layer * sum(lengths) + args.vocab_size * args.hidden_size * completions
+    by_weights = {
+        name: args.num_hidden_layers * rows * columns * sum(lengths)
+        for name, (rows, columns) in args.projection_shapes().items()
+    }
+    by_weights["lm_head"] = args.vocab_size * args.hidden_size * completions
+    forward = sum(by_weights.values())
+    gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
     attention = args.num_hidden_layers * query * sum(length**2 for length in lengths)
-    backward = 1 if passes.frozen else 2
-    return 2.0 * by_weights * (passes.scored + (1 + backward) * passes.trained) + 2.0 * attention * (
-        passes.scored + 3 * passes.trained
-    )
+    # Backward are the gradients of what goes into a weight, and those of the weight.
+    products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
+    return 2.0 * products + 2.0 * attention * (passes.scored + 3 * passes.trained)
 
 
 def throughput(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:
