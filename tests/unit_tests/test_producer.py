@@ -273,12 +273,10 @@ def test_rewards_that_always_fail_stop_the_run() -> None:
 
 def test_no_batch_in_time_is_none_and_too_long_is_an_error() -> None:
     actors = FakeActors(delay=lambda request: 60.0)
-    with running(make_config(data_timeout_s=0.3), actors) as producer:
-        started = time.monotonic()
+    with running(make_config(data_timeout_s=1.0), actors) as producer:
         assert producer.next_batch(0, 0.0) is None
         assert producer.next_batch(0, 0.05) is None
-        assert time.monotonic() - started < 0.25
-        with pytest.raises(UserError, match=r"no completion arrived for 0.3 s.*actor-0 ready"):
+        with pytest.raises(UserError, match=r"no completion arrived for 1 s.*actor-0 ready"):
             while True:
                 assert producer.next_batch(0, 0.1) is None
 

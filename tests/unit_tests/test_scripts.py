@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +135,13 @@ def config(tmp_path: Path, model: Path) -> Path:
 
 
 def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, model: Path, config: Path) -> None:
-    started = time.monotonic()
     done, calls = slurm(
         tmp_path, ["--training.steps", "9"], CONFIG_FILE=str(config), MODEL=str(model), TRAIN_NODES="2",
         SERVERS_PER_NODE="2", ENGINE="sglang", ENGINE_ARGS="--seed 3", AGENT_ARGS="--dtype bfloat16",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # The servers' steps are told to end when the training has, and nothing else is.
-    assert calls.count("stopped") == 2 and time.monotonic() - started < 50
+    assert calls.count("stopped") == 2
     words = [call for call in calls if call != "stopped"]
     assert len({token for _, token in words}) == 1 and len(words[0][1]) > 20
     servers = sorted(

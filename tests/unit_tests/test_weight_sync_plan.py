@@ -100,11 +100,12 @@ def test_publisher_never_blocks_on_a_dead_courier(tmp_path: Path) -> None:
     for serial in range(2):
         assert publisher.reserve()
         publisher.snapshot(serial, serial + 1)
-    begun = time.perf_counter()
+    assert publisher.doorbell.gettimeout() == 0
     for _ in range(20000):
         assert not publisher.reserve()
-    assert time.perf_counter() - begun < 5
     assert publisher.slots.misses == 20000
+    # More rings than the bell holds: those that found no room are gone, and nobody waited for room.
+    assert 0 < len(publisher.courier_bell.recv(20000)) < 20000
     publisher.courier_bell.close()
     assert not publisher.reserve()
     publisher.doorbell.close()
