@@ -218,8 +218,10 @@ def main() -> None:
         arguments.width //= 2
     if arguments.quick:
         arguments.width, arguments.rows, arguments.steps, arguments.block = 128, 512, 20, 10
+    # A server takes half a minute to start, and one shows that it works.
+    count = 1 if arguments.quick and arguments.backend == "vllm" else ACTORS
     trainer_core, other_core = common.two_cores()
-    names = [f"actor-{number}" for number in range(ACTORS)]
+    names = [f"actor-{number}" for number in range(count)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trainer: Trainer | PolicyTrainer
@@ -239,7 +241,7 @@ def main() -> None:
             actors = start_vllm(job, names, other_core, folder / "model", stack)
         common.run_on(trainer_core)
         job.publish(not job.sync.reserve())
-        job.applied_everywhere(ACTORS)
+        job.applied_everywhere(count)
         benchmark = Benchmark(trainer, job, actors)
         for turn in range(-(-arguments.steps // arguments.block)):
             for condition in CONDITIONS[:: 1 if turn % 2 == 0 else -1]:
@@ -252,7 +254,7 @@ def main() -> None:
     conditions = {
         **{name: value for name, value in vars(arguments).items() if name != "json"},
         "bytes_per_version": 4 * trainer.elements,
-        "actors": ACTORS,
+        "actors": count,
         "trainer_core": trainer_core,
         "other_core": other_core,
         "torch": torch.__version__,
