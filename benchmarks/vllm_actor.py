@@ -81,6 +81,8 @@ class Process:
         self.token, self.log = secrets.token_urlsafe(12), folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_ENV: self.token}
+        # All of it is going to be killed, which leaves its sockets where they are.
+        environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         end = command.index("--") if "--" in command else len(command)
         whole = [*command[:end], "--port-file", str(self._port_file), *command[end:]]
         with self.log.open("wb") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,21 @@ import psutil
 import pytest
 
 from tests.engines.processes import ROOT, Processes
+from torchtitan.inference.engine_folder import PREFIX
 
 RUN_SECONDS = 300.0
 STEPS = 40
 
 
 def start(
-    processes: Processes, python: Path, checkpoint: Path, dump: Path, ranks: int, steps: int, *options: str
+    processes: Processes,
+    python: Path,
+    checkpoint: Path,
+    dump: Path,
+    ranks: int,
+    steps: int,
+    *options: str,
+    **environment: str,
 ) -> None:
     """The run of train_configs/debug_cpu_vllm_colocate.toml on that many ranks."""
     processes.start(
@@ -35,6 +44,7 @@ def start(
             "--metrics.log_freq", "1",
             *options,
         ],
+        **environment,
     )  # fmt: skip
 
 
@@ -85,9 +95,17 @@ def test_two_ranks_share_one_engine(
 ) -> None:
     """FSDP2 over two ranks, whose engine is tensor parallel: the same samples as of one rank, the same rewards."""
     options = ["--inference.tensor_parallel_size", "2", "--eval.enable", "false"]
-    start(processes, vllm_python, debug_checkpoint, tmp_path, 2, 6, *options)
     alone = [row for row in one_rank if "reward/mean" in row][:6]
-    rows = finish(processes, tmp_path)
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        start(processes, vllm_python, debug_checkpoint, tmp_path, 2, 6, *options, TMPDIR=temporary)
+
+        def sockets() -> list[Path]:
+            return [path for path in Path(temporary).rglob("*") if path.is_socket()]
+
+        processes.wait("run", lambda: bool(sockets()), RUN_SECONDS)
+        assert {path.parent.name[: len(PREFIX)] for path in sockets()} == {PREFIX}
+        rows = finish(processes, tmp_path)
+        assert sockets() == [] and not list(Path(temporary).glob(f"{PREFIX}*"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # Sums in another order: later a token here and there falls the other way.
     assert rows[0]["reward/mean"] == pytest.approx(alone[0]["reward/mean"], abs=1e-6)

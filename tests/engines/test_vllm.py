@@ -22,6 +22,7 @@ from tests.distributed_launcher import run_distributed
 from tests.engines.processes import Processes
 from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
 from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.engine_folder import PREFIX
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 
@@ -301,8 +302,12 @@ def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
 def kill_and_replace(server: Server, trainer: Trainer) -> None:
     """The engine's worker dies; a new server takes its place under the same name."""
     agent = psutil.Process(server.actor.health()["pid"])
+    places = [one.laddr for child in agent.children(recursive=True) for one in child.net_connections("unix")]
+    sockets = {Path(place) for place in places if place.startswith("/")}
+    assert sockets and all(path.is_socket() and path.parent.name.startswith(PREFIX) for path in sockets)
     server.actor.workers()[0].send_signal(signal.SIGKILL)
     assert agent.wait(60) == 1, "without its engine the agent ends too"
+    assert not [path for path in sockets if path.parent.exists()]
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
     server.hold.unlink(missing_ok=True)
     server.begun.unlink(missing_ok=True)

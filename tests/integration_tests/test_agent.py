@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -52,6 +53,11 @@ def engine_of(tmp_path: Path) -> psutil.Process:
     return psutil.Process(int((tmp_path / "pid").read_text()))
 
 
+def socket_of(tmp_path: Path) -> Path:
+    """Which the engine has made and never removes."""
+    return Path((tmp_path / "socket").read_text())
+
+
 def ready(run: Run, times: int) -> Callable[[], bool]:
     return lambda: len(run.events("actor_ready", "actor-0")) >= times
 
@@ -85,22 +91,28 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
     with foreign(tmp_path) as run:
         run.steps_until(ready(run, 1))
         agent, engine = run.process_of("actor-0"), engine_of(tmp_path)
+        killed = socket_of(tmp_path)
+        assert killed.is_socket() and killed.parent != Path(tempfile.gettempdir())
         engine.kill()
         run.steps_until(ready(run, 2))
-        assert not agent.is_running()
+        assert not agent.is_running() and not killed.parent.exists()
         (evicted,) = run.events("actor_evicted", "actor-0")
         assert evicted["noticed_by"] in ("exit", "generate", "health") or "sync" in evicted["noticed_by"]
         assert "the engine was killed by SIGKILL" in (run.run_dir / "logs" / "actor-0.log").read_text()
         run.step()
 
         # The other way round: nothing of an engine outlives its agent.
-        agent, engine = run.process_of("actor-0"), engine_of(tmp_path)
+        agent, engine, orphan = run.process_of("actor-0"), engine_of(tmp_path), socket_of(tmp_path)
+        assert orphan.is_socket()
         agent.kill()
         run.steps_until(ready(run, 3))
         psutil.wait_procs([engine], timeout=10)
-        assert not engine.is_running()
+        assert not engine.is_running() and not orphan.parent.exists()
         run.step()
+        last = socket_of(tmp_path)
+        assert last.is_socket()
     check(run)
+    assert not last.parent.exists()
 
 
 def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ them. Files in the folder that FAKE_ENGINE names change what it does:
 
 As SGLang's scheduler it ends where it is to give memory back and has a request, to take memory that it has, or to
 compute without. Weights that are given back are lost unless it was started with --enable-weights-cpu-backup. The file
-`slept` gets a line for every order.
+`slept` gets a line for every order. It has a socket among the temporary files, too, and `socket` says where.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import hmac
 import json
 import os
 import random
+import socket
 import struct
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -233,6 +235,10 @@ def main() -> None:
     arguments, _ = parser.parse_known_args(sys.argv[1 : sys.argv.index("--")])
     (Path(os.environ["FAKE_ENGINE"]) / "pid").write_text(str(os.getpid()))
     end_with_parent(arguments.parent_pid, whole_group=True)
+    listening = socket.socket(socket.AF_UNIX)
+    place = tempfile.mktemp()
+    listening.bind(place)
+    (Path(os.environ["FAKE_ENGINE"]) / "socket").write_text(place)
     asyncio.run(serve(arguments))
 
 

@@ -11,12 +11,12 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load_engine
+from torchtitan.inference.engine_folder import engine_folder
 from torchtitan.inference.parent_watch import end_with_parent
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
@@ -84,7 +84,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env: str, folder: str) -> EngineOptions:
+def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env: str, folder: Path) -> EngineOptions:
     """What the engine's entry gets to know. Raises UserError: no such route, or the engine is not installed."""
     from torchtitan.inference.agent.command import find_python
 
@@ -96,7 +96,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
         model=arguments.model,
         python="" if arguments.url else find_python(engine.name, arguments.python),
         route=route,
-        port_file=Path(folder) / "engine.port",
+        port_file=folder / "engine.port",
         token_env=token_env,
         parent_pid=os.getpid(),
         host=arguments.host,
@@ -116,7 +116,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
     )
 
 
-async def serve(arguments: argparse.Namespace, folder: str) -> int:
+async def serve(arguments: argparse.Namespace, folder: Path) -> int:
     """Run engine and agent until SIGTERM, SIGINT or the engine's end; returns the exit code."""
     from torchtitan.inference.agent.running import RunningAgent
 
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
     if arguments.parent_pid:
         end_with_parent(arguments.parent_pid)
     try:
-        with tempfile.TemporaryDirectory(prefix="torchtitan-agent-") as folder:
+        with engine_folder() as folder:
             return asyncio.run(serve(arguments, folder))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

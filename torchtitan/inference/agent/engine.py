@@ -54,6 +54,11 @@ class EngineOptions:
     arguments: tuple[str, ...] = ()
     """Passed to the engine's own command line, untouched and last"""
 
+    @property
+    def folder(self) -> Path:
+        """For the engine's sockets: see engine_folder.py"""
+        return self.port_file.parent
+
 
 class ForeignEngine(Protocol):
     """An engine's entry: `ENGINE` in torchtitan.inference.<name>.engine. Imports neither the engine nor torch."""

@@ -32,7 +32,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     if config.inference.mode != "colocate" or config.rollout.replay:
         yield None
         return
-    from torchtitan.inference.colocated.vllm_engine import VllmEngine
+    from torchtitan.inference.colocated.vllm_engine import VllmEngine, own_sockets
 
     inference, rank = config.inference, device.rank()
     on_gpu = device.device().type == "cuda"
@@ -45,22 +45,23 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
             f"{config.training.seq_len} in its KV cache. Raise inference.sleep_level or inference.tensor_parallel_size,"
             " or set inference.offload_optimizer (--dry-run shows the memory plan)"
         )
-    engine = VllmEngine(
-        engine_arguments(config, memory, total),
-        log_file=run_dir / "logs" / f"vllm-{rank}.log",
-        sleep_level=inference.sleep_level,
-        keep_kv=inference.in_flight_kv == "keep",
-    )
-    offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
-    if inference.offload_optimizer and not on_gpu:
-        logger.warning("inference.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory")
-    replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload)
-    if rank == 0:
-        logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank", memory.kv_cache / GIB)
-    try:
-        yield replica
-    finally:
-        replica.close()
+    with own_sockets():
+        engine = VllmEngine(
+            engine_arguments(config, memory, total),
+            log_file=run_dir / "logs" / f"vllm-{rank}.log",
+            sleep_level=inference.sleep_level,
+            keep_kv=inference.in_flight_kv == "keep",
+        )
+        offload = OptimizerOffload(optimizer) if inference.offload_optimizer and on_gpu else None
+        if inference.offload_optimizer and not on_gpu:
+            logger.warning("inference.offload_optimizer does nothing on a CPU: the optimizer's state is in host memory")
+        replica = Replica(engine, rank, inference.tensor_parallel_size, inference.sleep_level > 0, offload)
+        if rank == 0:
+            logger.info("vLLM is up beside the trainer, %.2f GiB of KV cache per rank", memory.kv_cache / GIB)
+        try:
+            yield replica
+        finally:
+            replica.close()
 
 
 def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int | None) -> dict[str, Any]:

@@ -22,8 +22,10 @@ import torch
 
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.engine import SampleRefused
+from torchtitan.inference.engine_folder import engine_folder
 from torchtitan.inference.labels import parse_label
 from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan
+from torchtitan.inference.vllm.engine import SOCKETS
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,21 @@ class VllmEngine:
         # vLLM would end the process group too, which is the trainer's.
         with mock.patch.object(groups, "destroy_distributed_environment", lambda: None):
             self._engine.engine_core.shutdown()
+
+
+@contextlib.contextmanager
+def own_sockets() -> Iterator[None]:
+    """Around an engine: its sockets lie in a folder of its own, unless somebody has said where. Once per process, since
+    vLLM remembers the first place."""
+    if SOCKETS in os.environ:
+        yield
+        return
+    with engine_folder() as folder:
+        os.environ[SOCKETS] = str(folder)
+        try:
+            yield
+        finally:
+            del os.environ[SOCKETS]
 
 
 def _completion(output: Any) -> Completion:

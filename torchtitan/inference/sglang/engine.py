@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, Route
@@ -67,6 +69,10 @@ class SGLang:
             theirs.append(NO_OVERLAP)  # see control.py
         # Its server in Rust would not ask for our token, whoever asked for that one in this shell.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
+        # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        environment["TMPDIR"] = str(options.folder)
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             if options.tensor_parallel_size > 1:

@@ -16,6 +16,8 @@ from torchtitan.tools.gpus import has_gpu
 GIGABYTE = 2**30
 # Its own way of taking weights. Options that are handed through come after it, and so count.
 ENGINE_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+# Where its sockets lie, unless somebody has said that already.
+SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
 CPU_ARGUMENTS = (
     # Nothing is compiled: on a CPU that takes longer than what it saves in a run of minutes.
@@ -59,6 +61,8 @@ class VLLM:
         memory_gb = options.memory_gb
         # Its /collective_rpc would unpickle what it is sent, whoever asked for that in this shell.
         environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+        if SOCKETS not in os.environ:
+            environment[SOCKETS] = str(options.folder)
         if not has_gpu():
             # vLLM would have every actor on the same cores, and take nearly all of the machine's memory for each.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
