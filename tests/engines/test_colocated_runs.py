@@ -27,6 +27,7 @@ def start(
     ranks: int,
     steps: int,
     *options: str,
+    threads: int = 1,
     **environment: str,
 ) -> None:
     """The run of train_configs/debug_cpu_vllm_colocate.toml on that many ranks."""
@@ -34,12 +35,12 @@ def start(
         "run",
         [
             python, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", str(ranks),
-            "-m", "torchtitan.grpo_train",
+            "-m", "tests.engines.telling_train",
             "--job.config_file", ROOT / "train_configs" / "debug_cpu_vllm_colocate.toml",
             "--model.hf_assets_path", checkpoint,
             "--job.dump_folder", dump,
             "--training.steps", str(steps),
-            "--training.threads", "1",
+            "--training.threads", str(threads),
             "--checkpoint.interval", "1000",
             "--metrics.log_freq", "1",
             *options,
@@ -118,8 +119,12 @@ def test_two_ranks_share_one_engine(
 def test_asked_to_stop_it_saves_and_leaves_nothing(
     vllm_python: Path, debug_checkpoint: Path, processes: Processes, tmp_path: Path
 ) -> None:
-    """A signal in the middle: the checkpoint is written, and all processes and shared memory are gone."""
-    start(processes, vllm_python, debug_checkpoint, tmp_path, 1, 1000, "--eval.enable", "false")
+    """A signal in the middle: the checkpoint is written, and all processes and shared memory are gone.
+
+    Until then it has computed on the threads that it was told to, though vLLM takes torch's function for that away.
+    """
+    # The environment says one.
+    start(processes, vllm_python, debug_checkpoint, tmp_path, 1, 1000, "--eval.enable", "false", threads=2)
     metrics = tmp_path / "latest" / "metrics.jsonl"
     processes.wait("run", lambda: metrics.exists() and len(rows_of(tmp_path)) >= 2, RUN_SECONDS)
     run = processes._running["run"]
@@ -129,6 +134,7 @@ def test_asked_to_stop_it_saves_and_leaves_nothing(
     assert code == 128 + signal.SIGTERM, processes.tail("run")
     text = processes.log("run").read_text()
     assert "Traceback" not in text
+    assert "threads of torch: 2" in text
     assert "terminate called" not in text
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     assert list((tmp_path / "latest" / "checkpoint").glob("step-*"))
