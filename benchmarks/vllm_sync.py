@@ -1,6 +1,7 @@
 """One version into a real vLLM server that generates: our backend against vLLM's own trainer API.
 
     python benchmarks/vllm_sync.py --json
+    python benchmarks/vllm_sync.py --layers 28 --vocabulary 151936 --json     (as large as Qwen3-0.6B)
 
 Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; four requests generate all the time.
 
@@ -45,6 +46,7 @@ from benchmarks import common  # noqa: E402
 from benchmarks.small_trainer import Job  # noqa: E402
 from benchmarks.vllm_actor import (  # noqa: E402
     TOKEN_ENV,
+    VOCABULARY,
     Process,
     Streams,
     VLLMActor,
@@ -190,12 +192,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024, help="with 12 layers: 206 million parameters")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.turns, arguments.layers, arguments.hidden = 1, 2, 128
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        elements = make_model(folder / "model", arguments.layers, arguments.hidden)
+        elements = make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
         ours, theirs = (way(folder / "model", folder, stack) for way in (Ours, Theirs))
         ways = {
             "ours": Turns(ours.join(), ours.token, ours.update),

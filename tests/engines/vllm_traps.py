@@ -158,6 +158,11 @@ def main(model: str, other: str, *only: str) -> None:
             engine.load(iter(new.items()))
         engine.llm.reset_prefix_cache()
 
+    def load_twice_without_repacking() -> None:
+        with contextlib.suppress(loading.IncompleteVersion):
+            load_without_repacking(noticed=True)
+        load_without_repacking(noticed=True)
+
     def load_and_look() -> None:
         """Which layers still have packed weights when the first new ones are asked for."""
 
@@ -209,6 +214,7 @@ def main(model: str, other: str, *only: str) -> None:
     record("stale_head", lambda: load_without_repacking(noticed=False))
     results["checksums_stale_head"] = engine.checksums()
     record("stale_head_noticed", lambda: load_without_repacking(noticed=True))
+    record("stale_head_noticed_again", load_twice_without_repacking)
     record("one_model_at_a_time", load_and_look)
     record("stale_prefix", lambda: load_all(reset=False))
     record("reused_buffer", load_from_a_buffer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import os
+import importlib
 import shutil
 import signal
 import socket
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from torchtitan.inference import engine_folder as module
 from torchtitan.inference.agent.engine import EngineOptions
@@ -52,6 +53,21 @@ def test_nothing_is_left_of_it(temporary: Path) -> None:
         assert folder != other and folder.parent == temporary and folder.stat().st_mode & 0o077 == 0
         leave_socket(folder)
     assert list(temporary.iterdir()) == []
+
+
+def test_another_machines_folder_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where temporary files are shared: its lock is not seen here."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    others = temporary / f"{importlib.reload(module).PREFIX}12345678"
+    others.mkdir()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with importlib.reload(module).engine_folder():
+        assert others.is_dir() and len(list(temporary.iterdir())) == 2
+    own = temporary / f"{module.PREFIX}12345678"
+    own.mkdir()
+    with module.engine_folder():
+        assert others.is_dir() and not own.exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, None])
@@ -114,7 +130,7 @@ def test_engines_get_it_unless_somebody_has_said_where(monkeypatch: pytest.Monke
     assert VLLM.command(options)[1]["VLLM_RPC_BASE_PATH"] == "/tmp/short"
     sglang = SGLANG.command(options)[1]
     assert sglang["TMPDIR"] == "/tmp/short"
-    assert sglang["TORCHINDUCTOR_CACHE_DIR"] == f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    assert sglang["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
     assert "VLLM_RPC_BASE_PATH" not in VLLM.command(options)[1]

@@ -9,9 +9,11 @@ import sys
 import pytest
 
 FAULTS = """
-import resource, sys, torch
+import ctypes, resource, sys, torch
 from torchtitan.tools.freed_memory import keep_freed_memory
-kept, pages = sys.argv[1], int(sys.argv[2])
+kept, block_bytes = sys.argv[1], int(sys.argv[2])
+pages = block_bytes // resource.getpagesize()
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages: each page is a fault
 if kept != "nothing":
     keep_freed_memory(large=kept == "all")
 
@@ -20,7 +22,7 @@ def faults():
 
 for turn in range(24):
     before = faults()
-    block = torch.ones(pages * 4096, dtype=torch.uint8)
+    block = torch.ones(block_bytes, dtype=torch.uint8)
     print((faults() - before) / pages)
     del block
 """
@@ -32,7 +34,7 @@ for turn in range(24):
 )
 def test_what_is_kept_costs_no_faults_again(kept: str, megabytes: int, again: bool) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, kept, str((megabytes << 20) // 4096)],
+        [sys.executable, "-c", FAULTS, kept, str(megabytes << 20)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -154,18 +154,23 @@ def compare_layouts(directory: str, layouts: list[Layout], reference: str, scrat
                 and all(torch.equal(exported[name], original[name]) for name in original),
             }
         )
-    _check_deadline(dims)
+    _check_deadline(dims, Path(scratch))
     return report
 
 
-def _check_deadline(dims: ParallelDims) -> None:
+def _check_deadline(dims: ParallelDims, scratch: Path) -> None:
     """The last thing that these ranks do together: a collective that a rank stays away from ends in time."""
     device.set_timeouts(1, dims.groups)
+    ended = scratch / "it ended"
     if device.rank() == 0:
         with pytest.raises(RuntimeError, match="[Tt]imed out waiting 1000ms"):
             collectives.all_reduce_sum(torch.ones(1))
+        ended.touch()
     else:
-        time.sleep(2)
+        # A rank that left would end it by its closed connection.
+        deadline = time.monotonic() + 60
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _check_collectives(scratch: Path) -> None:

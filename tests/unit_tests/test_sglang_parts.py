@@ -268,6 +268,7 @@ def test_files_stay_until_the_last_worker_has_had_time_to_read_them(
 
 def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_engine, "usable_cores", lambda: [0, 1, 4, 5])
+    monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 1)
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
 
     def told(workers: int, gpu: bool = False) -> str | None:
@@ -277,5 +278,8 @@ def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) 
 
     assert [told(workers) for workers in (1, 2, 3, 5)] == [None, "0,1|4,5", "0|1|4,5", "0|0|1|4|5"]
     assert told(2, gpu=True) is None
+    monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 2)  # it gives each worker one by itself
+    assert told(2) is None and told(3) is not None
+    monkeypatch.setattr(sglang_engine, "numa_nodes", lambda: 1)
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "7|8")
     assert told(2) == "7|8"

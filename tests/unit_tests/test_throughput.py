@@ -42,10 +42,11 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     assert "mfu" not in metrics
 
 
-def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: Callable[..., Path], tied: bool) -> None:
     def count(*saved: str) -> tuple[int, float]:
         """(what torch counts without the adapters' own products, what we do without attention)"""
-        config = run_config(tiny_checkpoint("qwen3", tied=False))
+        config = run_config(tiny_checkpoint("qwen3", tied=tied))
         config.model.logprob_head = "full"
         # Trained norms cost nothing here, but have gradients go through all of the first layer.
         config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
@@ -60,7 +61,8 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
 
     torch_alone, ours_alone = count()
     assert ours_alone == pytest.approx(torch_alone, rel=0.02)
-    for saved in (["v_proj", "down_proj"], ["lm_head"], ["norm", "embed_tokens"]):
+    heads: list[list[str]] = [] if tied else [["lm_head"]]
+    for saved in (["v_proj", "down_proj"], ["norm", "embed_tokens"], *heads):
         by_torch, ours = count(*saved)
         assert ours == pytest.approx(by_torch, rel=0.02)
         assert ours - ours_alone == pytest.approx(by_torch - torch_alone, rel=0.02)

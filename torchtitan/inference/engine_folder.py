@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "torchtitan-engine-"
+# With the host in it: where machines share temporary files, locks on folders need not reach from one to the other.
+PREFIX = f"torchtitan-engine-{hashlib.blake2b(socket.gethostname().encode(), digest_size=3).hexdigest()}-"
 # The path of a unix socket has at most 107 bytes. vLLM's names are the longest: 36 characters behind a slash.
 LONGEST_FOLDER = 107 - 37
 RANDOM_PART = "12345678"
@@ -36,9 +39,9 @@ def engine_folder() -> Iterator[Path]:
 
 def _parent() -> Path:
     """Where temporary files belong, unless its path is too long for sockets below it."""
-    usual = Path(tempfile.gettempdir())
+    usual, short = Path(tempfile.gettempdir()), Path("/tmp")
     fits = len(os.fsencode(usual / f"{PREFIX}{RANDOM_PART}")) <= LONGEST_FOLDER
-    return usual if fits else Path("/tmp")
+    return usual if fits or not os.access(short, os.W_OK) else short
 
 
 def _make(parent: Path) -> tuple[Path, int | None]:

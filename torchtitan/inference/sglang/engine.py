@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.sglang.control import SGLangControl
-from torchtitan.tools.cores import usable_cores
+from torchtitan.tools.cores import numa_nodes, usable_cores
 from torchtitan.tools.gpus import has_gpu
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
@@ -70,13 +72,13 @@ class SGLang:
         # Its server in Rust would not ask for our token, whoever asked for that one in this shell.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
-        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
         environment["TMPDIR"] = str(options.folder)
         if on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
-            if options.tensor_parallel_size > 1:
-                # Without being told it wants a NUMA node for every worker.
+            if options.tensor_parallel_size > numa_nodes():
+                # Without being told it gives every worker a NUMA node, and ends where there are fewer.
                 own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
         return [*own, *theirs, *options.arguments], environment
@@ -93,6 +95,14 @@ class SGLang:
         from torchtitan.inference.sglang.disk import SGLangDiskHandOver
 
         return SGLangDiskHandOver(control, options)
+
+
+def _user() -> str:
+    """As torch names the folder of what it compiles."""
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a container without an entry for this user
+        return str(os.getuid())
 
 
 def cores_of_workers(workers: int, cores: list[int]) -> str:

@@ -26,7 +26,7 @@ from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.inference.vllm.spreading import Spread
-from torchtitan.tools.freed_memory import keep_freed_memory
+from torchtitan.tools.freed_memory import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import Served
 from torchtitan.weight_sync.worker import Worker
@@ -81,9 +81,6 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
                 # One receiving worker spreads a version over one tensor-parallel group.
                 raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
         self._mailbox = Mailbox()
-        if device.type == "cpu":
-            # The next version needs the same buffers; without this a quarter of a load is page faults.
-            keep_freed_memory(large=True)
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
@@ -143,12 +140,17 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
                 missing = str(failure)
         spread = Spread(group, self.device, tensors, missing)
         self._holds = None
+        if self.device.type == "cpu":
+            # The next version needs the same buffers; without this up to half of a load is page faults. Not before the
+            # first one: what the engine's start has freed has gone back.
+            keep_freed_memory(large=True)
         error: str | None = None
         try:
             load_weights(self.model, self.model_config, spread)
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)
+            return_freed_memory()
         spread.drain()
         error = spread.agree(error)
         # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.

@@ -47,6 +47,7 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
         raise IncompleteVersion(f"{len(missing)} of {len(expected)} parameters got no weights: {shown}")
+    _repack_padding(emptied.values())
     empty = [name for name, layer in emptied.items() if getattr(layer, PACKED) is None]
     if empty:
         raise IncompleteVersion(f"{len(empty)} layers got no weights: {', '.join(empty[:NAMES_SHOWN])}")
@@ -55,10 +56,20 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
 def _drop_packed_weights(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name that compute with a packed copy, as on CPUs, which is freed here. All of them first: the new
     ones take their memory then, and none beside it."""
-    packed = {name: layer for name, layer in model.named_modules() if layer.__dict__.get(PACKED) is not None}
+    # Also those that have none since a load that failed.
+    packed = {name: layer for name, layer in model.named_modules() if PACKED in layer.__dict__}
     for layer in packed.values():
         setattr(layer, PACKED, None)
     return packed
+
+
+def _repack_padding(emptied: Iterable[nn.Module]) -> None:
+    """The vocabulary's rows of a tensor-parallel rank may all be padding: nothing is loaded into them, ever."""
+    for layer in emptied:
+        if getattr(layer, PACKED) is None and isinstance(layer, VocabParallelEmbedding):
+            rows = layer.shard_indices
+            if rows.num_org_elements + rows.num_added_elements == 0:
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 def _abandon(model: nn.Module, model_config: ModelConfig) -> None:
