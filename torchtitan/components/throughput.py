@@ -33,15 +33,11 @@ def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> f
         name: args.num_hidden_layers * rows * columns * sum(lengths)
         for name, (rows, columns) in args.projection_shapes().items()
     }
-    by_weights["lm_head"] = args.vocab_size * args.hidden_size * completions
-    forward = sum(by_weights.values())
     # A tied head's weight is the embedding's, and trained under that name.
-    trained_as = {"lm_head": "embed_tokens" if args.tie_word_embeddings else "lm_head"}
-    gradients = sum(
-        operations
-        for name, operations in by_weights.items()
-        if passes.updated is None or trained_as.get(name, name) in passes.updated
-    )
+    head = "embed_tokens" if args.tie_word_embeddings else "lm_head"
+    by_weights[head] = args.vocab_size * args.hidden_size * completions
+    forward = sum(by_weights.values())
+    gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
     attention = args.num_hidden_layers * query * sum(length**2 for length in lengths)
     # Backward are the gradients of what goes into a weight, and those of the weight.
     products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
