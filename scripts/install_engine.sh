@@ -91,9 +91,12 @@ done < <("$python" -m pip config get global.find-links 2>/dev/null || true)
 overriding=()
 [[ -f "$overrides" ]] && overriding=(--override "$overrides")
 said="$place/install.log"
+# Where no bytecode is ever written, every server would compile its thousands of modules anew.
+compiling=()
+[[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] && compiling=(--compile-bytecode)
 # --verify-hashes: a requirement with a checksum is held to it.
 install() {
-    "$place/bin/uv" pip install --quiet --verify-hashes --python "$python" "${found[@]}" "$@" >"$said" 2>&1 && return
+    "$place/bin/uv" pip install --quiet --verify-hashes --python "$python" "${found[@]}" "${compiling[@]}" "$@" >"$said" 2>&1 && return
     cat "$said" >&2
     if grep -qi 'hash mismatch' "$said"; then
         say "A PACKAGE OF $engine IS NOT THE ONE THAT IS PINNED (see above); nothing of it is used"

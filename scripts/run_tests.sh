@@ -17,6 +17,8 @@ say "ruff format --check"
 say "mypy"
 "$PYTHON" -m mypy
 say "pytest"
+# Hundreds of processes are started: compiling our modules and the engines' in each would double their start.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [[ -z "${TEST_WORKERS:-}" ]]; then
     TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.tools.cores import usable_cores; print(min(2, len(usable_cores())))')"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 10.0
+from tests.patience import PATIENCE_S
 
 
 def journal_of(run_dir: Path, event: str, at_least: int = 0) -> list[dict[str, Any]]:

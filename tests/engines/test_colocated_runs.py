@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.engines.processes import ROOT, Processes
+from tests.patience import PATIENCE_S
 from torchtitan.inference.engine_folder import PREFIX
 
 RUN_SECONDS = 300.0
@@ -130,7 +131,7 @@ def test_asked_to_stop_it_saves_and_leaves_nothing(
     run = processes._running["run"]
     children = psutil.Process(run.pid).children(recursive=True)
     os.kill(run.pid, signal.SIGTERM)
-    code = run.wait(60)
+    code = run.wait(PATIENCE_S)
     assert code == 128 + signal.SIGTERM, processes.tail("run")
     text = processes.log("run").read_text()
     assert "Traceback" not in text

@@ -10,11 +10,12 @@ import pytest
 
 from tests.engines.models import greedy, log_probs
 from tests.engines.processes import Processes
+from tests.patience import PATIENCE_S
 
 
 def version_of(python: Path, package: str) -> str:
     command = [python, "-c", f"import importlib.metadata as m; print(m.version({package!r}))"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout.strip()
 
 
 def test_vllm_is_the_one_that_was_tried(vllm_python: Path) -> None:

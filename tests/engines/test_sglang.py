@@ -25,6 +25,7 @@ import torch
 from tests.engines import adapter_trainer, sglang_holding
 from tests.engines.models import END, greedy, log_probs
 from tests.engines.processes import ROOT, Processes
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.engines import find_engine
@@ -72,7 +73,7 @@ class Agent:
         request = GenerateRequest("r", PROMPT, SamplingParameters(**{"stop_token_ids": [END], **sampling}))
         return self.ask(lambda handler: handler.generate(request, 60.0))
 
-    def wait_for_version(self, version: int, epoch: str, seconds: float = 60.0) -> None:
+    def wait_for_version(self, version: int, epoch: str, seconds: float = PATIENCE_S) -> None:
         end = time.monotonic() + seconds
         while ((health := self.health()).epoch, health.version) != (epoch, version) or not health.serves:
             assert time.monotonic() < end, f"{health}\n{self.processes.tail(self.name)}"
@@ -103,7 +104,7 @@ class Trainer:
             ):
                 mine.copy_(new)
         self.version += 1
-        end = time.monotonic() + 20
+        end = time.monotonic() + PATIENCE_S
         while not self.sync.reserve():
             assert time.monotonic() < end
             time.sleep(0.05)
@@ -370,7 +371,7 @@ def test_adapters_are_merged(
 
 def wait_until_lost(agent: Agent) -> None:
     """It notices that its engine holds what it has not put there, and asks to be connected anew."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_S
     while (health := agent.health()).serves:
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -472,7 +473,7 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
         stuck = 0
         # The trainer has another batch to train, and publishes its version.
         for _ in range(30):
-            with urllib.request.urlopen(ask, timeout=10) as response:
+            with urllib.request.urlopen(ask, timeout=PATIENCE_S) as response:
                 state = json.load(response)["weights"]["state"]
             stuck += state == "APPLYING"
             if stuck == 5:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from tests.distributed_launcher import run_distributed
 from tests.engines.processes import Processes
 from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
+from tests.patience import PATIENCE_S
 from torchtitan.inference.agent.http_control import AdminClient
 from torchtitan.inference.engine_folder import PREFIX
 from torchtitan.inference.types import Completion
@@ -306,7 +307,7 @@ def kill_and_replace(server: Server, trainer: Trainer) -> None:
     sockets = {Path(place) for place in places if place.startswith("/")}
     assert sockets and all(path.is_socket() and path.parent.name.startswith(PREFIX) for path in sockets)
     server.actor.workers()[0].send_signal(signal.SIGKILL)
-    assert agent.wait(60) == 1, "without its engine the agent ends too"
+    assert agent.wait(PATIENCE_S) == 1, "without its engine the agent ends too"
     assert not [path for path in sockets if path.parent.exists()]
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
     server.hold.unlink(missing_ok=True)
@@ -389,7 +390,7 @@ def check_two_ranks(actor: Actor, model: Path, folder: Path, dtype: str, toleran
     # Greedy: nothing is more likely than what was taken, within what the dtype can tell apart.
     assert float((rows[len(PROMPT) - 1 :].max(-1).values - torch.tensor(expected[len(PROMPT) - 1 :])).max()) < tolerance
     (folder / "seen").touch()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert not failures and max(shares) == 0.5, failures
 
 

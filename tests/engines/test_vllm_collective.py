@@ -17,6 +17,7 @@ from tests.engines import adapter_trainer
 from tests.engines.processes import Processes
 from tests.engines.test_vllm import FP32_TOLERANCE, PROMPT, check_serves_newest, differences
 from tests.engines.vllm_job import Actor, Trainer, start_actor, training
+from tests.patience import PATIENCE_S
 
 UPDATE_SECONDS = 20.0
 BACKEND = "gloo_in_place_of_nccl"
@@ -92,7 +93,7 @@ def test_a_server_that_is_killed_in_an_update_is_evicted_and_replaced(
     trainer.wait_for(hold.with_suffix(".begun").exists)
     agent = psutil.Process(actor.health()["pid"])
     actor.workers()[0].send_signal(signal.SIGKILL)
-    assert agent.wait(60) == 1, "without its engine the agent ends too"
+    assert agent.wait(PATIENCE_S) == 1, "without its engine the agent ends too"
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
     hold.unlink()
     hold.with_suffix(".begun").unlink()

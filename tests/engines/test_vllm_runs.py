@@ -13,6 +13,7 @@ import pytest
 
 from tests.engines.processes import ROOT, Processes
 from tests.engines.vllm_job import holding_weights
+from tests.patience import PATIENCE_S
 
 RUN_SECONDS = 500.0
 # Fewer bring less than one batch differs from the next.
@@ -68,7 +69,7 @@ def end(run: psutil.Process, processes: Processes) -> None:
     """Of a run that goes well; nothing of it is left."""
     children = run.children(recursive=True)
     assert run.wait(RUN_SECONDS) == 0, processes.tail("run")
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert alive == []
 
 

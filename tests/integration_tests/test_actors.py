@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
+from tests.patience import PATIENCE_S
 from tests.unit_tests.trace_format import check_trace
 from torchtitan.components.events import EventLog
 from torchtitan.components.sync_metrics import sums_by_actor
@@ -47,7 +48,7 @@ class Run:
         self.sync.commit(self.version, 0 if self.sync.reserve() else 1)
 
     def step(self) -> Batch:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + PATIENCE_S
         while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
             if self.sync.owed is not None:
@@ -62,7 +63,7 @@ class Run:
         self.rollout.set_version(self.version)
         return batch
 
-    def steps_until(self, condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    def steps_until(self, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "it never happened"
@@ -198,7 +199,7 @@ def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: py
     command = actor_command(config, tmp_path / "port")
     with subprocess.Popen(command, env=helper_environment(threads=1)) as server:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while not (tmp_path / "port").exists():
                 assert server.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)

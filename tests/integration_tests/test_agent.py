@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from tests.integration_tests.test_actors import Run, make_config, running
+from tests.patience import PATIENCE_S
 from tests.unit_tests.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -106,7 +107,7 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
         assert orphan.is_socket()
         agent.kill()
         run.steps_until(ready(run, 3))
-        psutil.wait_procs([engine], timeout=10)
+        psutil.wait_procs([engine], timeout=PATIENCE_S)
         assert not engine.is_running() and not orphan.parent.exists()
         run.step()
         last = socket_of(tmp_path)
@@ -118,7 +119,7 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
 def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:
     def change(config: JobConfig) -> None:
         config.weight_sync.apply_timeout_s = 2.0
-        config.inference.startup_timeout_s = 60.0
+        config.inference.startup_timeout_s = PATIENCE_S
 
     with foreign(tmp_path, change) as run:
         run.steps_until(ready(run, 1))
@@ -126,7 +127,7 @@ def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:
         engine = engine_of(tmp_path)
         os.kill(engine.pid, signal.SIGSTOP)
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while not run.events("actor_evicted", "actor-0"):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
@@ -171,7 +172,7 @@ def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
         run.steps_until(ready(run, 1))
         (tmp_path / "hang_load").touch()
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             log = run.run_dir / "logs" / "actor-0.log"
             while "came into the engine only in part" not in log.read_text():
                 assert time.monotonic() < deadline
@@ -182,7 +183,7 @@ def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
         finally:
             (tmp_path / "hang_load").unlink()
         # Versions without a trained batch have made samples too old; what counts is that the engine is back.
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while health(run)["status"] != "ok":
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -209,7 +210,7 @@ def start_agent(*more: str, environment: dict[str, str]) -> subprocess.Popen[str
 
 
 def wait_for(path: Path, process: subprocess.Popen[Any]) -> str:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -235,7 +236,7 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
                 with pytest.raises(OSError, match="401"):
                     get(f"http://127.0.0.1:{port}/health", "of-the-engine")
                 agent.terminate()
-                assert agent.wait(20) == 0
+                assert agent.wait(PATIENCE_S) == 0
             assert engine.poll() is None
         finally:
             engine.kill()
@@ -244,14 +245,14 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
 def test_mistakes_are_said_in_one_line(tmp_path: Path) -> None:
     common = ["--model", str(tmp_path), "--log-file", str(tmp_path / "log")]
     with start_agent(*common, "--python", "/nowhere/python", environment={}) as agent:
-        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
         assert agent.stdout.read().strip() == "error: inference.engine_python = '/nowhere/python' is not a program"
     python = str(fake_python(tmp_path))
     with start_agent(*common, "--python", python, "--update-mode", "drain", environment={}) as agent:
-        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
         assert "cannot let running requests finish" in agent.stdout.read()
     with start_agent(*common, "--python", python, "--route", "direct", environment={}) as agent:
-        assert agent.wait(30) == 1 and agent.stdout is not None
+        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
         assert "sglang takes weights by agent or engine" in agent.stdout.read()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
     key: value for key, value in os.environ.items() if key not in ("WORLD_SIZE", "VIRTUAL_ENV", "PYTHONPATH")
@@ -24,7 +26,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         env={**ENVIRONMENT, **environment},
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -92,7 +94,7 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM

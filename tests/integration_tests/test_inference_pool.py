@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -47,7 +48,7 @@ def make_config(**inference: Any) -> JobConfig:
     config.model.hf_assets_path = "none"
     config.inference.health_interval_s = 0.1
     config.inference.health_timeout_s = 0.5
-    config.inference.startup_timeout_s = 20.0
+    config.inference.startup_timeout_s = PATIENCE_S
     for name, value in inference.items():
         setattr(config.inference, name, value)
     return config
@@ -77,14 +78,14 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in EventLog(run_dir / "events.jsonl").read() if event["kind"] == kind]
 
 
-async def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         await asyncio.sleep(0.02)
 
 
-def run(work: Any, timeout: float = 50.0) -> None:
+def run(work: Any, timeout: float = 2 * PATIENCE_S) -> None:
     asyncio.run(asyncio.wait_for(work, timeout))
 
 
@@ -253,7 +254,7 @@ def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> Non
             config.inference.startup_timeout_s = 1.0
             os.kill(frozen, signal.SIGSTOP)
             await until(lambda: bool(events(tmp_path, "actor_killed")))
-            config.inference.startup_timeout_s = 20.0
+            config.inference.startup_timeout_s = PATIENCE_S
             await until(ready(pool, 1))
             assert process_ids(pool)["actor-0"] != frozen
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.trace_format import check_trace
 from torchtitan.components.checkpoint_folder import whole_steps
 from torchtitan.components.events import read_json_lines
@@ -131,7 +132,7 @@ def story(debug_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         wait_for(lambda: len(whole_steps(folder)) > 1, "a checkpoint", process, log)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(PATIENCE_S)
         _, alive = psutil.wait_procs(children, timeout=15)
         before = steps_of(run_dir)
         killed_at = whole_steps(folder)[-1]
@@ -279,7 +280,7 @@ def test_sigterm_saves_and_leaves(debug_checkpoint: Path, tmp_path: Path) -> Non
             tmp_path / "console.log",
         )
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     finally:
         process.kill()
     last = steps_of(tmp_path / "latest")[-1]["step"]

@@ -16,6 +16,7 @@ import torch
 from tests.integration_tests.test_actors import Run, make_config, running
 from tests.integration_tests.test_agent import check, engine_of, foreign_config
 from tests.integration_tests.test_embedded_server import TOKEN, start
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.embedded_handling import EmbeddedHandler
@@ -33,7 +34,7 @@ class SleepingRun(Run):
     while_asleep: Callable[[], None] = staticmethod(lambda: None)
 
     def step(self) -> Batch:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
         self.batches.append(batch)
@@ -72,7 +73,7 @@ def states(run: Run) -> dict[str, str]:
     return actors
 
 
-def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -166,7 +167,7 @@ def test_a_sleeping_engine_takes_less_memory(tiny_checkpoint: Callable[..., Path
         asyncio.run(scenario())
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(PATIENCE_S)
 
 
 def foreign(tmp_path: Path, level: int) -> contextlib.AbstractContextManager[SleepingRun]:

@@ -24,6 +24,7 @@ import torch
 from tests.distributed_launcher import run_distributed
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values, version_held
 from tests.journals import journal_of
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.connection import Connection, dial
 from torchtitan.weight_sync.event_loop import EventLoop
@@ -126,7 +127,7 @@ class Served:
 
     def __call__(self, staged: StagedVersion) -> float | None:
         if self.hold is not None:
-            self.hold.wait(20)
+            self.hold.wait(PATIENCE_S)
         if self.refuse_next:
             self.refuse_next = False
             raise WeightsRefused("not for this model")
@@ -172,7 +173,7 @@ def test_blocking_mode_serves_every_version(tmp_path: Path) -> None:
             job.receive(name, engine)
         for _ in range(20):
             assert job.step() == "published"
-            outcome = job.sync.wait_until_applied(job.version, 20, at_least=2)
+            outcome = job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=2)
             assert outcome.applied == {"a", "b"} and not outcome.missing
         figures = job.sync.statistics()
         assert figures["weight_sync/versions_published"] == 20 and figures["weight_sync/versions_skipped"] == 0
@@ -192,7 +193,7 @@ def test_any_address_over_several_streams(host: str, bind: str, tmp_path: Path) 
         job.receive("a", engine, host=bind)
         for _ in range(2):
             job.step()
-            assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
+            assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
         (first, _) = (record["figures"] for record in job.journal("applied", at_least=2))
         assert first["bytes_full"] == first["bytes_resulting"] > 0 and first["source"] == "trainer"
         assert first["transfer_begin"] <= first["transfer_end"] <= first["apply_begin"] <= first["apply_end"]
@@ -206,7 +207,7 @@ def test_corrupt_byte_is_refused_counted_and_sent_again(tmp_path: Path, monkeypa
         receiver = job.receive("a", engine)
         for _ in range(3):
             job.step()
-            assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
+            assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
         assert receiver.status().versions_refused == 2
         reasons = [record["reason"] for record in job.journal("abort", at_least=2)]
         assert len(reasons) == 2 and all("checksum" in reason for reason in reasons)
@@ -219,10 +220,10 @@ def test_poisoned_engine_does_not_serve_until_it_applied(tmp_path: Path) -> None
     with running_job(tmp_path) as job:
         receiver = job.receive("a", engine)
         job.step()
-        job.sync.wait_until_applied(0, 20, at_least=1)
+        job.sync.wait_until_applied(0, PATIENCE_S, at_least=1)
         engine.fail_next = True
         job.step()
-        assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(1, PATIENCE_S, at_least=1).applied == {"a"}
         assert [record["reason"] for record in job.journal("poisoned", at_least=1)] == [
             "MemoryError('engine failed half-way')"
         ]
@@ -243,9 +244,9 @@ def test_actor_that_always_fails_costs_blocking_mode_one_wait(tmp_path: Path) ->
         job.receive("bad", fail)
         job.wait_for(lambda: [actor.state for actor in job.sync.actors().values()].count("READY") == 2)
         job.step()
-        outcome = job.sync.wait_until_applied(0, 20, at_least=1)
+        outcome = job.sync.wait_until_applied(0, PATIENCE_S, at_least=1)
         assert outcome.applied == {"healthy"} and "never fits" in outcome.missing["bad"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while len(job.journal("poisoned")) < 5 or job.version < 10:
             assert time.monotonic() < deadline
             job.step()
@@ -272,10 +273,10 @@ def test_an_engine_that_refuses_a_version_goes_on_with_its_own(tmp_path: Path) -
     with running_job(tmp_path) as job:
         receiver = job.receive("a", engine)
         job.step()
-        job.sync.wait_until_applied(0, 20, at_least=1)
+        job.sync.wait_until_applied(0, PATIENCE_S, at_least=1)
         engine.refuse_next = True
         job.step()
-        assert job.sync.wait_until_applied(1, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(1, PATIENCE_S, at_least=1).applied == {"a"}
         assert [record["reason"] for record in job.journal("refused", at_least=1)] == ["not for this model"]
         assert receiver.status().versions_refused == 1 and not job.journal("poisoned")
     assert engine.versions == [0, 1]
@@ -287,7 +288,7 @@ def test_stuck_apply_is_evicted_and_its_acknowledgement_settled(tmp_path: Path) 
         job.receive("stuck", stuck)
         job.receive("healthy", healthy)
         job.step()
-        assert len(job.sync.wait_until_applied(0, 20, at_least=2).applied) == 2
+        assert len(job.sync.wait_until_applied(0, PATIENCE_S, at_least=2).applied) == 2
         stuck.hold = threading.Event()
         job.step()
         outcome = job.sync.wait_until_applied(1, 20)
@@ -319,7 +320,7 @@ def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Pat
         for name in sorted(frozen):
             freeze(job, name)
         job.wait_for(lambda: [actor.state for actor in job.sync.actors().values()].count("READY") == 3)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while any(job.sync.actors()[name].state != "EVICTED" for name in frozen):
             assert time.monotonic() < deadline, job.sync.actors()
             outcome = job.step()
@@ -331,14 +332,14 @@ def test_frozen_actors_starve_nobody_and_skipped_versions_are_owed(tmp_path: Pat
         unharmed = [record for record in job.journal("applied") if record["time"] < suspected[0]["time"]]
         assert len({record["version"] for record in unharmed}) > 2, "frozen actors kept versions from a healthy one"
         # The trainer runs out of data: whoever hands it out has the owed version snapshotted.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while job.sync.owed is not None and time.monotonic() < deadline:
             if job.sync.has_free_slot:
                 for index, parameter in enumerate(job.parameters.values()):
                     parameter.copy_(parameter_values(job.version, index))
                 job.sync.snapshot_owed(job.version)
             time.sleep(0.01)
-        outcome = job.sync.wait_until_applied(job.version, 20, at_least=1)
+        outcome = job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1)
         assert outcome.applied == {"healthy"}
     assert None not in engine.versions
     assert engine.versions == sorted(engine.versions)  # type: ignore[type-var]
@@ -349,7 +350,7 @@ def test_evaluation_pins_a_version(tmp_path: Path) -> None:
     with running_job(tmp_path) as job:
         job.receive("a", engine)
         job.step()
-        job.sync.wait_until_applied(0, 20, at_least=1)
+        job.sync.wait_until_applied(0, PATIENCE_S, at_least=1)
         assert job.sync.pin(0) == {"a"}
         for version in range(1, 6):
             assert job.step() == "published"
@@ -371,10 +372,12 @@ job.step()
 print("pids", job.sync._courier.process.pid, job.sync._coordinator.supervised.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     processes = [int(text) for text in done.stdout.split()[1:]]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in processes):
         assert time.monotonic() < deadline, "courier or coordinator outlived the trainer"
         time.sleep(0.05)
@@ -390,27 +393,27 @@ def test_frozen_process_is_replaced_and_stalls_no_step(
     with running_job(tmp_path, max_restarts=20) as job:
         job.receive("a", Served())
         job.step()
-        assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
         assert job.sync._coordinator is not None
         supervised = job.sync._courier if which == "courier" else job.sync._coordinator.supervised
         frozen = supervised.process
         frozen.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while supervised.restarts == 0:
             job.step()
             time.sleep(0.05)
             assert time.monotonic() < deadline
-        assert frozen.wait(20) == -signal.SIGKILL
+        assert frozen.wait(PATIENCE_S) == -signal.SIGKILL
         # Three seconds pass until it is noticed: whoever waits for the process comes one or two steps far.
         assert job.version > 5 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while job.sync.owed is not None and time.monotonic() < deadline:
             if job.sync.has_free_slot:
                 for index, parameter in enumerate(job.parameters.values()):
                     parameter.copy_(parameter_values(job.version, index))
                 job.sync.snapshot_owed(job.version)
             time.sleep(0.01)
-        assert job.sync.wait_until_applied(job.version, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
 
 
 class ActorProcesses:
@@ -438,7 +441,7 @@ class ActorProcesses:
     def signal(self, name: str, number: signal.Signals) -> None:
         self.processes[name].send_signal(number)
         if number is signal.SIGKILL:
-            self.processes[name].wait(10)
+            self.processes[name].wait(PATIENCE_S)
 
     def log(self, name: str) -> list[dict[str, Any]]:
         path = self.job.run_dir / f"{name}.jsonl"
@@ -447,7 +450,7 @@ class ActorProcesses:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
 
 
 def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration_tests.test_weight_sync import FAULTS, ActorProcesses, Job
 from tests.integration_tests.weight_sync_actor import holds_sparse, sparse_values
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.wire import BUCKET_HEADER
 
@@ -26,7 +27,7 @@ class SparseJob(Job):
     def publish(self, at_least: int = 1) -> frozenset[str]:
         """The next version, applied by at least so many actors."""
         assert self.step() == "published"
-        return self.sync.wait_until_applied(self.version, 20, at_least=at_least).applied
+        return self.sync.wait_until_applied(self.version, PATIENCE_S, at_least=at_least).applied
 
     def applied(self, version: int, at_least: int = 1) -> dict[str, dict[str, Any]]:
         """Figures by actor, of at least so many."""

@@ -12,6 +12,7 @@ import torch
 
 from tests.integration_tests.test_weight_sync import FAULTS, Served, running_job
 from tests.integration_tests.weight_sync_actor import parameter_values
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.weight_files import read_weights
 
 
@@ -30,7 +31,7 @@ def test_damaged_files_are_refused_and_written_again(tmp_path: Path, monkeypatch
             job.receive(name, engine)
         for version in range(6):
             assert job.step() == "published"
-            assert job.sync.wait_until_applied(version, 20, at_least=2).applied == {"a", "b"}
+            assert job.sync.wait_until_applied(version, PATIENCE_S, at_least=2).applied == {"a", "b"}
         job.wait_for(lambda: read_weights(tmp_path / "weights" / "latest").version == 5)
 
         def told(reason: str) -> bool:
@@ -65,7 +66,7 @@ def test_training_goes_on_while_the_run_folder_is_full(small_disk: Path) -> None
     with running_job(small_disk, transport="disk") as job:
         job.receive("a", engine)
         job.step()
-        assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
         with (small_disk / "filler").open("wb", buffering=0) as filler:
             with pytest.raises(OSError, match="No space left"):
                 while True:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
@@ -51,7 +52,7 @@ class Unheld:
 
 
 def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:
-    keeper, deadline = publisher.slots.keeper(), time.monotonic() + 30
+    keeper, deadline = publisher.slots.keeper(), time.monotonic() + PATIENCE_S
     while serial not in keeper.filled():
         assert time.monotonic() < deadline, "the fence was never reached"
         time.sleep(0.005)

@@ -14,6 +14,7 @@ import torch
 from tests.integration_tests.test_weight_sync import FAULTS, ActorProcesses, Job, Served, running_job
 from tests.integration_tests.test_weight_sync_delta import running as running_sparse
 from tests.integration_tests.weight_sync_actor import SHAPES, sparse_values
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.worker import Worker
@@ -47,7 +48,7 @@ def test_trainer_sends_each_version_a_bounded_number_of_times(tmp_path: Path, fa
             job.receive(name, engine)
         for _ in range(6):
             assert job.step() == "published"
-            assert job.sync.wait_until_applied(job.version, 20, at_least=4).applied == set(NAMES)
+            assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=4).applied == set(NAMES)
         total = job.journal("layout")[0]["bytes"]
         job.journal("applied", at_least=24)
         for version in range(6):
@@ -69,7 +70,7 @@ def test_corrupting_source_is_caught_and_replaced(tmp_path: Path, monkeypatch: p
             job.receive(name, engine)
         for _ in range(4):
             job.step()
-            assert job.sync.wait_until_applied(job.version, 20, at_least=4).applied == set(NAMES)
+            assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=4).applied == set(NAMES)
         aborts = job.journal("abort", at_least=2)
         assert len(aborts) == 2 and all(record["version"] == 2 and record["source"] for record in aborts)
         assert all("checksum" in record["reason"] for record in aborts)

@@ -24,6 +24,7 @@ from tests.distributed_launcher import REPOSITORY, run_distributed
 from tests.integration_tests.test_weight_sync import Served, running_job
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
 from tests.journals import journal_of
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.device import ensure_process_group
 from torchtitan.errors import UserError
@@ -108,7 +109,7 @@ class Ranks:
         """Rank 0: one more version that is not skipped."""
         self.wait_for(lambda: self.step() == "published")
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 40.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited {seconds:g} s; actors: {self.sync.actors()}"
@@ -159,7 +160,7 @@ class Actors:
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
     def is_stopped(self, name: str) -> bool:
         return psutil.Process(self.processes[name].pid).status() == psutil.STATUS_STOPPED
@@ -274,7 +275,7 @@ def test_communicators_are_made_before_there_is_a_version(tmp_path: Path) -> Non
         ahead = made()
         assert job.sync.published_version is None
         job.step()
-        assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
         assert made() is ahead, "the version went over another communicator"
     assert engine.versions == [0]
 
@@ -291,7 +292,7 @@ def test_a_courier_thread_that_fails_is_replaced(transport: str, tmp_path: Path)
         assert isinstance(courier, CourierThread)
         for version in range(3):
             job.step()
-            assert job.sync.wait_until_applied(version, 20, at_least=1).applied == {"a"}
+            assert job.sync.wait_until_applied(version, PATIENCE_S, at_least=1).applied == {"a"}
             if version < 2:
                 courier._courier._loop.call_from_thread(fail)
                 job.wait_for(lambda version=version: courier.restarts == version + 1)  # type: ignore[misc]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration_tests.test_weight_sync import FAULTS, REPOSITORY, Job, running_job
 from tests.integration_tests.weight_sync_worker import WORKERS
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.receiver import Receiver
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.wire import TOKEN_VARIABLE
@@ -57,7 +58,7 @@ class Group:
 
     def restart(self, number: int) -> None:
         self.processes[number].kill()
-        self.processes[number].wait(10)
+        self.processes[number].wait(PATIENCE_S)
         self.start(number)
 
     def log(self, number: int) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ class Group:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("streams", [1, 3])
@@ -140,7 +141,7 @@ def test_a_split_poisons_the_actor_until_all_have_applied(tmp_path: Path) -> Non
             stack.callback(worker.close)
             worker.start()
         job.step()
-        assert job.sync.wait_until_applied(0, 20, at_least=1).applied == {"a"}
+        assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
         # One fails after the other has applied: poisoned, and all get the same version once more.
         engines[1].raises = MemoryError("half-way")
         job.step()

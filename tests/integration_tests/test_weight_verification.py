@@ -13,6 +13,7 @@ import torch
 
 import torchtitan.inference.embedded.verification as verification
 from tests.integration_tests.test_embedded_server import TOKEN, Client, body
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
@@ -94,7 +95,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         def evicted() -> bool:
             return any(one.evictions for one in trainer.sync.actors().values())
 
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not evicted():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)

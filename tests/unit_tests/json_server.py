@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 Answer = tuple[int, Any]
 """(status, body)"""
 
@@ -41,4 +43,4 @@ def serving(
         thread.start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
-        thread.join(5)
+        thread.join(PATIENCE_S)

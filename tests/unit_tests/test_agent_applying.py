@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
@@ -297,7 +298,7 @@ def test_the_watch_notices_silence_and_foreign_weights() -> None:
             assert not silent.wait(0.01)
         assert watch.age_s == 0 and not lost
         engine.label = "another/7"
-        assert noticed.wait(10)
+        assert noticed.wait(PATIENCE_S)
         assert "another/7" in lost[0] and applier.holds is None
     finally:
         watch.close(5.0)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.inference.agent import running
 from torchtitan.inference.agent.control import EngineError, EngineFacts, EngineNotListening
@@ -111,4 +112,4 @@ def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:
     arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", update_mode="in_flight")
     options = EngineOptions("a", "m", "", "engine", Path(), "", 0)
     with pytest.raises(UserError, match="4 workers"):
-        asyncio.run(RunningAgent(arguments, engine, options, "").start(time.monotonic() + 5))
+        asyncio.run(RunningAgent(arguments, engine, options, "").start(time.monotonic() + PATIENCE_S))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
 from torchtitan.components import checkpoint_folder
 from torchtitan.components.checkpoint import Checkpointer
 from torchtitan.components.lr_scheduler import build_lr_scheduler
@@ -97,7 +98,7 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
     go_on = threading.Event()
     begin = checkpoint_folder.begin
-    monkeypatch.setattr(checkpoint_folder, "begin", lambda *args: (go_on.wait(20), begin(*args))[1])
+    monkeypatch.setattr(checkpoint_folder, "begin", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
     run.save(2)
     run.train(3)  # changes every parameter before anything is written
     assert checkpoint_folder.whole_steps(run.checkpointer.folder) == []

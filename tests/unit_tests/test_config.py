@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from torchtitan.config import load_config
 from torchtitan.config.__main__ import main
 from torchtitan.config.engine_args import command_line
@@ -910,7 +911,7 @@ def test_entry_points_answer_without_traceback_and_without_torch(write_config: W
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for module in ("torchtitan.config", "torchtitan.grpo_train"):
         command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
         assert done.returncode == 2
         imported, _, message = done.stderr.partition("error: ")
         assert message.startswith("2 configuration problems:\n")

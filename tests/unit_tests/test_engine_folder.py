@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from tests.patience import PATIENCE_S
 from torchtitan.inference import engine_folder as module
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.engine_folder import PREFIX, engine_folder
@@ -82,7 +83,7 @@ def test_what_a_killed_owner_has_left_goes_at_the_next_start(temporary: Path, ho
         owner.stdin.close()
     else:
         owner.send_signal(how)
-    owner.wait(30)
+    owner.wait(PATIENCE_S)
     assert left.is_dir() == (how is not None)
     (temporary / "somebody-elses").mkdir()
     with engine_folder() as folder:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import FLAVORS, find_flavor
 from torchtitan.models.model_args import ModelArgs
@@ -62,4 +63,4 @@ def test_find_flavor() -> None:
 
 def test_shapes_need_no_torch() -> None:
     code = "import sys, torchtitan.models.flavors; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 FAULTS = """
 import ctypes, resource, sys, torch
+from tests.patience import PATIENCE_S
 from torchtitan.tools.freed_memory import keep_freed_memory
 kept, block_bytes = sys.argv[1], int(sys.argv[2])
 pages = block_bytes // resource.getpagesize()
@@ -37,7 +40,7 @@ def test_what_is_kept_costs_no_faults_again(kept: str, megabytes: int, again: bo
         [sys.executable, "-c", FAULTS, kept, str(megabytes << 20)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     shares = [float(line) for line in done.stdout.split()]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.components import console
 from torchtitan.components.events import EventLog, read_json_lines
 from torchtitan.components.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
@@ -207,4 +208,4 @@ def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
 
 def test_reading_rows_needs_no_torch() -> None:
     code = "import sys, torchtitan.components.metrics; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

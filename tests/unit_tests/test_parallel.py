@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import WorkerFailure, run_distributed
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig, Parallelism
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -168,7 +169,7 @@ def _check_deadline(dims: ParallelDims, scratch: Path) -> None:
         ended.touch()
     else:
         # A rank that left would end it by its closed connection.
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not ended.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.test_datasets import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -140,7 +141,7 @@ def indices(*batches: Batch) -> list[int]:
 
 def settle(actors: FakeActors) -> None:
     """Wait until the producer has nothing under way any more."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     quiet = 0
     while quiet < 10:
         assert time.monotonic() < deadline

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.components.metrics import REQUIRED_KEYS
 from torchtitan.components.report import main, write_report
 from torchtitan.config.fields import config_to_toml
@@ -126,9 +127,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))
     ]
     command = [sys.executable, "-m", "torchtitan.components.report", runs[0]]
-    assert (
-        subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() == f"{runs[0]}/report.html"
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout.strip() == f"{runs[0]}/report.html"
     svg = tmp_path / "figures" / "both.svg"
     assert main(["--compare", *runs, "--labels", "asynchronous", "blocking", "--output", str(svg)]) == 0
     texts = "".join(ElementTree.parse(svg).getroot().itertext())

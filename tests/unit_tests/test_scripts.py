@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.judge_runs import main as judge
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.devices import engine_devices
@@ -23,7 +24,7 @@ SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("sc
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "scripts/grpo_multinode.slurm"], ids=lambda path: path.name)
 def test_every_script_can_be_read_by_bash(script: Path) -> None:
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

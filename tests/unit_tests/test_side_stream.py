@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan.distributed.device import side_stream
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ def test_work_is_beside_the_caller_and_in_order() -> None:
     done: list[tuple[int, int]] = []
 
     def work(number: int) -> None:
-        assert go.wait(20)
+        assert go.wait(PATIENCE_S)
         done.append((number, threading.get_ident()))
 
     fences = [stream.run(lambda number=number: work(number)) for number in range(3)]  # type: ignore[misc]
@@ -48,8 +49,8 @@ def test_tensors_of_finished_work_are_let_go() -> None:
     stream.run(lambda source=source: source.sum()).wait()  # type: ignore[misc]
     del source
     blocker = threading.Event()
-    fence = stream.run(lambda: blocker.wait(20))
-    deadline = time.monotonic() + 20
+    fence = stream.run(lambda: blocker.wait(PATIENCE_S))
+    deadline = time.monotonic() + PATIENCE_S
     while tensor() is not None and time.monotonic() < deadline:
         time.sleep(0.002)
     assert tensor() is None

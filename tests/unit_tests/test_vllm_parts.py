@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.engine_handling import Malformed, NoVersion
 from torchtitan.inference.handler import RequestRefused
@@ -137,14 +138,14 @@ def test_what_is_offered_is_taken_and_its_end_comes_back(error: str | None) -> N
     assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
     assert thread.is_alive()
     assert mailbox.finish(error)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ends == [None] if error is None else isinstance(ends[0], RuntimeError) and error in str(ends[0])
 
 
 def test_what_nobody_takes_is_refused_and_cannot_be_taken_later() -> None:
     mailbox = Mailbox()
     thread, ends = offering(mailbox, pickup=0.05)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert isinstance(ends[0], WeightsRefused)
     with pytest.raises(LookupError, match="version 3"):
         mailbox.take("e1", 3, "d3", 0.05)
@@ -159,7 +160,7 @@ def test_what_is_refused_is_not_waited_for() -> None:
     thread, ends = offering(mailbox)
     assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
     mailbox.finish(None)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ends == [None]
 
 
@@ -169,7 +170,7 @@ def test_another_version_is_not_taken() -> None:
     for wanted in (("e2", 3, "d3"), ("e1", 4, "d3"), ("e1", 3, "d4")):
         with pytest.raises(LookupError):
             mailbox.take(*wanted, 0.02)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert isinstance(ends[0], WeightsRefused)
 
 
@@ -177,7 +178,7 @@ def test_a_load_that_does_not_end_is_no_refusal() -> None:
     mailbox = Mailbox()
     thread, ends = offering(mailbox, load=0.1)
     mailbox.take("e1", 3, "d3", 10.0)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert isinstance(ends[0], RuntimeError) and not isinstance(ends[0], WeightsRefused)
     assert not mailbox.finish(None)  # too late: nobody waits, and the next one is not taken for this one
     thread, ends = offering(mailbox)
@@ -185,7 +186,7 @@ def test_a_load_that_does_not_end_is_no_refusal() -> None:
     time.sleep(0.05)
     assert thread.is_alive()
     mailbox.finish(None)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ends == [None]
 
 
@@ -193,7 +194,7 @@ def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:
     mailbox = Mailbox()
     thread, _ = offering(mailbox, load=0.05)
     mailbox.take("e1", 3, "d3", 10.0)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     thread, ends = offering(mailbox)
     while mailbox._staged is None:
         time.sleep(0.001)
@@ -202,7 +203,7 @@ def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:
     time.sleep(0.05)
     assert thread.is_alive(), "it is not loaded yet"
     assert mailbox.finish(None)
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert ends == [None]
 
 
@@ -213,7 +214,7 @@ def test_closing_tells_who_waits(taken: bool) -> None:
     if taken:
         mailbox.take("e1", 3, "d3", 10.0)
     mailbox.close("it ends")
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert "it ends" in str(ends[0]) and isinstance(ends[0], WeightsRefused) is not taken
     with pytest.raises(WeightsRefused):
         mailbox.offer(VERSION, 10.0, 10.0)
@@ -538,5 +539,5 @@ def test_what_runs_inside_vllm_imports_little() -> None:
         "ours = {m.split('.')[0] for m in imported}\n"
         "print(sorted(ours & {'transformers', 'aiohttp', 'tyro', 'safetensors', 'rich', 'matplotlib', 'vllm'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.strip() == "[]", os.linesep + done.stdout

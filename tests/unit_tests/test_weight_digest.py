@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from torchtitan.inference.embedded.verification import Verifier
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.device_checksum import sum_checksum_numpy
@@ -123,7 +124,7 @@ def staged_version(version: int, tensors: dict[str, torch.Tensor]) -> StagedVers
     return StagedVersion("e", version, "digest", tensors, proof=proof)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -158,7 +159,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
     monkeypatch.setattr("torchtitan.inference.embedded.verification.differing_parameters", slow)
     verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))
     verifier.applied(staged_version(0, values()))
-    assert begun.wait(5)
+    assert begun.wait(PATIENCE_S)
     started = time.monotonic()
     verifier.settle(0.2)
     assert time.monotonic() - started >= 0.2

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.event_loop import EventLoop
 from torchtitan.weight_sync.parameters import placed_parameters
@@ -71,7 +72,7 @@ class Pair:
     def reference(self, delivery: Delivery, key: tuple[int, int]) -> bytes:
         payload = self.sender.payload(delivery, key)
         if payload is None:
-            assert self.awake.wait(10), "never woken"
+            assert self.awake.wait(PATIENCE_S), "never woken"
             payload = self.sender.payload(delivery, key)
         assert payload is not None
         return bytes(payload.data)
@@ -79,7 +80,7 @@ class Pair:
     def fetch(self, reference: bytes, length: int) -> tuple[str | None, bytes]:
         target, answer = bytearray(length), queue.Queue[Any]()
         self.receiver.fetch(reference, memoryview(target), answer.put)
-        return answer.get(timeout=10), bytes(target)
+        return answer.get(timeout=PATIENCE_S), bytes(target)
 
     def close(self) -> None:
         self.sender.close()
@@ -115,7 +116,7 @@ def test_buckets_arrive_byte_for_byte(kind: str, make_pair: Callable[..., Pair])
             pair.sender.acknowledged(delivery, key)
         released = threading.Event()
         pair.sender.end(delivery, released.set)
-        assert released.wait(10)
+        assert released.wait(PATIENCE_S)
     assert pair.failures.empty()
 
 
@@ -128,7 +129,7 @@ def test_nothing_is_launched_for_a_receiver_that_posts_nothing(make_pair: Callab
         pair.failures.get(timeout=1.0)  # longer than a chunk's deadline: no chunk is under way
     released = threading.Event()
     pair.sender.end(delivery, released.set)
-    assert released.wait(10), "the slot was held although nothing is sent"
+    assert released.wait(PATIENCE_S), "the slot was held although nothing is sent"
 
 
 def test_a_chunk_that_is_not_taken_ends_the_attempt_at_its_deadline(make_pair: Callable[..., Pair]) -> None:
@@ -138,18 +139,18 @@ def test_a_chunk_that_is_not_taken_ends_the_attempt_at_its_deadline(make_pair: C
     # Credits for receives that nobody has posted: as if the peer's device had died.
     pair.reference(delivery, (0, 1))
     pair.sender.heard(b"C")
-    assert "Timed out" in pair.failures.get(timeout=10)
+    assert "Timed out" in pair.failures.get(timeout=PATIENCE_S)
     released = threading.Event()
     pair.sender.end(delivery, released.set)
     pair.sender.close()
-    assert released.wait(10)
+    assert released.wait(PATIENCE_S)
     # The other half ends too, and what it was asked for is refused.
     assert pair.fetch(b"", BUCKET)[0]
 
 
 def test_a_receiver_that_never_meets_is_given_up(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("nccl", timeout_s=0.3, deaf=True)
-    assert pair.failures.get(timeout=10)
+    assert pair.failures.get(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("abort_fails", [False, True])
@@ -202,10 +203,10 @@ def test_a_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
         threads = [threading.Thread(target=meet, args=(store, n, ends)) for n, store in enumerate((ours, peers))]
         for thread in threads:
             thread.start()
-        end = ends.get(timeout=20)
+        end = ends.get(timeout=PATIENCE_S)
         peers.close()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_S)
         if isinstance(end, Broken):
             return
         end.abort()
@@ -220,7 +221,7 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
     def second() -> None:
         with communicator._errors_are_ours():
             inside.set()
-            first_left.wait(20)
+            first_left.wait(PATIENCE_S)
             seen.append(os.environ[name])
 
     thread = threading.Thread(target=second)
@@ -228,7 +229,7 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
         thread.start()
         assert not inside.wait(0.2), "two threads change it at a time"
     first_left.set()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert seen == ["0"] and os.environ[name] == before
 
 

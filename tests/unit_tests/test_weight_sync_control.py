@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.connection import Connection, Server
@@ -28,7 +29,7 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -91,7 +92,7 @@ class Coordinators:
 
     def close(self) -> None:
         self.loop.stop()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
 
 
 def test_a_courier_refuses_old_terms_and_leaves_a_silent_coordinator(
@@ -132,7 +133,7 @@ def test_a_courier_refuses_old_terms_and_leaves_a_silent_coordinator(
         wait_for(lambda: 2 in coordinators.ended and (3, "layout") in coordinators.heard)
     finally:
         courier.stop()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         coordinators.close()
 
 
@@ -222,12 +223,12 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: 
 
     def slow_write(line: str) -> int:
         hangs.set()
-        assert works.wait(20)
+        assert works.wait(PATIENCE_S)
         return write(line)
 
     monkeypatch.setattr(journal, "_file", SimpleNamespace(write=slow_write, close=journal._file.close))
     journal.write("line", {"number": 0})
-    assert hangs.wait(20)
+    assert hangs.wait(PATIENCE_S)
     for number in range(1, 10):
         journal.write("line", {"number": number})
     works.set()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import delta_encoder
 from torchtitan.weight_sync.delta import decode_into, encode
 from torchtitan.weight_sync.delta_encoder import DeltaEncoder
@@ -47,7 +48,7 @@ class World:
 
     def run(self, until: Callable[[], bool]) -> None:
         """The loop, until something holds."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not until():
             assert time.monotonic() < deadline
             self.loop._run_once()
@@ -100,13 +101,13 @@ def test_slots_are_held_while_they_are_read_and_no_longer(world: World, monkeypa
 
     def slow(new: memoryview, base: memoryview, size: int) -> tuple[int, memoryview]:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         return encode(new, base, size)
 
     monkeypatch.setattr(delta_encoder, "encode", slow)
     version = world.encoder.version((NEW, BASE), memoryview(world.new), memoryview(world.base))
     world.encoder.use((NEW, BASE))
-    assert begun.wait(20)
+    assert begun.wait(PATIENCE_S)
     # Meanwhile everything that kept the base has gone: another base, and the only delivery.
     world.keeper.retain(None)
     world.encoder.end_use((NEW, BASE))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.event_loop import EventLoop
@@ -95,7 +96,7 @@ class World:
         return results[0]
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, "waited for 20 s"
             time.sleep(0.002)
@@ -139,7 +140,7 @@ class World:
 
     def close(self) -> None:
         self.loop.stop()
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -325,7 +326,7 @@ from torchtitan.weight_sync.transports.disk_owner import FolderOwner
 owner = FolderOwner(Path({str(tmp_path)!r}), "e1")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode < 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode < 0
     assert "epoch e1" in (tmp_path / "owner").read_text()
     FolderOwner(tmp_path, "e2").close()
 
@@ -445,7 +446,7 @@ def test_who_reads_latest_sees_whole_versions_only(world: World) -> None:
             # However slowly it reads, it sees several.
             world.wait(lambda version=version: bool(wrong) or (bool(seen) and seen[-1] >= version - 4))  # type: ignore[misc]
     stop.set()
-    reader.join(10)
+    reader.join(PATIENCE_S)
     assert not wrong and seen == sorted(seen) and len(set(seen)) > 3
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.components.director import Director
 from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
@@ -26,7 +27,7 @@ def director_of(folder: Path, actors: dict[str, ActorStatus], redo: Callable[[st
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

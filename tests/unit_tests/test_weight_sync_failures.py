@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import courier as real_courier
@@ -25,7 +26,7 @@ from torchtitan.weight_sync.transports import disk_store
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -65,7 +66,7 @@ def test_a_courier_that_cannot_be_made_is_told_and_leaves_no_bell(
             CourierThread("courier", arguments, "token", 3, lambda: 0)
     else:
         courier = CourierThread("courier", arguments, "token", 3, lambda: 0)
-        courier._thread.join(20)
+        courier._thread.join(PATIENCE_S)
         assert "cannot be started again" in courier.failure and "no layout file" in courier.failure
         courier.close(time.monotonic() + 1)
     assert bells[-1].fileno() == -1, "the bell that it was made with is still open"
@@ -119,7 +120,7 @@ def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypa
         }  # fmt: skip
 
     def hang(*_: object) -> str:
-        assert released.wait(60)
+        assert released.wait(PATIENCE_S)
         return ""
 
     courier = CourierThread("courier", arguments, "token", 3, lambda: publisher.slots.pulse)
@@ -134,7 +135,7 @@ def test_a_courier_thread_that_hangs_is_told(what: str, tmp_path: Path, monkeypa
         wait_for(lambda: publisher.slots.pulse > still)
     finally:
         released.set()
-        courier.close(time.monotonic() + 10)
+        courier.close(time.monotonic() + PATIENCE_S)
         publisher.close()
 
 
@@ -152,5 +153,5 @@ def test_a_wait_ends_when_the_coordinator_is_given_up(tmp_path: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
     assert sync._coordinator is not None
     sync._coordinator.supervised.process.kill()
-    assert "weight coordinator died" in str(ends.get(timeout=30))
+    assert "weight coordinator died" in str(ends.get(timeout=PATIENCE_S))
     sync.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.config.manager import parse_command_line
 from torchtitan.errors import ConfigError
 from torchtitan.weight_sync import faults
@@ -109,10 +110,10 @@ def test_a_file_is_counted_over_all_processes_and_may_change(tmp_path: Path, mon
     assert faults.at("apply", version=4, actor="a") == frozenset(), "no file yet, no faults"
     faults.switch_on(3, ["kill:phase=apply,version=4"], plan, write=True)
     killed = in_a_process("faults.at('apply', version=4, actor='a')")
-    assert killed.wait(30) == -signal.SIGKILL
+    assert killed.wait(PATIENCE_S) == -signal.SIGKILL
     assert "FAULT INJECTION IS ON" in killed.communicate()[1]
     # Started again it meets the same version, and so does this process, which has read the file since.
-    assert in_a_process("faults.at('apply', version=4, actor='a')").wait(30) == 0
+    assert in_a_process("faults.at('apply', version=4, actor='a')").wait(PATIENCE_S) == 0
     faults.at("apply", version=4, actor="a")
     (strike,) = (tmp_path / "sync" / "faults.txt.struck").iterdir()
     record = json.loads(strike.read_text())
@@ -126,11 +127,11 @@ def test_a_file_is_counted_over_all_processes_and_may_change(tmp_path: Path, mon
 def test_freeze_ends_by_itself_and_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     switch(monkeypatch, "freeze:phase=publish,seconds=0.5")
     process = in_a_process("faults.at('publish', version=0)\nimport psutil\nprint(psutil.Process().children())")
-    frozen, deadline = psutil.Process(process.pid), time.monotonic() + 20
+    frozen, deadline = psutil.Process(process.pid), time.monotonic() + PATIENCE_S
     while frozen.status() != psutil.STATUS_STOPPED:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and output == "[]\n"
 
 

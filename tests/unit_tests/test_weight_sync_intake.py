@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.test_weight_sync_layout import LAYOUTS
 from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.coverage import merge_layouts
@@ -104,7 +105,7 @@ class Transfer:
         loop.call_later(20.0, loop.stop)
         thread = threading.Thread(target=loop.run)
         thread.start()
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
         intake.close()
         for link, _ in deliveries:

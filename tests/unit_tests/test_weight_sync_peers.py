@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.test_weight_sync_intake import HOST, Transfer, layout_of
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import connection as connections
@@ -52,7 +53,7 @@ def meet(
     dial(loop, address, "t", "actor", {}, lambda peer, fields: on_ready(loop, peer, fields), failed, 5.0)
     thread = threading.Thread(target=loop.run)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     listener.close()
     assert not thread.is_alive(), "nobody was told"
     return failures
@@ -86,7 +87,7 @@ def test_a_socket_changes_its_use_when_everything_has_left() -> None:
     missing = len(wire.encode(message))
     while missing:
         missing -= len(theirs.recv(1 << 20))
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert left == [ours]
     ours.close()
     theirs.close()
@@ -271,7 +272,7 @@ def test_an_engine_is_always_reported(result: Any, error: str | None) -> None:
     def make() -> StagedVersion:
         return StagedVersion("e", 1, "d", {})
 
-    apply_on_thread("a", 1, make, apply, lambda: None, reports.append).join(10)
+    apply_on_thread("a", 1, make, apply, lambda: None, reports.append).join(PATIENCE_S)
     (report,) = reports
     assert (report.error is None) if error is None else (error in str(report.error))
     assert report.refused == isinstance(result, WeightsRefused)

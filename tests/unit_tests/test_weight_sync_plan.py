@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.bucket_stream import Frame
 from torchtitan.weight_sync.checksums import bucket_checksum
@@ -80,7 +81,7 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> No
         value.add_(1)  # the next optimizer step
     slots = publisher.slots
     keeper = slots.keeper()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not keeper.filled() and time.monotonic() < deadline:
         time.sleep(0.002)
     assert keeper.filled() == {1: (0, 7)}
@@ -234,7 +235,7 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
 
     monkeypatch.setattr("torchtitan.weight_sync.launch.subprocess.Popen", start_once)
     process = SupervisedProcess("helper", "short_life", lambda _number: {}, [], "token", tmp_path / "log", 3)
-    process._thread.join(10)
+    process._thread.join(PATIENCE_S)
     assert not process._thread.is_alive() and "no more processes" in process.failure
 
 
@@ -293,7 +294,7 @@ def handshake(server_token: str, client_token: str) -> tuple[list[str], list[str
     dial(loop, address, client_token, "actor", {}, on_ready, on_failure, 5.0)
     thread = threading.Thread(target=loop.run)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     server.listener.close()
     return peers, failures
@@ -330,7 +331,7 @@ def test_hello_of_a_stranger_is_cut_off() -> None:
         assert thread.is_alive(), "one stranger ended the loop for everybody"
     finally:
         loop.stop()
-        thread.join(5)
+        thread.join(PATIENCE_S)
         listener.close()
 
 
@@ -358,7 +359,7 @@ def test_running_out_of_files_ends_no_server(monkeypatch: pytest.MonkeyPatch) ->
         assert listener.failures == 0
     finally:
         loop.stop()
-        thread.join(5)
+        thread.join(PATIENCE_S)
         listener.close()
 
 

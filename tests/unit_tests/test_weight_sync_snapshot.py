@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.unit_tests.weight_sync_streams import DelayedStream
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync import publisher as publisher_module
@@ -26,7 +27,7 @@ from torchtitan.weight_sync.states.slot import SlotState
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:  # type: ignore[no-untyped-def]
+def wait_for(condition, seconds: float = PATIENCE_S) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -101,7 +102,7 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Pa
 def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done(tmp_path: Path) -> None:
     parameter, go, past = torch.ones(1000), threading.Event(), threading.Event()
     publisher = Publisher({"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path)
-    side_stream(torch.device("cpu")).run(lambda: go.wait(30))  # the copy comes after it
+    side_stream(torch.device("cpu")).run(lambda: go.wait(PATIENCE_S))  # the copy comes after it
     publisher.reserve()
     publisher.snapshot(0, 1)
 
@@ -114,7 +115,7 @@ def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done(tmp_pa
     trainer.start()
     assert not past.wait(0.3), "parameters change before they are copied"
     go.set()
-    trainer.join(30)
+    trainer.join(PATIENCE_S)
     keeper = publisher.slots.keeper()
     wait_for(lambda: 1 in keeper.filled())
     index, _ = keeper.filled()[1]

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from tests.patience import PATIENCE_S
+
 
 class QueuedFence:
     """Reached when the side stream's thread has come to it. drops_hold: a fence that holds nothing back."""
@@ -21,7 +23,7 @@ class QueuedFence:
         return self._event.is_set()
 
     def wait(self) -> None:
-        assert self._event.wait(30), "the side stream stands still"
+        assert self._event.wait(PATIENCE_S), "the side stream stands still"
 
     def hold(self) -> None:
         if not self._drops_hold:
@@ -52,7 +54,7 @@ class DelayedStream:
         """Wait for the compute stream."""
         done = threading.Event()
         self.queue(done.set)
-        assert done.wait(30), "the compute stream stands still"
+        assert done.wait(PATIENCE_S), "the compute stream stands still"
 
     def run(self, work: Callable[[], None]) -> QueuedFence:
         """Behind what the compute stream has been given so far, as device.SideStream says."""
@@ -60,7 +62,7 @@ class DelayedStream:
         self.queue(before.set)
 
         def delayed() -> None:
-            assert before.wait(30) and self.go.wait(30)
+            assert before.wait(PATIENCE_S) and self.go.wait(PATIENCE_S)
             work()
             fence.reach()
 

@@ -26,6 +26,7 @@ from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.device import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
+from torchtitan.models.attention import keep_out_of_graphs
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.hf_checkpoint import load_into
@@ -85,6 +86,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     if config.activation_checkpoint.mode != "none":
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     if config.compile.enable:
+        keep_out_of_graphs()
         for layer in policy.model.layers:
             _replace_forward(layer, torch.compile(layer.forward, backend=config.compile.backend))
     reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
