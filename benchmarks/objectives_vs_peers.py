@@ -147,12 +147,16 @@ EQUAL = [
     Case("grpo, delta = 1.3", {"loss_type": "grpo", "delta": 1.3}, {"delta": 1.3}),
     Case("gspo, delta = 1.05", {"loss_type": "gspo", "delta": 1.05}, {"loss_type": "grpo", "delta": 1.05, **SEQUENCE}),
     *(
-        Case(f"{name}, kl_coefficient = 0.1", {"loss_type": name, "kl_coefficient": 0.1}, {"beta": 0.1})
+        Case(
+            f"{name}, kl_coefficient = 0.1",
+            {"loss_type": name, "kl_coefficient": 0.1, "kl_ratio_correction": False},
+            {"beta": 0.1},
+        )
         for name in ("dapo", "grpo", "dr_grpo", "sapo")
     ),
     Case(
         "gspo, kl_coefficient = 0.1",
-        {"loss_type": "gspo", "kl_coefficient": 0.1},
+        {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": False},
         {"loss_type": "grpo", "beta": 0.1, **SEQUENCE},
     ),
     Case(
@@ -186,6 +190,7 @@ EQUAL = [
             "off_policy_correction": "none",
             "entropy_top_share": 0.5,
             "kl_coefficient": 0.1,
+            "kl_ratio_correction": False,
         },
         {"vllm_importance_sampling_correction": False, "top_entropy_quantile": 0.5, "beta": 0.1},
         liger=False,

@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_sync.py --json
     python benchmarks/vllm_sync.py --layers 28 --vocabulary 151936 --json     (as large as Qwen3-0.6B)
+    python benchmarks/vllm_sync.py --transport ipc --json                     (ours by memory of the same machine)
 
 Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; four requests generate all the time.
 
@@ -67,7 +68,7 @@ SERVER_OPTIONS = {"max-length": "1024", "max-sequences": "16", "memory-gb": "0.5
 class Ours:
     """A trainer in this process with its courier, and a server with our backend."""
 
-    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack):
+    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack, transport: str):
         import transformers
 
         options = [word for name, value in SERVER_OPTIONS.items() for word in (f"--{name}", value)]
@@ -75,7 +76,7 @@ class Ours:
         stack.callback(self.actor.close)
         policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         self._parameters = unique_parameters(dict(policy.named_parameters()))
-        self._job = Job(self._parameters, folder, WeightSyncConfig(), dtype="bfloat16")
+        self._job = Job(self._parameters, folder, WeightSyncConfig(transport=transport), dtype="bfloat16")
         stack.callback(self._job.sync.close)
         self.token = self.actor.token
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": [], "pause_s": []}
@@ -193,13 +194,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024, help="with 12 layers: 206 million parameters")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--transport", choices=["tcp", "ipc"], default="tcp", help="how our versions travel")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.turns, arguments.layers, arguments.hidden = 1, 2, 128
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         elements = make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
-        ours, theirs = (way(folder / "model", folder, stack) for way in (Ours, Theirs))
+        ours = Ours(folder / "model", folder, stack, arguments.transport)
+        theirs = Theirs(folder / "model", folder, stack)
         ways = {
             "ours": Turns(ours.join(), ours.token, ours.update),
             "theirs": Turns(theirs.join(), theirs.token, theirs.update),
