@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.device import ensure_process_group
 from torchtitan.errors import UserError
+from torchtitan.weight_sync import publisher
 from torchtitan.weight_sync.courier_thread import CourierThread
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
@@ -174,10 +176,15 @@ class Actors:
             self.kill(name)
 
 
-def on_ranks(run_dir: str, scenario: str, device: str = "cpu", where: str = "cpu", **config: Any) -> Any:
-    """On each rank: rank 0 plays the scenario, the others follow. device: of the parameters; where: the actors'."""
+def on_ranks(
+    run_dir: str, scenario: str, device: str = "cpu", where: str = "cpu", checksum: str = "", **config: Any
+) -> Any:
+    """On each rank: rank 0 plays the scenario, the others follow. device: of the parameters; where: the actors';
+    checksum: the kind, if not the one that goes with the device."""
     ensure_process_group()
-    ranks = Ranks(Path(run_dir), device, **config)
+    kind = publisher.checksum_kind(torch.device(device), True)
+    with mock.patch.object(publisher, "checksum_kind", return_value=checksum or kind):
+        ranks = Ranks(Path(run_dir), device, **config)
     descriptors = len(os.listdir("/proc/self/fd"))
     try:
         if ranks.rank:
@@ -244,8 +251,9 @@ def faults_one_after_the_other(ranks: Ranks, actors: Actors) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
-def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "checksum"), [("nccl", "sum"), ("ipc", "xxh3")])
+def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, checksum: str, tmp_path: Path) -> None:
+    """`sum` is what GPUs have, and works on the CPU too."""
     result = run_distributed(
         "tests.integration_tests.test_weight_sync_transports:on_ranks",
         2,
@@ -253,10 +261,11 @@ def test_receivers_that_freeze_die_and_find_corrupt_bytes(transport: str, tmp_pa
         run_dir=str(tmp_path),
         scenario="faults_one_after_the_other",
         transport=transport,
+        checksum=checksum,
     )
     assert result == [{"corrupt": True, "in order": True, "last": True}, None]
     layouts = [json.loads((tmp_path / "weight_sync" / f"layout-rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert all(layout["checksum"] == "sum" for layout in layouts)
+    assert all(layout["checksum"] == checksum for layout in layouts)
 
 
 def test_communicators_are_made_before_there_is_a_version(tmp_path: Path) -> None:

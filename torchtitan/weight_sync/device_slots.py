@@ -42,9 +42,18 @@ Slots = SharedSlots | DeviceSlots
 
 def create_slots(count: int, slot_bytes: int, folder: Path, where: torch.device, on_device: bool) -> Slots:
     """New slots. where: the parameters' device; on the CPU a device's memory is memory that processes can share."""
-    if on_device and where.type == "cuda":
+    if _are_on_device(where, on_device):
         return DeviceSlots.create(count, slot_bytes, folder, where)
     return SharedSlots.create(count, slot_bytes, folder)
+
+
+def checksum_kind(where: torch.device, on_device: bool) -> str:
+    """The kind of checksum that reads such slots where they are (checksums.py)."""
+    return "sum" if _are_on_device(where, on_device) else "xxh3"
+
+
+def _are_on_device(where: torch.device, on_device: bool) -> bool:
+    return on_device and where.type == "cuda"
 
 
 def memory_tensor(memory: memoryview | torch.Tensor) -> torch.Tensor:

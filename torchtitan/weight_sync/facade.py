@@ -107,7 +107,6 @@ class WeightSync:
                 bucket_bytes=config.bucket_bytes,
                 folder=folder,
                 on_device=config.transport in IN_TRAINER,
-                checksum="sum" if config.transport in IN_TRAINER else "xxh3",
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error

@@ -24,7 +24,7 @@ import torch
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.device_slots import create_slots, pin, slot_tensors, unpin
+from torchtitan.weight_sync.device_slots import checksum_kind, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters, unique_parameters
 from torchtitan.weight_sync.plan import plan_rank
@@ -89,9 +89,8 @@ class Publisher:
     """This rank's slots and what goes into them.
 
     parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank; tied ones are sent
-    once. dtype: what actors hold. on_device: slots are where the parameters are, instead of in host memory. checksum:
-    the layout's kind. stream: where snapshots are queued. Raises PlanError for parameters that cannot be sent shard by
-    shard.
+    once. dtype: what actors hold. on_device: slots are where the parameters are, instead of in host memory.
+    stream: where snapshots are queued. Raises PlanError for parameters that cannot be sent shard by shard.
     """
 
     def __init__(
@@ -104,20 +103,19 @@ class Publisher:
         bucket_bytes: int,
         folder: Path,
         on_device: bool = False,
-        checksum: str = "xxh3",
         stream: SideStream | None = None,
     ):
         unique = unique_parameters(parameters)
         planned = plan_rank(placed_parameters(unique), rank, dtype, bucket_bytes)
-        self.layout: Layout = replace(planned, checksum=checksum)
-        own = self.layout.ranks[0]
         everything = list(unique.values())
+        where = _device_of(everything)
+        self.layout: Layout = replace(planned, checksum=checksum_kind(where, on_device))
+        own = self.layout.ranks[0]
         self._locals = LocalTensors([everything[shard.parameter] for shard in own.shards])
         for local, shard in zip(self._locals.now(), own.shards, strict=True):
             if tuple(local.shape) != shard.shape:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
-        where = _device_of(everything)
         self.rank = rank
         self.slots = create_slots(num_slots, own.slot_bytes, folder, where, on_device)
         self._writer = self.slots.writer()
