@@ -98,6 +98,17 @@ def test_log_probs_and_greedy_tokens_are_those_of_transformers(server: Server, t
     assert figures["pause_s"] > 0 and figures["source"] == "trainer"
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "disk"])
+def test_versions_come_by_other_transports(server: Server, transport: str, tmp_path: Path) -> None:
+    """Memory of this machine, a communicator (gloo) and files, straight into vLLM's worker."""
+    with training(tmp_path, server.model, transport=transport) as trainer:
+        server.actor.connect(trainer)
+        for _ in range(2):
+            trainer.publish()
+            trainer.wait_applied()
+            check_serves_newest(server.actor, trainer)
+
+
 def test_every_route_asks_for_the_token(server: Server) -> None:
     engine = server.actor.engine
     paths = engine.call("GET", "/openapi.json", 20)["paths"]
