@@ -93,6 +93,7 @@ setup_install() { # $1: the interpreter, $2: extras
     # Where no bytecode is ever written, every process would compile torch anew: twice the time of its start.
     if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
         setup_say "PYTHONDONTWRITEBYTECODE is set: compiling what was installed, once"
+        # Its exit code tells of files that packages ship and that are not for this Python: nothing imports them.
         "$1" -m compileall -qq -j 0 "$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
     fi
     setup_say "environment ready after $((SECONDS - started)) s"
