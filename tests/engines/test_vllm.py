@@ -311,6 +311,22 @@ def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
     check_serves_newest(server.actor, trainer)
 
 
+def test_connected_anew_while_it_applies(server: Server, trainer: Trainer) -> None:
+    """The worker comes to hold the version whole, but the apply of the agent fails: it gets the version once more."""
+    trainer.publish()
+    trainer.wait_applied()
+    server.hold.touch()
+    trainer.publish()
+    trainer.wait_for(server.begun.exists)
+    with ThreadPoolExecutor(1) as pool:
+        connected = pool.submit(server.actor.connect, trainer)
+        trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
+        server.hold.unlink()
+        connected.result(CALL_SECONDS)
+    trainer.wait_for(lambda: server.actor.health()["status"] == "ok")
+    check_serves_newest(server.actor, trainer)
+
+
 def kill_and_replace(server: Server, trainer: Trainer) -> None:
     """The engine's worker dies; a new server takes its place under the same name."""
     agent = psutil.Process(server.actor.health()["pid"])

@@ -77,7 +77,8 @@ class Receiver:
 
     workers > 0: this is the leader of an actor of so many workers, which connect to `workers_address` (see worker.py)
     and hold the weights. `apply` then calls the staged version's apply_on_workers() while the engine stands still; all
-    workers have to answer within `workers_timeout_s`.
+    workers have to answer within `workers_timeout_s`. trust_workers: where `served` is None, the engine serves what
+    they say that they hold; otherwise it serves nothing before a version has been applied.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Receiver:
         boxes: Mapping[str, Box] | None = None,
         workers: int = 0,
         workers_timeout_s: float = 60.0,
+        trust_workers: bool = True,
         worker: int | None = None,
     ):
         wire.parse_address(coordinator)
@@ -117,6 +119,7 @@ class Receiver:
                 actor=actor,
                 count=workers,
                 apply_timeout_s=workers_timeout_s,
+                trusted=trust_workers,
             )
         else:
             self._data = Intake(

@@ -89,9 +89,10 @@ class WorkerGroup:
         actor: str,
         count: int,
         apply_timeout_s: float,
+        trusted: bool,
     ):
         self._loop, self._token, self._machine, self._owner = loop, token, machine, owner
-        self._actor, self._count, self._apply_timeout_s = actor, count, apply_timeout_s
+        self._actor, self._count, self._apply_timeout_s, self._trusted = actor, count, apply_timeout_s, trusted
         self._listener, self.address = listen(*address)
         self._workers: dict[int, _Worker] = {}
         self.current: tuple[Layout, str] | None = None
@@ -146,6 +147,8 @@ class WorkerGroup:
             self._machine.poisoned = True
         elif mine is None:
             (self._machine.served,) = held
+            # Weights that are whole are not enough: their engine may stand still, because an apply has failed.
+            self._machine.poisoned = not self._trusted and self._machine.served is not None
         elif held != {mine}:
             self._machine.poisoned = True
 

@@ -197,6 +197,7 @@ class AgentServer:
         receiver = Receiver(
             coordinator, actor, epoch, token, apply,
             host=self._data_host, served=served, workers=self._hand_over.workers, workers_timeout_s=self._timeout_s,
+            trust_workers=self._applier.holds is not None,
         )  # fmt: skip
         self._receiver, self._lost = receiver, None
         receiver.start()
