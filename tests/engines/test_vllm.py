@@ -320,7 +320,7 @@ def test_connected_anew_while_it_applies(server: Server, trainer: Trainer) -> No
     trainer.wait_for(server.begun.exists)
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(server.actor.connect, trainer)
-        trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
+        trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
         server.hold.unlink()
         connected.result(CALL_SECONDS)
     trainer.wait_for(lambda: server.actor.health()["status"] == "ok")
