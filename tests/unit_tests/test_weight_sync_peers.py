@@ -315,7 +315,8 @@ def test_a_leader_knows_that_a_worker_does_not_hold_its_part() -> None:
 
     served = Served("e", 3, "d")
     machine = ReceiverMachine("e", served)
-    group = WorkerGroup(EventLoop(), "t", machine, Owner(), HOST, actor="a", count=2, apply_timeout_s=1.0)  # type: ignore[arg-type]
+    options: Any = {"actor": "a", "count": 2, "apply_timeout_s": 1.0, "trusted": True}
+    group = WorkerGroup(EventLoop(), "t", machine, Owner(), HOST, **options)  # type: ignore[arg-type]
     group._relays[5] = {0, 1}
     group._relay_message(1, {"type": "broken", "attempt": 5, "reason": "none", "shadow": False})
     assert ends == [(5, "worker 1: none", False)]
