@@ -148,7 +148,8 @@ class WorkerGroup:
         elif mine is None:
             (self._machine.served,) = held
             # Weights that are whole are not enough: their engine may stand still, because an apply has failed.
-            self._machine.poisoned = not self._trusted and self._machine.served is not None
+            if self._machine.served is not None and not self._trusted:
+                self._machine.poisoned = True
         elif held != {mine}:
             self._machine.poisoned = True
 
