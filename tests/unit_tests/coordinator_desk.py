@@ -71,10 +71,17 @@ class Desk:
     def records(self, event: str) -> list[dict[str, Any]]:
         return [c.fields for c in self.out if isinstance(c, Record) and c.event == event]
 
-    def apply(self, name: str) -> list[Any]:
+    def stage(self, name: str) -> str:
+        """The actor takes what it is offered, and has all of it; returns the digest."""
         attempt = self.machine.actors[name].attempt
         assert attempt is not None
         digest = self.machine.versions.records[attempt.serial].digest
         self.say(name, "accept")
         self.say(name, "staged", digest=digest)
+        return digest
+
+    def apply(self, name: str) -> list[Any]:
+        attempt = self.machine.actors[name].attempt
+        assert attempt is not None
+        digest = self.stage(name)
         return self.say(name, "applied", version=attempt.version, digest=digest, figures={})

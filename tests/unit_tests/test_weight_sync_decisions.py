@@ -250,8 +250,7 @@ def test_no_abort_after_apply() -> None:
     desk = Desk()
     desk.join("a")
     desk.publish(0)
-    desk.say("a", "accept")
-    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    desk.stage("a")
     for commands in (desk.need_slot(), desk.take(desk.machine.courier_lost(0, desk.now))):
         assert not [c for c in commands if not isinstance(c, Record)]
     assert desk.state("a") is ActorState.APPLYING
@@ -261,8 +260,7 @@ def test_lost_acknowledgement_is_settled_by_what_the_actor_serves() -> None:
     desk = Desk()
     desk.join("a")
     desk.publish(0)
-    desk.say("a", "accept")
-    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    desk.stage("a")
     desk.machine.actor_lost("a", 1, "reset", desk.now)
     assert desk.state("a") is ActorState.EVICTED
     desk.join("a", version=0, session=2)
@@ -287,8 +285,7 @@ def test_poisoned_actor_does_not_serve_until_it_applied() -> None:
     desk.publish(0)
     desk.apply("a")
     desk.publish(1)
-    desk.say("a", "accept")
-    desk.say("a", "staged", digest=desk.machine.versions.newest.digest)  # type: ignore[union-attr]
+    desk.stage("a")
     desk.say("a", "poisoned", reason="out of memory")
     assert not desk.machine.actors["a"].serves and desk.offers() == [("a", 1)]
     desk.apply("a")
