@@ -291,12 +291,17 @@ def test_corrupted_byte_is_refused_and_sent_again(
         assert "checksum" in aborted["reason"]
 
 
-def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
+def hold_a_load(server: Server, trainer: Trainer) -> None:
+    """One version is applied, and the load of the next one stands in its middle."""
     trainer.publish()
     trainer.wait_applied()
     server.hold.touch()
     trainer.publish()
     trainer.wait_for(server.begun.exists)
+
+
+def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
+    hold_a_load(server, trainer)
     server.actor.freeze()
     server.hold.unlink()
     try:
@@ -313,11 +318,7 @@ def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
 
 def test_connected_anew_while_it_applies(server: Server, trainer: Trainer) -> None:
     """The worker comes to hold the version whole, but the apply of the agent fails: it gets the version once more."""
-    trainer.publish()
-    trainer.wait_applied()
-    server.hold.touch()
-    trainer.publish()
-    trainer.wait_for(server.begun.exists)
+    hold_a_load(server, trainer)
     with ThreadPoolExecutor(1) as pool:
         connected = pool.submit(server.actor.connect, trainer)
         trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
@@ -355,11 +356,7 @@ def test_killed_while_it_receives(server: Server, trainer: Trainer) -> None:
 
 
 def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
-    trainer.publish()
-    trainer.wait_applied()
-    server.hold.touch()
-    trainer.publish()
-    trainer.wait_for(server.begun.exists)
+    hold_a_load(server, trainer)
     kill_and_replace(server, trainer)
 
 
