@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -45,6 +46,17 @@ def report(
         print(f"  {key}: {value}")
     if as_json:
         print(json.dumps({"benchmark": benchmark, "figures": dict(figures), "conditions": dict(conditions)}))
+
+
+def processor() -> str:
+    """What figures of arithmetic depend on: the processor's name, and the instructions that torch takes of it."""
+    names = [""]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")] or names
+    import torch
+
+    return f"{names[0] or platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def progress(text: str) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 # Read when numpy and torch are first imported.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
+import common
 import torch
 
 try:
@@ -182,6 +183,7 @@ def main() -> None:
         "model": "Qwen3, 4 layers, hidden 128, 4/2 heads of 32, vocabulary 64, float32, random weights",
         "threads": 1,
         "cores": cores,
+        "processor": common.processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

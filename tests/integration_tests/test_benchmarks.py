@@ -1,4 +1,4 @@
-"""The benchmarks of the weight synchronisation run, and say what they promise. What they measure here means nothing."""
+"""The benchmarks run, and say what they promise. What they measure here means nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,15 @@ KEYS = {
     "weight_sync_bandwidth": {"share_of_socket", "times_faster_than_broadcast"},
     "weight_sync_plan": {"plan_s", "growth_per_version"},
     "weight_sync_fanout": {"egress_growth_4_to_16", "egress_mb_relay_16"},
+    "engine_log_probs": {"share_equal", "share_equal_packs"},
 }
-SHARES = {"frozen_share_of_steps", "published_share_healthy", "published_share_async"}
+SHARES = {
+    "share_equal",
+    "share_equal_packs",
+    "frozen_share_of_steps",
+    "published_share_healthy",
+    "published_share_async",
+}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.roundings import forward_rounding
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.engine import Engine, Poisoned
@@ -21,14 +23,16 @@ from torchtitan.inference.embedded.sampler import stream_keys, truncation_mask, 
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.flavors import find_flavor
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.weight_sync.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def one_thread() -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,28 +107,85 @@ def test_greedy_equals_transformers(tiny_checkpoint: Callable[..., Path], family
         assert completions[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}], ids=["plain", "truncated"])
-@pytest.mark.parametrize("factor", [1.0, 6.0])
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
-def test_log_probs_equal_the_trainers(
-    tiny_checkpoint: Callable[..., Path], family: str, factor: float, sampling: dict[str, Any]
+def assert_equal_where_it_can_be(
+    engine: Engine, got: list[Completion], expected: list[torch.Tensor], largest: float
 ) -> None:
+    """Log-probs equal to the last bit where the processor allows it, else as far apart as roundings bring them."""
+    difference = (torch.cat([torch.tensor(one.log_probs) for one in got]) - torch.cat(expected)).abs().max().item()
+    print(f"{torch.get_num_threads()} thread(s), {engine.sizes}: largest difference {difference:.1e}")
+    assert difference <= (forward_rounding(engine.args, largest) if engine.sizes.unmet else 0.0)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}], ids=["plain", "truncated"])
+@pytest.mark.parametrize(
+    ("family", "factor", "threads"),
+    [(family, factor, 1) for family in ("llama3", "qwen2", "qwen3") for factor in (1.0, 6.0)] + [("qwen2", 6.0, 2)],
+)
+def test_log_probs_equal_the_trainers(
+    tiny_checkpoint: Callable[..., Path], family: str, factor: float, sampling: dict[str, Any], threads: int
+) -> None:
+    torch.set_num_threads(threads)
     trainer = load_policy(tiny_checkpoint(family))
     weights = scaled_weights(trainer, factor)
     trainer.load_state_dict(weights, strict=False)
     asked = requests(24, n=4, **sampling)
-    differences = {}
     for exact in (False, True):
         engine = Engine(load_policy(tiny_checkpoint(family)), 12, 128, (), exact=exact)
         engine.apply_weights("e", 1, weights)
         answers = engine.generate(asked)
         expected, largest = trainer_log_probs(trainer, asked, answers)
-        got = [torch.tensor(one.log_probs) for completions in answers for one in completions]
-        differences[exact] = (torch.cat(got) - torch.cat(expected)).abs()
-    assert factor == 1.0 or largest > 12
-    assert differences[False].max() <= 2e-6 * (1 + largest)
-    assert differences[False].mean() <= 1e-6
-    assert differences[True].max() == 0.0
+        assert factor == 1.0 or largest > 12
+        assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("hidden", "wide", "heads", "key_heads", "head_dim", "lengths"),
+    [
+        (896, 4864, 14, 2, 64, [3, 60]),
+        (64, 96, 4, 2, 16, [1, 180, 250, 370, 500, 1050]),
+        (96, 100, 14, 2, 22, [5, 40]),
+    ],
+    ids=["as wide as Qwen2.5-0.5B", "long", "odd"],
+)
+def test_log_probs_of_other_shapes_equal_the_trainers(
+    hidden: int, wide: int, heads: int, key_heads: int, head_dim: int, lengths: list[int], threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    args = dataclasses.replace(
+        find_flavor("qwen2", "debug"),
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head_dim,
+        num_hidden_layers=1,
+        vocab_size=1000,
+    )
+    trainer, policy = Decoder(args), Decoder(args)
+    for one in (trainer, policy):
+        one.initialize_weights(seed=1, std=0.1)
+    asked = [request(str(length), [(7 * i) % 1000 for i in range(length)], 20, n=2) for length in lengths]
+    engine = Engine(policy, 16, 1200, ())
+    answers = engine.generate(asked)
+    expected, largest = trainer_log_probs(trainer, asked, answers)
+    assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
+
+
+def test_a_token_alone_has_the_log_prob_it_has_in_company(tiny_checkpoint: Callable[..., Path]) -> None:
+    """In the trainer's packs as in the engine's steps, whose products would have one row instead of many."""
+    trainer = load_policy(tiny_checkpoint())
+    asked = [request("short", [5], 6), *requests(6)]
+    answers = [Engine(load_policy(tiny_checkpoint()), 4, 64, ()).generate([one])[0] for one in asked]
+    together, largest = trainer_log_probs(trainer, asked, answers)
+    engine = Engine(load_policy(tiny_checkpoint()), 8, 64, ())
+    assert_equal_where_it_can_be(engine, [one for group in answers for one in group], together, largest)
+    for one, group, expected in zip(asked, answers, together, strict=True):
+        for first in (1, 2, 5):
+            short = Completion(group[0].token_ids[:first], group[0].log_probs[:first], "length", [])
+            alone, _ = trainer_log_probs(trainer, [one], [[short]])
+            assert_equal_where_it_can_be(engine, [short], alone, largest)
+            assert torch.equal(alone[0], expected[:first]) or engine.sizes.unmet
 
 
 def test_group_shares_one_prefill_and_gets_what_single_samples_get(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -522,18 +583,18 @@ def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
 ) -> None:
     monkeypatch.setattr("torchtitan.inference.embedded.cache.BLOCK", block)
     args = load_policy(tiny_checkpoint()).args
-    cpu = torch.device("cpu")
-    free = KeyValueCache(args, 256, 512, 0, torch.float32, cpu)
+    cpu, sizes = torch.device("cpu"), InvariantSizes(rows=16, queries=8)
+    free = KeyValueCache(args, 256, 512, 0, torch.float32, cpu, sizes)
     assert free.room(512, 0) == 256
-    limit = free.bytes_of(40, 128)
-    cache = KeyValueCache(args, 256, 512, limit, torch.float32, cpu)
-    # Sixteen rows are allocated at least: where those do not fit, nothing does.
-    assert cache.room(512, 0) == 0 and cache.room(128, 0) == 40
+    limit = free.bytes_of(48, 128)
+    cache = KeyValueCache(args, 256, 512, limit, torch.float32, cpu, sizes)
+    # A forward takes sixteen rows at least: where those do not fit, nothing does.
+    assert cache.room(512, 0) == 0 and cache.room(128, 0) == 48
     for layer in range(args.num_hidden_layers):
         cache.keys[layer][:, 3] = 7.0 + layer
     held = [cache.keys[layer][: 2 * cache.heads].clone() for layer in range(args.num_hidden_layers)]
     rows = cache.room(128, 2)
-    assert 16 < rows < 40  # while a block is copied there are two of it
+    assert 16 < rows < 48  # while a block is copied there are two of it
     before = cache._blocks[0].nbytes
     cache.reserve(rows, 128, 2)
     assert cache.bytes_of(cache.rows, cache.length) + before <= limit
@@ -542,7 +603,7 @@ def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
         assert not cache.keys[layer][2 * cache.heads :].any() and not cache.keys[layer][:, 64:].any()
     # What is there already needs no growth.
     assert cache.room(128, rows) == rows
-    assert cache.room(128, 0) == 40
+    assert cache.room(128, 0) == 48
 
 
 def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -33,6 +33,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.colocation import open_replica
 from torchtitan.inference.colocated.rounds import Round
+from torchtitan.models.batch_invariance import said_of
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.types import Batch
 from torchtitan.weight_sync.faults import switch_on
@@ -285,6 +286,11 @@ class Job:
             self.director.connect(self.weights)
         if rank == 0:
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
+            inference = config.inference
+            if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":
+                said = said_of(policy.invariant_sizes(), "the engine's log-probs")
+                if said is not None:
+                    logger.warning(said)
 
     def _agree_on_facts(self) -> dict[str, str]:
         """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""

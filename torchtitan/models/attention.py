@@ -15,18 +15,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchtitan.models.batch_invariance import KEY_STEP, key_length
 from torchtitan.models.model_args import ModelArgs
 
 # A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding
 # (and what rounding adds).
 BUCKET_FILL = 0.75
-# Attention runs over key lengths in steps of this. The CPU kernels sum in an order that depends on the length modulo
-# 16: otherwise the same tokens would give other last bits in another pack, or in the engine's cache.
-KEY_STEP = 16
 
 
 def padded_length(length: int) -> int:
-    """The key length that attention over `length` positions runs with."""
+    """The length that a sequence of `length` tokens has in its bucket; attention may take further keys (key_length)."""
     return -(-length // KEY_STEP) * KEY_STEP
 
 
@@ -116,6 +114,11 @@ class _FromBuckets(torch.autograd.Function):
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of whole sequences: q, k, v [S, L, heads, D] (k and v may have fewer heads) -> like q."""
+    length = query.shape[1]
+    further = key_length(length, query.shape[-1], query.dtype, query.device) - length
+    if further:
+        # Keys after the last token, which causality hides from all of them.
+        key, value = F.pad(key, (0, 0, 0, 0, 0, further)), F.pad(value, (0, 0, 0, 0, 0, further))
     out = F.scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True, enable_gqa=True
     )

@@ -6,6 +6,7 @@ and the embedded engine run the same modules and differ in one argument: the att
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,11 +15,13 @@ from torch import nn
 
 from torchtitan.config.job_config import Lora
 from torchtitan.models.attention import PackedAttention, PackedLayout, rotary_tables, rotate
+from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.rms_norm import RMSNorm
+from torchtitan.models.swiglu import swiglu
 
 # (layer index, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
 AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,7 +71,7 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused is not None:
             return self.down_proj(self.fused(x))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -131,6 +134,11 @@ class Decoder(nn.Module):
         if self.args.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.get_parameter("weight")
 
+    def invariant_sizes(self) -> InvariantSizes:
+        """At which sizes this model computes a token alike whatever else is in the batch: trainer and engine keep to
+        them."""
+        return invariant_sizes(self.args, self.lm_head.weight.dtype, self.lm_head.weight.device)
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -146,12 +154,13 @@ class Decoder(nn.Module):
         rows [n]: positions that the targets [n] (and `kept`) belong to, so that prompts cost the head nothing.
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
         """
-        positions, padding = layout.positions, -len(token_ids) % self.sequence_parts
+        sizes = self.invariant_sizes()
+        positions, padding = layout.positions, -len(token_ids) % math.lcm(self.sequence_parts, sizes.rows)
         if padding:
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
         hidden = self.model(token_ids, positions, PackedAttention(layout, padding))
-        output = self.lm_head(hidden, targets, temperature, kept, rows, objective)
+        output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:

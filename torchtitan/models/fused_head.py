@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from torchtitan.distributed.device import matmul, matmul_operand
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
@@ -83,6 +84,8 @@ class Projection:
     """Whether the vocabulary of the largest part takes several tiles"""
     derive: bool
     """Whether gradients are asked for at all (a Function is not told about no_grad)"""
+    row_step: int
+    """Products run over multiples of so many rows"""
     _buffer: torch.Tensor | None = None
 
     def release(self) -> None:
@@ -104,12 +107,17 @@ class Projection:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [r, c] in fp32, valid until the next call, and where there is a softcap its slope [r, c]."""
         count, width = rows.stop - rows.start, columns.stop - columns.start
+        missing = -count % self.row_step
         if self._buffer is None:
-            self._buffer = torch.empty(self.tiling.rows * self.tiling.columns, device=self.targets.device)
+            most = self.tiling.rows + -self.tiling.rows % self.row_step
+            self._buffer = torch.empty(most * self.tiling.columns, device=self.targets.device)
         # One buffer for all tiles: a new one each time would be there twice.
-        logits, slope = self._buffer[: count * width].view(count, width), None
+        product = self._buffer[: (count + missing) * width].view(-1, width)
         for index, (hidden, operand) in enumerate(zip(self.hidden, operands, strict=True)):
-            matmul(matmul_operand(hidden[rows]), operand.t(), out=logits, accumulate=index > 0)
+            some = matmul_operand(hidden[rows])
+            some = F.pad(some, (0, 0, 0, missing)) if missing else some
+            matmul(some, operand.t(), out=product, accumulate=index > 0)
+        logits, slope = product[:count], None
         if self.bias is not None:
             logits.add_(self.bias[columns])
         if self.softcap is not None:
@@ -136,6 +144,28 @@ def _blocks(tile: torch.Tensor) -> list[slice]:
     return _tiles(len(tile), max(1, BLOCK_BYTES // (4 * tile.shape[-1])))
 
 
+def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Turn logits [r, c] into e^(z - the row's maximum); returns the maximum, Σ e^(z - max) and, where it is asked for,
+    Σ e^(z - max) (z - max), [r] each. A row's numbers do not depend on the others, to the last bit."""
+    largest = logits.amax(-1)
+    total, moment = torch.empty_like(largest), torch.zeros_like(largest)
+    for block in _blocks(logits):
+        part = logits[block]
+        if with_moment:
+            shifted = part - largest[block, None]
+            torch.exp(shifted, out=part)
+            moment[block] = _row_sums(shifted.mul_(part))
+        else:
+            part.sub_(largest[block, None]).exp_()
+        total[block] = _row_sums(part)
+    return largest, total, moment
+
+
+def _row_sums(part: torch.Tensor) -> torch.Tensor:
+    """[r, c] -> [r]. torch shares a single long row between its threads, in another order: it is summed as two rows."""
+    return part.expand(2, -1).sum(-1)[:1] if len(part) == 1 and not part.is_cuda else part.sum(-1)
+
+
 class RowStatistics:
     """Per row, over the columns seen: maximum, Σ e^(z - max), Σ e^(z - max) (z - max), and the target's logit."""
 
@@ -150,17 +180,7 @@ class RowStatistics:
         """
         column, inside = projection.chosen(rows, columns)
         self.target[own] += torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
-        largest = logits.amax(-1)
-        total, moment = torch.empty_like(largest), torch.zeros_like(largest)
-        for block in _blocks(logits):
-            part = logits[block]
-            if projection.entropy:
-                shifted = part - largest[block, None]
-                torch.exp(shifted, out=part)
-                moment[block] = shifted.mul_(part).sum(-1)
-            else:
-                part.sub_(largest[block, None]).exp_()
-            total[block] = part.sum(-1)
+        largest, total, moment = exponentials_(logits, projection.entropy)
         before = self.maximum[own]
         maximum = torch.maximum(before, largest)
         old_total, old_moment = _rescaled(self.total[own], self.moment[own], before - maximum)

@@ -16,6 +16,7 @@ from torch import nn
 from torchtitan.models.attention import rotate
 from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
 from torchtitan.models.rms_norm import rms_norm
+from torchtitan.models.swiglu import swiglu
 
 
 def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -67,15 +68,15 @@ class FusedGateUp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(x, self.weight).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return swiglu(gate, up)
 
 
 def _layers(policy: Decoder) -> list[DecoderLayer]:
     return [layer for layer in policy.model.layers if isinstance(layer, DecoderLayer)]
 
 
-def _same_bits(projections: list[nn.Linear]) -> bool:
-    """Whether one product of few rows gives what separate products of many rows give, to the last bit.
+def _same_bits(projections: list[nn.Linear], rows: int) -> bool:
+    """Whether one product of few `rows` gives what separate products of many give, to the last bit.
 
     A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU nobody counts
     on equal bits, so there it does not matter.
@@ -87,8 +88,8 @@ def _same_bits(projections: list[nn.Linear]) -> bool:
     bias = None
     if projections[0].bias is not None:
         bias = torch.cat([projection.bias for projection in projections])
-    joint = F.linear(x[:16], torch.cat([projection.weight for projection in projections]), bias)
-    return torch.equal(joint, torch.cat([projection(x)[:16] for projection in projections], -1))
+    joint = F.linear(x[:rows], torch.cat([projection.weight for projection in projections]), bias)
+    return torch.equal(joint, torch.cat([projection(x)[:rows] for projection in projections], -1))
 
 
 @torch.no_grad()
@@ -98,10 +99,10 @@ def fuse_projections(policy: Decoder) -> None:
     For inference only. Weights may be overwritten in place afterwards; replacing a parameter or moving the policy
     undoes the sharing.
     """
-    layers = _layers(policy)
+    layers, rows = _layers(policy), policy.invariant_sizes().rows
     attention, mlp = layers[0].self_attn, layers[0].mlp
-    fuse_attention = _same_bits([attention.q_proj, attention.k_proj, attention.v_proj])
-    fuse_mlp = _same_bits([mlp.gate_proj, mlp.up_proj])
+    fuse_attention = _same_bits([attention.q_proj, attention.k_proj, attention.v_proj], rows)
+    fuse_mlp = _same_bits([mlp.gate_proj, mlp.up_proj], rows)
     for layer in layers:
         if fuse_attention:
             layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)

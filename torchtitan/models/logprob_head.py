@@ -87,6 +87,8 @@ class HeadOptions(TypedDict, total=False):
     """This rank's part; None asks the group (a collective)"""
     kept: KeptTokens | None
     """Tokens that truncated sampling left"""
+    row_step: int
+    """Products run over multiples of so many rows, with zeros where there are fewer (batch_invariance.py); 1"""
 
 
 def fused_log_probs(
@@ -197,6 +199,7 @@ def _projection(
         first=part.start,
         cut=tiling.columns < part.largest,
         derive=torch.is_grad_enabled(),
+        row_step=options.get("row_step", 1),
     )
 
 
@@ -244,6 +247,7 @@ class LogProbHead(nn.Module):
         kept: KeptTokens | None = None,
         rows: torch.Tensor | None = None,
         objective: TokenObjective | None = None,
+        row_step: int = 1,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """hidden [N, H] -> logits [N, V] without targets; with targets [N], (log-probs [N], entropy [N]) in fp32.
 
@@ -255,6 +259,7 @@ class LogProbHead(nn.Module):
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
+        options["row_step"] = row_step
         if self.shard is not None:
             hidden, weight = self.shard.local(hidden, weight)
             options |= {"tp_group": self.shard.group, "vocabulary": self.shard.part(self.weight)}

@@ -95,6 +95,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     from torchtitan.inference.embedded.engine import Engine
     from torchtitan.inference.embedded.server import EngineServer
     from torchtitan.models import load_policy
+    from torchtitan.models.batch_invariance import said_of
 
     torch.set_num_threads(threads)
     policy = load_policy(arguments.model, getattr(torch, arguments.dtype))
@@ -108,6 +109,9 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
         exact=arguments.exact,
         cache_bytes=cache_bytes,
     )
+    said = None if arguments.exact else said_of(engine.sizes, "log-probs")
+    if said is not None:
+        logging.getLogger(__name__).warning(said)
     token = None
     if not arguments.no_token:
         token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)

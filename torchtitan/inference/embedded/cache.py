@@ -12,22 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedAttention, PackedLayout, padded_length
+from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.batch_invariance import InvariantSizes, key_length
 from torchtitan.models.model_args import ModelArgs
 
 FIRST_ROWS = 16
 FIRST_LENGTH = 64
-# Every forward has at least so many tokens, where need be with dummies: matrix kernels sum in another order for fewer
-# rows, and log-probs would differ from the trainer's in their last bits.
-LEAST_TOKENS = 16
 # Layers' keys, then their values, lie in blocks of so many: few tensors, so that rows move cheaply, and yet several,
 # so that growing one after the other takes little memory beside a large model's cache.
 BLOCK = 8
-
-
-def least_queries(head_dim: int) -> int:
-    """Queries per key head from which on the CPU attends in the same order of sums as to whole sequences (measured)."""
-    return 2 if head_dim <= 32 else 4 if head_dim <= 64 else 8
 
 
 class KeyValueCache:
@@ -38,6 +31,7 @@ class KeyValueCache:
         max_rows: sequences at a time.
         max_length: tokens of one sequence, prompt and completion.
         max_bytes: memory limit; 0 for none.
+        sizes: a forward takes a multiple of `sizes.rows` rows, where need be with dummies, and so does the cache.
 
     Raises UserError where the limit is too low for any sequence.
     """
@@ -59,24 +53,26 @@ class KeyValueCache:
         max_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
+        sizes: InvariantSizes,
     ):
         self.layers, self.heads, self.head_dim = args.num_hidden_layers, args.num_key_value_heads, args.head_dim
-        self.max_rows, self.max_length, self.max_bytes = max_rows, padded_length(max_length), max_bytes
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.sizes = dtype, device, sizes
+        self.max_rows, self.max_length, self.max_bytes = max_rows, self.key_length(max_length), max_bytes
         self.rows = self.length = 0
         self.touched_at = 0.0
         """When some layer stored something, or the engine otherwise got on (time.monotonic)"""
         first_length = min(FIRST_LENGTH, self.max_length)
-        if max_bytes and self.bytes_of(FIRST_ROWS, first_length) > max_bytes:
+        if max_bytes and self.bytes_of(1, first_length) > max_bytes:
             raise UserError(
-                f"a key-value cache of {max_bytes} bytes is too small for this model: {FIRST_ROWS} sequences of "
-                f"{first_length} tokens take {self.bytes_of(FIRST_ROWS, first_length)}; free memory or raise the limit"
+                f"a key-value cache of {max_bytes} bytes is too small for this model: {self.whole_rows(1)} sequence(s) "
+                f"of {first_length} tokens take {self.bytes_of(1, first_length)}; free memory or raise the limit"
             )
         self.take()
 
     def take(self) -> None:
         """Room for a few short sequences, empty; more comes as it is needed."""
-        self._allocate(FIRST_ROWS, min(FIRST_LENGTH, self.max_length), 0)
+        length = min(FIRST_LENGTH, self.max_length)
+        self._allocate(self.whole_rows(min(FIRST_ROWS, self.room(length, 0))), length, 0)
 
     def release(self) -> None:
         """Give all memory back; nothing may be stored before `take`."""
@@ -84,9 +80,17 @@ class KeyValueCache:
         self.visible = self._base = torch.empty(0, device=self.device)
         self.rows = self.length = 0
 
+    def key_length(self, length: int) -> int:
+        """The number of keys that attention over `length` tokens runs with."""
+        return key_length(length, self.head_dim, self.dtype, self.device)
+
+    def whole_rows(self, rows: int) -> int:
+        """Rows that a forward of `rows` sequences takes."""
+        return rows + self.sizes.padding(rows)
+
     def bytes_of(self, rows: int, length: int) -> int:
         """Memory that rows × length takes: of every layer two tensors, and the mask."""
-        places = max(rows, LEAST_TOKENS) * self.heads * padded_length(length)
+        places = self.whole_rows(rows) * self.heads * self.key_length(length)
         return places * (2 * self.layers * self.head_dim + 1) * self.dtype.itemsize
 
     def _growth_bytes(self) -> int:
@@ -100,8 +104,8 @@ class KeyValueCache:
             return self.max_rows
         wanted = max(length, self.length) if used_rows else length
         most = self.max_bytes - (self._growth_bytes() if used_rows else 0)
-        least = self.bytes_of(LEAST_TOKENS, wanted)
-        grown = most * LEAST_TOKENS // least if least <= most else 0
+        step = self.sizes.rows
+        grown = most // self.bytes_of(step, wanted) * step
         present = self.rows if length <= self.length else 0
         return min(self.max_rows, max(grown, present))
 
@@ -109,14 +113,14 @@ class KeyValueCache:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
         if rows <= self.rows and length <= self.length:
             return
-        length = padded_length(length)
+        length = self.key_length(length)
         needed_length = max(length, self.length) if used_rows else length
         shape = (
-            max(min(_power_of_two(max(rows, self.rows)), self.max_rows), LEAST_TOKENS),
+            self.whole_rows(min(_power_of_two(max(rows, self.rows)), self.max_rows)),
             min(_power_of_two(max(length, self.length)), self.max_length),
         )
         if self.max_bytes and self.bytes_of(*shape) + (self._growth_bytes() if used_rows else 0) > self.max_bytes:
-            shape = (max(rows, LEAST_TOKENS), needed_length)
+            shape = (self.whole_rows(rows), needed_length)
         self._allocate(*shape, used_rows)
 
     def _allocate(self, rows: int, length: int, used_rows: int) -> None:
@@ -192,16 +196,19 @@ def _power_of_two(number: int) -> int:
 
 
 class PrefillAttention:
-    """Attention of whole sequences as the trainer computes it, which also stores their keys and values in rows."""
+    """Attention of whole sequences as the trainer computes it, which also stores their keys and values in rows.
 
-    def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int]):
-        self._attend = PackedAttention(layout)
-        self._cache = cache
+    padding: tokens after the last sequence that belong to none.
+    """
+
+    def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int], padding: int):
+        self._attend = PackedAttention(layout, padding)
+        self._cache, self._total = cache, layout.total
         row_of_token = torch.from_numpy(np.repeat(rows, layout.lengths)).to(cache.device)
         self._index = cache.places(row_of_token, layout.positions)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._cache.write(layer, self._index, k, v)
+        self._cache.write(layer, self._index, k[: self._total], v[: self._total])
         return self._attend(layer, q, k, v)
 
 
@@ -218,12 +225,11 @@ class DecodeAttention:
 
     def __init__(self, cache: KeyValueCache, positions: torch.Tensor, longest: int):
         self._cache = cache
-        self._rows, self._longest = len(positions), padded_length(longest)
+        self._rows, self._longest = len(positions), cache.key_length(longest)
         self._index = cache.places(slice(0, self._rows), positions)
         cache.show(self._index)
         self._used = self._rows * cache.heads
         self._visible = cache.visible[: self._used, None, None, : self._longest]
-        self._least_queries = least_queries(cache.head_dim)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._cache
@@ -234,7 +240,8 @@ class DecodeAttention:
         # are 5 % faster for tiny models, but differ from the trainer, which uses this kernel too.
         grouped = q.reshape(self._used, 1, -1, cache.head_dim)
         group = grouped.shape[2]
-        if group < self._least_queries:
-            grouped = F.pad(grouped, (0, 0, 0, self._least_queries - group))
+        missing = -group % cache.sizes.queries
+        if missing:
+            grouped = F.pad(grouped, (0, 0, 0, missing))
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._visible)
         return out[:, :, :group].reshape(q.shape)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from torchtitan.inference.adapter_version import is_adapter_version
 from torchtitan.inference.embedded.adapters import AdapterMerger
-from torchtitan.inference.embedded.cache import LEAST_TOKENS, DecodeAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.cache import DecodeAttention, KeyValueCache, PrefillAttention
 from torchtitan.inference.embedded.memory import DroppedWeights
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
@@ -65,13 +65,11 @@ class Engine:
     """Samples completions with log-probs, many sequences at a time.
 
     Log-probs are those of the trainer: same modules, same log-softmax over fp32 logits divided by the temperature, over
-    the kept tokens where sampling is truncated. Key lengths are padded and small batches filled up so that the CPU's
-    kernels sum in the order of the trainer's packed forward. Measured on one kind of CPU (AVX-512, torch 2.13 with MKL,
-    fp32): with one thread all log-probs equal the trainer's to the last bit, for tiny models and for two layers of the
-    shapes of Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-0.5B. With two threads tiny models still do; the larger ones are off
-    by 2e-6 to 4e-6 in the mean and 2e-5 at most. Other machines and types promise nothing. `exact` rescores every
-    completion that one version sampled with the trainer's own forward when it finishes, which leaves only what differs
-    between two packs of the trainer itself.
+    the kept tokens where sampling is truncated. In fp32 on a CPU it computes at sizes at which this processor's kernels
+    give a token the same bits whatever else is in the batch, as the trainer does (models/batch_invariance.py): where
+    such sizes are found, all log-probs of one version equal the trainer's to the last bit. Where they are not, and for
+    other types and devices, `exact` rescores every completion that one version sampled with the trainer's own forward
+    when it finishes, which leaves only what differs between two packs of the trainer itself.
 
     Args:
         policy: whole, on the device it will run on. The engine takes it over: its projections are fused.
@@ -125,15 +123,19 @@ class Engine:
         self._ended: list[tuple[Running, Completion]] = []
         self._failures: dict[str, str] = {}
         self._updates = 0
+        self.sizes = policy.invariant_sizes()
+        """At which its results do not depend on the batch"""
         with torch.inference_mode():
-            self._cache = KeyValueCache(self.args, max_sequences, max_length, cache_bytes, self.dtype, self.device)
+            self._cache = KeyValueCache(
+                self.args, max_sequences, max_length, cache_bytes, self.dtype, self.device, self.sizes
+            )
             if exact:
                 for layer in policy.model.layers:
                     layer.register_forward_pre_hook(self._progress)
             positions = torch.arange(max_length, device=self.device)
             self._cosine, self._sine = rotary_tables(self.args, positions, self.dtype)
         # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
-        rows = max(max_sequences, LEAST_TOKENS)
+        rows = self._cache.whole_rows(max_sequences)
         self._lengths = np.zeros(rows, np.int64)
         self._generated = np.zeros(rows, np.int64)
         self._limits = np.zeros(rows, np.int64)
@@ -331,17 +333,17 @@ class Engine:
 
     def _forward_prompts(self, prompts: list[tuple[list[int], int]]) -> torch.Tensor:
         """Fill the cache rows of whole sequences (tokens, row) in one packed forward -> logits after each [N, V]."""
-        asked = len(prompts)
-        while sum(len(tokens) for tokens, _ in prompts) < LEAST_TOKENS:
-            prompts = prompts + prompts
         layout = PackedLayout([len(tokens) for tokens, _ in prompts], self.device)
-        attention = PrefillAttention(self._cache, layout, [row for _, row in prompts])
-        token_ids = torch.tensor([token for tokens, _ in prompts for token in tokens], device=self.device)
-        hidden = self.policy.model(token_ids, layout.positions, attention, self._rotary(layout.positions))
-        self.statistics.prefilled_tokens += sum(layout.lengths[:asked])
-        ends = layout.cumulative[1 : asked + 1].long() - 1
-        padding = max(0, LEAST_TOKENS - asked)
-        return self.policy.lm_head(hidden[F.pad(ends, (0, padding))])[:asked]
+        padding = self.sizes.padding(layout.total)
+        attention = PrefillAttention(self._cache, layout, [row for _, row in prompts], padding)
+        token_ids = [token for tokens, _ in prompts for token in tokens] + [0] * padding
+        positions = F.pad(layout.positions, (0, padding))
+        hidden = self.policy.model(
+            torch.tensor(token_ids, device=self.device), positions, attention, self._rotary(positions)
+        )
+        self.statistics.prefilled_tokens += layout.total
+        ends = layout.cumulative[1:].long() - 1
+        return self.policy.lm_head(hidden[F.pad(ends, (0, self.sizes.padding(len(ends))))])[: len(prompts)]
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
@@ -351,7 +353,7 @@ class Engine:
         used = len(self._sequences)
         if self._sampler is None:
             self._sampler = self._make_sampler(0)
-        width = max(used, LEAST_TOKENS)
+        width = self._cache.whole_rows(used)
         # Dummies begin a sequence of token 0 in rows that nobody uses.
         self._lengths[used:width] = self._last[used:width] = 0
         positions = torch.from_numpy(self._lengths[:width].copy()).to(self.device)

@@ -10,8 +10,6 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import separate_projections
 from torchtitan.models.kept_tokens import KeptTokens
 
-# Matrix kernels sum in another order for very few rows: smaller packs are filled up to the trainer's usual kernels.
-LEAST_TOKENS = 64
 MOST_TOKENS = 8192
 
 Scored = tuple[list[int], Completion, float]
@@ -61,12 +59,6 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
         kept += [[]] * (len(prompt) - 1)
         kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
         kept.append([])
-    missing = LEAST_TOKENS - len(token_ids)
-    if missing > 0:
-        token_ids += [0] * missing
-        targets += [0] * missing
-        kept += [[]] * missing
-        lengths.append(missing)
     device = policy.lm_head.weight.device
     log_probs, _ = policy(
         torch.tensor(token_ids, device=device),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from torchtitan.inference.types import SamplingParameters
+from torchtitan.models.fused_head import exponentials_
 from torchtitan.models.logprob_head import scale_logits
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -129,17 +130,19 @@ class BatchSampler:
             whole = keep.all(-1).tolist()
             for row, mask, everything in zip(self._truncated, keep, whole, strict=True):
                 kept[row] = [] if everything else mask.nonzero().squeeze(-1).tolist()
-        log_probs = torch.log_softmax(scaled, dim=-1)
+        likely = scaled.clone()
+        maximum, total, _ = exponentials_(likely)
         if self._all_greedy:
-            tokens = log_probs.argmax(-1, keepdim=True)
+            tokens = scaled.argmax(-1, keepdim=True)
         else:
             # Inverse of the cumulative distribution, in float64 so that rare tokens keep their probability.
-            cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+            cumulative = likely.cumsum(-1, dtype=torch.float64)
             draw = torch.from_numpy(uniforms(self._keys, positions)).to(self._device)[:, None]
             tokens = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
             # Only NaN gets past the end; the caller sees it in the log-prob.
             tokens.clamp_(max=logits.shape[-1] - 1)
             if self._greedy is not None:
-                tokens = torch.where(self._greedy[:, None], log_probs.argmax(-1, keepdim=True), tokens)
-        chosen = log_probs.gather(-1, tokens)
+                tokens = torch.where(self._greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
+        # As the trainer's head puts it together (fused_head.py).
+        chosen = scaled.gather(-1, tokens) - (maximum + total.log())[:, None]
         return Choice(tokens.squeeze(-1).cpu().numpy(), chosen.squeeze(-1).cpu().numpy(), kept)
