@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -9,10 +10,22 @@ from typing import Any
 
 import torch
 
+from tests.roundings import forward_rounding
+from torchtitan.models.model_args import ModelArgs
+
 # The debug tokenizer's; engines want one that is a multiple of 8 under tensor parallelism.
 VOCABULARY = 64
-LAYERS = 3
+HIDDEN, INTERMEDIATE, LAYERS = 128, 256, 3
 END = 1
+
+# Two engines' log-probs in fp32, which for these models are at most 12.
+FP32_TOLERANCE = forward_rounding(ModelArgs("qwen3", VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, 4, 2, 32), 12)
+# In bfloat16 sums are formed in fp32, and only results are rounded, by 2^-8 of their size at most: 8 in each layer, the
+# embedding and the logits, in either engine, independently of each other; logits are spread by 1.4. That makes 0.04 at
+# most, as a root mean square. (All sums in bfloat16, in any order, would be apart by up to 5.)
+BF16_SPREAD = 2**-8 * math.sqrt(2 * (8 * LAYERS + 2)) * 1.4
+# Four times as much for the worst of a few dozen tokens.
+BF16_TOLERANCE = 4 * BF16_SPREAD
 
 
 def make_model(directory: Path, tied: bool = True, dtype: str = "float32", seed: int = 0, **overrides: Any) -> Path:
@@ -26,8 +39,8 @@ def make_model(directory: Path, tied: bool = True, dtype: str = "float32", seed:
 
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

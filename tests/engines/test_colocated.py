@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from tests.distributed_launcher import run_distributed
-from tests.engines.models import greedy, log_probs
+from tests.engines.models import BF16_SPREAD, FP32_TOLERANCE, greedy, log_probs
 
 PROMPTS = [[4, 9, 12, 5], [17, 3, 8, 8, 11, 6, 20, 2], [30, 41, 52]]
 # Longer than the largest KV block, so that its beginning is cached.
 LONG = [(7 * number) % 60 + 2 for number in range(150)]
-# float32: measured 4e-6; bfloat16 (log-probs of some nats, 8 bits of mantissa): measured below 0.12, mean 0.013.
-TOLERANCE = {"float32": (5e-5, 1e-5), "bfloat16": (0.35, 0.04)}
+# Of the worst token and of the mean of all. In float32 the first is derived for the largest log-probs, and what is
+# typical lies far below. In bfloat16 the first is eight times the root mean square: of hundreds of tokens the worst one
+# counts, and errors have long tails.
+TOLERANCE = {"float32": (FP32_TOLERANCE, 1e-5), "bfloat16": (8 * BF16_SPREAD, BF16_SPREAD)}
 
 LAYOUTS = {
     "one rank": (1, [], True, "float32", "keep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -18,6 +19,9 @@ from torchtitan.inference.engine_folder import PREFIX
 
 RUN_SECONDS = 300.0
 STEPS = 40
+# In a batch of that configuration.
+SAMPLES = 512
+SAME_SAMPLES = ("reward/mean", "reward/std", "completion/length_mean")
 
 
 def start(
@@ -109,11 +113,14 @@ def test_two_ranks_share_one_engine(
         rows = finish(processes, tmp_path)
         assert sockets() == [] and not list(Path(temporary).glob(f"{PREFIX}*"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # Sums in another order: later a token here and there falls the other way.
-    assert rows[0]["reward/mean"] == pytest.approx(alone[0]["reward/mean"], abs=1e-6)
-    assert rows[0]["loss"] == pytest.approx(alone[0]["loss"], abs=1e-5)
+    # Sums in another order: with the same weights one of the samples may fall the other way, whose reward is 0 to 1.
+    assert rows[0]["reward/mean"] == pytest.approx(alone[0]["reward/mean"], rel=0, abs=1.5 / SAMPLES)
+    if all(rows[0][name] == pytest.approx(alone[0][name], abs=1e-6) for name in SAME_SAMPLES):
+        assert rows[0]["loss"] == pytest.approx(alone[0]["loss"], abs=1e-5)
     for row, other in zip(rows, alone, strict=True):
-        assert row["reward/mean"] == pytest.approx(other["reward/mean"], abs=0.05)
+        # Later more and more do: at worst these are samples of their own, and their means three standard errors apart.
+        error = other["reward/std"] * math.sqrt(2 / SAMPLES)
+        assert row["reward/mean"] == pytest.approx(other["reward/mean"], rel=0, abs=3 * error)
         assert row["mismatch_kl/same_version"] < 1e-9
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
+from tests.engines.models import BF16_TOLERANCE, FP32_TOLERANCE
 from tests.engines.processes import Processes
 from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
 from tests.patience import PATIENCE_S
@@ -30,10 +31,6 @@ from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
 LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
-# Largest differences of log-probs from transformers that were seen: 4e-6 in fp32, 0.045 in bf16 with two workers, whose
-# sums are rounded in another order (log-probs of these models are some nats apart).
-FP32_TOLERANCE = 1e-4
-BF16_TOLERANCE = 0.15
 UPDATE_SECONDS = 8.0
 
 

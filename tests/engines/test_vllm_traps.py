@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.models import LAYERS, log_probs
+from tests.engines.models import BF16_SPREAD, FP32_TOLERANCE, LAYERS, log_probs
 from tests.engines.processes import ENVIRONMENT, ROOT
 from tests.engines.vllm_traps import PROBE, SCORED
 
-TOLERANCE = 1e-4
-BF16_TOLERANCE = 0.15
+# What a load that went wrong moves log-probs by in the mean, far above what rounding may.
 WRONG = 0.1
 
 
@@ -50,8 +49,8 @@ def difference(results: dict[str, Any], case: str, weights: str = "new") -> floa
 
 
 def test_what_is_loaded_is_served(results: dict[str, Any]) -> None:
-    assert difference(results, "first", "old") < TOLERANCE
-    assert difference(results, "cured") < TOLERANCE and difference(results, "cured_again") < TOLERANCE
+    assert difference(results, "first", "old") < FP32_TOLERANCE
+    assert difference(results, "cured") < FP32_TOLERANCE and difference(results, "cured_again") < FP32_TOLERANCE
     assert difference(results, "cured", "old") > WRONG
 
 
@@ -72,7 +71,7 @@ def test_old_packed_weights_are_freed_before_new_ones_are_made(results: dict[str
     """Both at a time would be one model more in memory."""
     assert len(results["packed_before"]) == 4 * LAYERS + 2  # all linear layers, the head, and the embedding too
     assert results["packed_while_loading"] == [] and results["packed_after"] == results["packed_before"]
-    assert difference(results, "one_model_at_a_time") < TOLERANCE
+    assert difference(results, "one_model_at_a_time") < FP32_TOLERANCE
 
 
 def test_the_weight_checker_does_not_see_a_stale_head(results: dict[str, Any]) -> None:
@@ -95,18 +94,19 @@ def check_in_place(results: dict[str, Any], tolerance: float) -> None:
 
 
 def test_weights_are_packed_from_where_they_were_staged(results: dict[str, Any]) -> None:
-    check_in_place(results, TOLERANCE)
+    check_in_place(results, FP32_TOLERANCE)
 
 
 def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(
     vllm_python: Path, engine_model: Callable[..., Path]
 ) -> None:
     models = [engine_model(tied=True, dtype="bfloat16", seed=seed) for seed in (0, 1)]
-    check_in_place(run_cases(vllm_python, models, "in_place", "copied", dtype="bfloat16"), BF16_TOLERANCE)
+    # Twice the root mean square, since the mean is of a few tokens: less than what is wrong.
+    check_in_place(run_cases(vllm_python, models, "in_place", "copied", dtype="bfloat16"), 2 * BF16_SPREAD)
 
 
 def test_a_load_that_broke_off_is_given_up_before_the_next(results: dict[str, Any]) -> None:
-    assert difference(results, "after_a_failure") < TOLERANCE
+    assert difference(results, "after_a_failure") < FP32_TOLERANCE
     uncured = results["after_a_failure_uncured"]
     assert isinstance(uncured, str) or difference(results, "after_a_failure_uncured") > WRONG
 

@@ -9,6 +9,7 @@ import random
 import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -37,6 +38,8 @@ from torchtitan.weight_sync.wire import TOKEN_VARIABLE
 from torchtitan.weight_sync.worker import Worker
 
 REPOSITORY = Path(__file__).parents[2]
+# While nothing is wrong: what later ones are compared with.
+USUAL_STEPS = 15
 
 
 def quick_config(**changes: Any) -> WeightSyncConfig:
@@ -82,6 +85,12 @@ class Job:
         for parameter in self.parameters.values():
             parameter.fill_(-1.0)  # whatever reads the parameters after the boundary is wrong
         return outcome
+
+    def worked_for_others(self, steps_before: int) -> bool:
+        """Whether a typical step after the first so many, when nobody was frozen, spent far more processor time."""
+        before, after = self.work[:steps_before], self.work[steps_before:]
+        # What it may lie above leaves room for a machine that others keep busy.
+        return statistics.median(after) > 5 * statistics.median(before) + time.get_clock_info("thread_time").resolution
 
     def receive(self, name: str, apply: Callable[[StagedVersion], float | None], **options: Any) -> Receiver:
         """An actor as a thread of this process."""
@@ -394,7 +403,12 @@ def test_frozen_process_is_replaced_and_stalls_no_step(
         job.receive("a", Served())
         job.step()
         assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
+        # What steps cost that are published, and those that are skipped, while nothing is wrong.
+        for _ in range(USUAL_STEPS):
+            job.step()
+            time.sleep(0.05)
         assert job.sync._coordinator is not None
+        usual = job.version
         supervised = job.sync._courier if which == "courier" else job.sync._coordinator.supervised
         frozen = supervised.process
         frozen.send_signal(signal.SIGSTOP)
@@ -405,7 +419,7 @@ def test_frozen_process_is_replaced_and_stalls_no_step(
             assert time.monotonic() < deadline
         assert frozen.wait(PATIENCE_S) == -signal.SIGKILL
         # Three seconds pass until it is noticed: whoever waits for the process comes one or two steps far.
-        assert job.version > 5 and sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer waited"
+        assert job.version - usual > 5 and not job.worked_for_others(USUAL_STEPS), "the trainer waited"
         deadline = time.monotonic() + PATIENCE_S
         while job.sync.owed is not None and time.monotonic() < deadline:
             if job.sync.has_free_slot:
@@ -477,6 +491,9 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
             train(seconds)
             job.wait_for(lambda: len(actors.log("healthy")) > before)
 
+        for _ in range(USUAL_STEPS):
+            job.step()
+            time.sleep(0.03)
         actors.signal("frozen", signal.SIGSTOP)
         before = job.version
         for _ in range(2):
@@ -512,7 +529,7 @@ def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: 
                 assert line["held"] == line["announced"] == published[line["digest"]], f"{name} served torn weights"
         healthy = [line["announced"] for line in actors.log("healthy")]
         assert healthy == sorted(set(healthy)), "a healthy actor never goes back, whoever dies beside it"
-        assert sorted(job.work)[len(job.work) // 2] < 0.01, "the trainer worked for the others"
+        assert not job.worked_for_others(USUAL_STEPS), "the trainer worked for the others"
 
 
 def halves_of(shapes: dict[str, Any], half: int) -> dict[str, Box]:

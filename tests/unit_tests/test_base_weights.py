@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.roundings import forward_rounding
 from tests.unit_tests.test_lora import EVERYTHING, TOKENS, adapted, synced, untied
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_
@@ -109,7 +110,10 @@ def test_merged_files_are_what_peft_makes_of_our_export(
 
     base, theirs = load(directory), peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
     assert (logits(theirs) - logits(base)).abs().max() > 0.1
-    torch.testing.assert_close(logits(load(tmp_path / "merged")), logits(theirs), rtol=0, atol=1e-5)
+    expected = logits(theirs)
+    # Both compute in float64: all that is rounded to fp32, and once, are the merged weights.
+    rounding = forward_rounding(policy.args, expected.abs().max().item()) / 2
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=0, atol=rounding)
     assert len(read) == 1 and ("lm_head.weight" in load_file(tmp_path / "merged" / "model.safetensors")) != tied
 
 

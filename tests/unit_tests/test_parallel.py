@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import WorkerFailure, run_distributed
 from tests.patience import PATIENCE_S
+from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Parallelism
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -244,7 +245,9 @@ def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[L
         reference=str(reference),
         scratch=str(tmp_path),
     )
-    expected_names = [name.removeprefix("after.") for name in load_file(reference) if name != "logits"]
+    expected = load_file(reference)
+    expected_names = [name.removeprefix("after.") for name in expected if name != "logits"]
+    rounding = forward_rounding(hf_checkpoint.read_model_args(directory), expected["logits"].abs().max().item())
     for number, layout in enumerate(layouts):
         rows = [rank[number] for rank in ranks]
         for row in rows:
@@ -253,7 +256,7 @@ def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[L
             assert row["loss"] == pytest.approx(loss, abs=1e-5), message
             assert row["entropy"] == pytest.approx(entropy, rel=1e-5), message
             assert row["norm"] == pytest.approx(norm, rel=1e-4), message
-            assert row["logits_error"] < 1e-5, message
+            assert row["logits_error"] < rounding, message
             assert row["parameter_error"] < 1e-5, message
             assert row["export_equal"] and row["files"] > 3, message
             assert sorted(row["names"]) == sorted(expected_names), message

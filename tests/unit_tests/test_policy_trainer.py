@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,13 +196,17 @@ def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Calla
     checkpoint = str(tiny_checkpoint())
     alone = train_counting_reductions(checkpoint, "micro_batch")
     function = "tests.unit_tests.test_policy_trainer:train_counting_reductions"
+    # The loss is what is left of a sum of terms of both signs and of size 1: there is no share of it to be off by.
+    tokens = sum(len(sample.completion_ids) for sample in make_batch(0).samples)
+    rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(tokens)
     for reduce in ("micro_batch", "optimizer_step"):
         for rank in run_distributed(function, 2, checkpoint=checkpoint, reduce=reduce):
             several, once = rank["micro_batches"], reduce == "optimizer_step"
             assert several >= 2 and rank["reductions"] == (1 if once else several)
             # A gradient that stays on its rank is there for the next micro-batch to be added to.
             assert rank["in_place"] == [once and place > 0 for place in range(several)]
-            assert rank["figures"] == pytest.approx(alone["figures"], rel=1e-5)
+            assert rank["figures"][0] == pytest.approx(alone["figures"][0], rel=0, abs=rounding)
+            assert rank["figures"][1:] == pytest.approx(alone["figures"][1:], rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import run_distributed
+from tests.roundings import forward_rounding
 from tests.unit_tests.test_base_weights import staged
 from tests.unit_tests.test_lora import (
     ALONE,
@@ -472,7 +473,9 @@ def test_packed_lengths_do_not_matter(checkpoint: Path) -> None:
     policy = quantized(checkpoint)
     together = log_probs(policy)[: LENGTHS[0] - 1]
     alone = policy(TOKENS[: LENGTHS[0]], PackedLayout([LENGTHS[0]]), TOKENS.roll(-1)[: LENGTHS[0]])[0][:-1]
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    # But the sums of 28 rows and those of 9 may run in another order.
+    rounding = forward_rounding(policy.args, alone.abs().max().item())
+    torch.testing.assert_close(together, alone, rtol=0, atol=rounding)
 
 
 def test_the_default_dtype_of_a_foreign_process_changes_nothing() -> None:
