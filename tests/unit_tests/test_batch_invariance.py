@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_the_callers_modes_do_not_reach_the_look(look_again: None) -> None:
 def test_strict_products_are_asked_for_where_mkl_has_them(
     monkeypatch: pytest.MonkeyPatch, cpuinfo: str, before: str | None, expected: str | None
 ) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: cpuinfo)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: io.StringIO(cpuinfo))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setenv("MKL_CBWR", before or "")
     if before is None:

@@ -50,10 +50,12 @@ def reproducible_products() -> None:
     if platform.machine() not in ("x86_64", "AMD64"):
         return
     try:
-        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
+            # The vendor is in the second line; a machine may have hundreds of cores.
+            about = file.read(1024)
     except OSError:
-        intel = "GenuineIntel" in platform.processor()
-    if intel:
+        about = platform.processor()
+    if "GenuineIntel" in about:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 

@@ -29,7 +29,7 @@ ROW_STEP = 16
 COLUMN_STEP = 64
 # Rows of a tile where the vocabulary is cut.
 TILE_ROWS = 256
-# Row-wise arithmetic works on blocks of this size, which stay in the cache.
+# On a CPU row-wise arithmetic works on blocks of this size, which stay in the cache.
 BLOCK_BYTES = 1 << 20
 
 # (log-probs [n], entropy [n], which rows these are) -> loss of each row [n], differentiable in the first two.
@@ -141,7 +141,9 @@ def _tiles(count: int, step: int) -> list[slice]:
 
 
 def _blocks(tile: torch.Tensor) -> list[slice]:
-    return _tiles(len(tile), max(1, BLOCK_BYTES // (4 * tile.shape[-1])))
+    # A GPU has no use for them, and each would be kernels of its own.
+    fitting = len(tile) if tile.is_cuda else BLOCK_BYTES // (4 * tile.shape[-1])
+    return _tiles(len(tile), max(1, fitting))
 
 
 def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
