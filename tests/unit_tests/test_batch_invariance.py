@@ -68,6 +68,17 @@ class TestProducts:
         monkeypatch.setattr(F, "linear", kernel)
         assert batch_invariance._row_step(((64, 22), (22, 64)), 1) == 8
 
+    @pytest.mark.parametrize(("threads", "step"), [(1, 1), (2, None)])
+    def test_threads_that_share_the_longer_side(
+        self, monkeypatch: pytest.MonkeyPatch, look_again: None, threads: int, step: int | None
+    ) -> None:
+        def kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            out = LINEAR(x.double(), weight.double()).float()
+            return out + (torch.get_num_threads() > 1 and len(x) > len(weight))
+
+        monkeypatch.setattr(F, "linear", kernel)
+        assert batch_invariance._row_step(((16, 700),), threads) == step
+
     def test_what_is_not_found_is_said_in_one_line(self, monkeypatch: pytest.MonkeyPatch, look_again: None) -> None:
         monkeypatch.setattr(F, "linear", lambda x, weight: LINEAR(x, weight) + len(x))
         sizes = invariant_sizes(ARGS, torch.float32, CPU)

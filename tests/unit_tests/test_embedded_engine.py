@@ -584,10 +584,10 @@ def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
     monkeypatch.setattr("torchtitan.inference.embedded.cache.BLOCK", block)
     args = load_policy(tiny_checkpoint()).args
     cpu, sizes = torch.device("cpu"), InvariantSizes(rows=16, queries=8)
-    free = KeyValueCache(args, 256, 512, 0, torch.float32, cpu, sizes)
+    free = KeyValueCache(args, 256, 512, 0, torch.bfloat16, cpu, sizes)
     assert free.room(512, 0) == 256
     limit = free.bytes_of(48, 128)
-    cache = KeyValueCache(args, 256, 512, limit, torch.float32, cpu, sizes)
+    cache = KeyValueCache(args, 256, 512, limit, torch.bfloat16, cpu, sizes)
     # A forward takes sixteen rows at least: where those do not fit, nothing does.
     assert cache.room(512, 0) == 0 and cache.room(128, 0) == 48
     for layer in range(args.num_hidden_layers):

@@ -158,6 +158,11 @@ def _row_step(shapes: tuple[tuple[int, int], ...], threads: int) -> int | None:
         x = inputs[: REFERENCE_ROWS * width].view(REFERENCE_ROWS, width)
         weight = numbers[: width * outputs].view(outputs, width)
         whole = F.linear(x, weight)
+        # Threads may share the longer side of a product, so a pack of more tokens than outputs has to give the same.
+        if threads > 1 and outputs >= REFERENCE_ROWS:
+            more = F.linear(x.repeat(1 + -(-outputs // REFERENCE_ROWS), 1), weight)
+            if not torch.equal(more[:REFERENCE_ROWS], whole):
+                return None
         # A multiple of a step that will do needs no look of its own: the first one decides.
         while possible and not all(
             torch.equal(F.linear(x[:rows], weight), whole[:rows]) for rows in _multiples(possible[0], COMPARED_ROWS)
