@@ -15,17 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.batch_invariance import KEY_STEP, key_length
+from torchtitan.models.batch_invariance import key_length, padded_length
 from torchtitan.models.model_args import ModelArgs
 
 # A bucket takes sequences down to this share of its longest one, so at most a quarter of its rows is padding
 # (and what rounding adds).
 BUCKET_FILL = 0.75
-
-
-def padded_length(length: int) -> int:
-    """The length that a sequence of `length` tokens has in its bucket; attention may take further keys (key_length)."""
-    return -(-length // KEY_STEP) * KEY_STEP
 
 
 class PackedLayout:

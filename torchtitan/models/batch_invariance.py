@@ -5,7 +5,7 @@ that it cuts in pieces; where that begins depends on processor, library, model a
 for, once per process, and trainer and embedded engine both compute at the sizes that were found: what the engine says
 of a token is then what the trainer computes for it.
 
-For fp32 on a CPU only. Other types and devices take every size as it comes, and nobody counts on equal bits there.
+For fp32 on a CPU only. Other types and devices take every size as it comes; their results are not promised to be equal.
 """
 
 from __future__ import annotations
@@ -100,9 +100,14 @@ def said_of(sizes: InvariantSizes, what: str) -> str | None:
     )
 
 
+def padded_length(length: int) -> int:
+    """The length that a sequence of `length` tokens is computed with; attention may take further keys (key_length)."""
+    return -(-length // KEY_STEP) * KEY_STEP
+
+
 def key_length(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """The number of keys that attention over `length` positions runs with; those beyond are masked."""
-    length = _rounded(length, KEY_STEP)
+    length = padded_length(length)
     if not _counts(dtype, device):
         return length
     good = _attention_sizes(head_dim, torch.get_num_threads()).key_lengths
@@ -114,10 +119,6 @@ def key_length(length: int, head_dim: int, dtype: torch.dtype, device: torch.dev
 
 def _counts(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu"
-
-
-def _rounded(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _product_shapes(args: ModelArgs) -> tuple[tuple[int, int], ...]:
