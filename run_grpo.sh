@@ -26,7 +26,7 @@ setup_env
 arguments=(--job.config_file "$config_file" "$@")
 
 # One quick process reads and checks the configuration: torchrun would turn its exit code 2 into 1, once per rank.
-check() { WORLD_SIZE="$ngpu" "$PYTHON" -m torchtitan.config "$@" "${arguments[@]}"; }
+check() { WORLD_SIZE="$ngpu" "$PYTHON" -m torchtitan.preflight "$@" "${arguments[@]}"; }
 
 for argument in "$@"; do
     if [[ "$argument" == --help || "$argument" == -h || "$argument" == --dry-run ]]; then
@@ -47,5 +47,5 @@ echo "[run] $ngpu rank(s), $config_file" >&2
 # A single rank on a terminal keeps it, for the live display; --tee would put a pipe in between.
 output=(--tee 3)
 if [[ "$ngpu" == 1 && -t 2 ]]; then output=(--redirects 0); fi
-exec "$PYTHON" -m torchtitan.tools.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
+exec "$PYTHON" -m torchtitan.utils.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
     --role rank "${output[@]}" -m torchtitan.grpo_train "${arguments[@]}"

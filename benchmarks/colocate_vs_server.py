@@ -55,7 +55,7 @@ def run(python: str, ranks: int, options: Sequence[str], checkpoint: Path, steps
     """One training; tokens per second after the warm-up, and the mean reward of its last tenth."""
     with tempfile.TemporaryDirectory(prefix="colocate-") as folder:
         command = [
-            python, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", str(ranks),
+            python, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks),
             "-m", "torchtitan.grpo_train", *options, *COMMON,
             "--model.hf_assets_path", str(checkpoint), "--job.dump_folder", folder,
             "--training.steps", str(steps), "--training.seed", str(seed),

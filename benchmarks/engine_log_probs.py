@@ -17,7 +17,6 @@ import random
 import common
 import torch
 
-from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
@@ -25,6 +24,7 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
 from torchtitan.rollout.arithmetic import arithmetic_rows
+from torchtitan.rollout.tokenizer import Tokenizer
 
 BARS: common.Bars = {"share_equal": (">=", 1.0), "share_equal_packs": (">=", 1.0)}
 LENGTHS = (5, 33, 100, 250, 420)

@@ -35,8 +35,8 @@ try:
 except ImportError:
     sys.exit("benchmarks/generation.py compares with transformers: pip install -e '.[test]' brings it")
 
+from torchtitan.inference.embedded.client import EmbeddedClient
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded_handling import EmbeddedHandler
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 
@@ -138,7 +138,7 @@ def main() -> None:
         engine = Engine(load_policy(directory), sequences, arguments.prompt_length + arguments.new_tokens)
         process, url, token = start_server(directory, cores[-1] if cores else None, sequences)
         loop = asyncio.new_event_loop()
-        handler = EmbeddedHandler(url, token)
+        handler = EmbeddedClient(url, token)
 
         async def over_http(turn: int) -> None:
             asked = requests(prompts, arguments.samples, arguments.new_tokens, turn)

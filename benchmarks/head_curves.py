@@ -25,17 +25,17 @@ import torch
 
 sys.path.insert(0, str(common.REPOSITORY))
 
-from torchtitan.components.events import read_json_lines
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.metrics import METRICS_FILE
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.plots import blank_figure, dress, save_figure
-from torchtitan.components.policy_trainer import PolicyTrainer
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import parse_command_line
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.parallelize import build_policy
+from torchtitan.preflight.loading import parse_command_line
+from torchtitan.report.metrics import METRICS_FILE
+from torchtitan.report.plots import blank_figure, dress, save_figure
 from torchtitan.rollout.journal import ReplaySource
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.utils.events import read_json_lines
 
 HEADS = {"one_pass": "#2463b4", "two_pass": "#d9622b", "full": "#2e8b57"}
 RECORDED = "one_pass"

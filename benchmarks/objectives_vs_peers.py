@@ -32,10 +32,10 @@ from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
-from torchtitan.grpo.packing import MicroBatch, is_trained, micro_batches
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.rollout.types import Sample
+from torchtitan.trainer.packing import MicroBatch, is_trained, micro_batches
 
 PEERS = common.REPOSITORY / "benchmarks" / "peers"
 GROUPS, GENERATIONS, LONGEST = 4, 4, 9

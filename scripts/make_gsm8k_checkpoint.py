@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan.grpo.packing import first_fit_decreasing
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.datasets import hold_out, load_rows
+from torchtitan.trainer.packing import first_fit_decreasing
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 CHAT_TEMPLATE = (

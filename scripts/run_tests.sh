@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format, types, then the whole test suite. Arguments go to pytest: scripts/run_tests.sh tests/unit_tests -k config
+# Lint, format, types, layers, then the whole test suite. Arguments go to pytest: scripts/run_tests.sh tests/unit_tests -k config
 #   TEST_WORKERS=2                        processes that run tests; by default two where there are two cores, else one
 #   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave the tests of these engines out (they are installed on first use)
 set -euo pipefail
@@ -16,12 +16,14 @@ say "ruff format --check"
 "$PYTHON" -m ruff format --check .
 say "mypy"
 "$PYTHON" -m mypy
+say "lint-imports"
+"$(dirname "$PYTHON")/lint-imports"
 say "pytest"
 # Hundreds of processes are started: compiling our modules and the engines' in each would double their start.
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [[ -z "${TEST_WORKERS:-}" ]]; then
-    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.tools.cores import usable_cores; print(min(2, len(usable_cores())))')"
+    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.cores import usable_cores; print(min(2, len(usable_cores())))')"
 fi
 workers=()
 # loadgroup: a file stays together, and everything that starts an engine (tests/conftest.py). The engines' tests are

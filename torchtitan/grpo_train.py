@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 -m torchtitan.grpo_train --job.config_file train_configs/debug_cpu.toml
 
-Reads like the picture of a step in docs/how_a_step_flows.md: an order arrives (normally a batch), the policy trains on
-it, the new version is offered to the actors, and the next order is asked for. Every rank runs this same loop.
+Reads like the picture of a step in docs/how_a_step_flows.md: a command arrives (normally a batch), the policy trains on
+it, the new version is offered to the actors, and the next command is asked for. Every rank runs this same loop.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 import sys
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import parse_command_line
 from torchtitan.errors import UserError
-from torchtitan.tools.leave import leave
+from torchtitan.preflight.loading import parse_command_line
+from torchtitan.utils.leave import leave
 
 
 def train(config: JobConfig) -> int:
     """Run the job until its last step or a stop signal; returns the exit code. Mistakes come up as UserError."""
-    from torchtitan.components.job import Job
-    from torchtitan.components.orders import Kind
+    from torchtitan.trainer.commands import Kind
+    from torchtitan.trainer.job import Job
 
     with Job(config) as job:
         job.start()
-        while (order := job.next_order()).kind is not Kind.STOP:
-            if order.kind is Kind.SNAPSHOT:
+        while (command := job.next_command()).kind is not Kind.STOP:
+            if command.kind is Kind.SNAPSHOT:
                 job.snapshot_owed()
-            elif order.generation is not None:
-                job.generate(order.generation)
-            elif order.kind is Kind.EXPORT:
+            elif command.generation is not None:
+                job.generate(command.generation)
+            elif command.kind is Kind.EXPORT:
                 job.export_on_demand()
-            elif order.batch is not None:
-                result = job.trainer.train_batch(order.batch, job.weights.reserve, job.weights.fence)
+            elif command.batch is not None:
+                result = job.trainer.train_batch(command.batch, job.weights.reserve, job.weights.fence)
                 job.version += 1
                 job.publish(result)
-                job.log_step(order.batch, result)
+                job.log_step(command.batch, result)
                 job.save_if_due()
         job.finish()
         return job.exit_code
@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config, dry_run = parse_command_line(sys.argv[1:] if argv is None else argv)
         if dry_run:
-            from torchtitan.config.plan import describe_plan, world_size
+            from torchtitan.config.derived import world_size
+            from torchtitan.preflight.plan import describe_plan
 
             print(describe_plan(config, world_size()))
             return 0

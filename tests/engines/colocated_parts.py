@@ -12,9 +12,6 @@ import numpy
 import torch
 
 from tests.engines.models import randomize_adapters
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.weights import open_weight_path
-from torchtitan.config.manager import parse_command_line
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.colocated.colocation import open_replica
@@ -23,6 +20,9 @@ from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
+from torchtitan.preflight.loading import parse_command_line
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.weight_path import open_weight_path
 
 EPOCH = "e1-test"
 ROUND_SECONDS = 120.0

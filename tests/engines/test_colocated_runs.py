@@ -39,7 +39,7 @@ def start(
     processes.start(
         "run",
         [
-            python, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", str(ranks),
+            python, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks),
             "-m", "tests.engines.telling_train",
             "--job.config_file", ROOT / "train_configs" / "debug_cpu_vllm_colocate.toml",
             "--model.hf_assets_path", checkpoint,

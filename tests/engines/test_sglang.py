@@ -27,9 +27,8 @@ from tests.engines.models import END, greedy, log_probs
 from tests.engines.processes import ROOT, Processes
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.actor_process import TOKEN_VARIABLE
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
 from torchtitan.inference.engines import find_engine
-from torchtitan.inference.handler import ActorHandler, ActorHealth, RequestRefused
 from torchtitan.inference.sglang.transfer import TransferDialect
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
@@ -53,11 +52,11 @@ class Agent:
     processes: Processes
     name: str
 
-    def ask(self, question: Callable[[ActorHandler], Awaitable[Result]]) -> Result:
+    def ask(self, question: Callable[[ActorClient], Awaitable[Result]]) -> Result:
         """Run `question(handler)` with a handler that knows where the engine is."""
 
         async def run() -> Result:
-            handler = find_engine("sglang").make_handler(f"http://127.0.0.1:{self.port}", TOKEN, TOKEN)
+            handler = find_engine("sglang").make_client(f"http://127.0.0.1:{self.port}", TOKEN, TOKEN)
             try:
                 await handler.health(20.0)
                 return await question(handler)
@@ -268,7 +267,7 @@ def check_goes_on(agent: Agent, trainer: Trainer, kv: str) -> None:
         assert float((after - fresh).abs().max()) > 0.01
 
 
-async def health_at_version(handler: ActorHandler, version: int) -> ActorHealth:
+async def health_at_version(handler: ActorClient, version: int) -> ActorHealth:
     """Its health once it has that version, or after a while all the same."""
     for _ in range(600):
         if (await handler.health(20.0)).version == version:
@@ -277,7 +276,7 @@ async def health_at_version(handler: ActorHandler, version: int) -> ActorHealth:
     return await handler.health(20.0)
 
 
-async def publish_meanwhile(trainer: Trainer, handler: ActorHandler) -> list[Completion]:
+async def publish_meanwhile(trainer: Trainer, handler: ActorClient) -> list[Completion]:
     """A long completion during which version 1 comes; it stands still for a while in the middle of it."""
     sampling = SamplingParameters(max_tokens=300, temperature=1.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.engines.processes import Processes
 from tests.engines.vllm_job import APPLIED_SECONDS, start_actor, training
-from torchtitan.inference.handler import ActorNotReady
+from torchtitan.inference.client import ActorNotReady
 from torchtitan.inference.types import Completion
 
 PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]

@@ -15,11 +15,11 @@ from tests.engines.models import make_model
 from tests.engines.processes import Processes
 from tests.engines.test_vllm import BF16_TOLERANCE, FP32_TOLERANCE, PROMPT, differences
 from tests.engines.vllm_job import TOKEN_ENV, Actor, start_actor
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.engine_handling import EngineHandler
+from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.vllm.dialect import DIALECT
+from torchtitan.utils.events import EventLog
 
 SECONDS = 60.0
 
@@ -133,7 +133,7 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
             unmerged.unlink(missing_ok=True)
 
     async def scenario(trainer: AdapterTrainer) -> None:
-        make = lambda url, *_: EngineHandler(DIALECT, url, actor.token, trainer.token)  # noqa: E731
+        make = lambda url, *_: AgentClient(DIALECT, url, actor.token, trainer.token)  # noqa: E731
         pool = InferencePool(config, trainer.epoch, trainer.token, tmp_path, events, make)
         await pool.start()
         try:

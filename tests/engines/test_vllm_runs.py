@@ -26,7 +26,7 @@ def start(processes: Processes, checkpoint: Path, dump: Path, *options: str) -> 
     run = processes.start(
         "run",
         [
-            sys.executable, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", "1",
+            sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", "1",
             "-m", "torchtitan.grpo_train",
             "--job.config_file", ROOT / "train_configs" / "debug_cpu_vllm.toml",
             "--model.hf_assets_path", checkpoint,

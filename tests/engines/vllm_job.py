@@ -20,8 +20,8 @@ from tests.engines.models import END, randomize
 from tests.engines.processes import Processes
 from tests.journals import journal_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.http_control import AdminClient
-from torchtitan.inference.engine_handling import EngineHandler
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.inference.vllm.dialect import DIALECT
 from torchtitan.weight_sync.facade import WeightSync
@@ -157,11 +157,11 @@ class Actor:
         }
         self.agent.call("POST", "/weights/connect", CALL_SECONDS, body)
 
-    def asking(self, ask: Callable[[EngineHandler], Awaitable[Answer]]) -> Answer:
+    def asking(self, ask: Callable[[AgentClient], Awaitable[Answer]]) -> Answer:
         """What `ask` returns of a handler of this actor."""
 
         async def work() -> Answer:
-            handler = EngineHandler(DIALECT, self.url, self.token)
+            handler = AgentClient(DIALECT, self.url, self.token)
             try:
                 await handler.health(CALL_SECONDS)
                 return await ask(handler)

@@ -19,18 +19,19 @@ import torch
 from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from tests.patience import PATIENCE_S
 from tests.unit_tests.trace_format import check_trace
-from torchtitan.components.events import EventLog
-from torchtitan.components.sync_metrics import sums_by_actor
-from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.components.trace import write_trace
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_process import TOKEN_VARIABLE, actor_command
+from torchtitan.inference.actor_process import actor_command
+from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.report.sync_metrics import sums_by_actor
+from torchtitan.report.trace import write_trace
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.source import RolloutSource, open_rollouts
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
-from torchtitan.tools.subprocesses import helper_environment
+from torchtitan.utils.events import EventLog
+from torchtitan.utils.subprocesses import helper_environment
 from torchtitan.weight_sync.facade import WeightSync
 
 EPOCH, TOKEN = "1-test", "secret-of-the-test"

@@ -27,10 +27,10 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.agent.command import find_python
+from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.models.decoder import Decoder
-from torchtitan.tools.subprocesses import helper_environment
+from torchtitan.utils.subprocesses import helper_environment
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def test_environment_check_names_what_is_missing() -> None:
 
 
 def launch(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", *arguments]
+    return [sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", *arguments]
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 7", 7), ("kill -9 $BASHPID", 137), ("exit 0", 0)])

@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference import actor_process
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.utils.events import EventLog
 
 VERSION = 7  # the fake takes the coordinator's port for its version
 

@@ -22,12 +22,12 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tests.unit_tests.trace_format import check_trace
-from torchtitan.components.checkpoint_folder import whole_steps
-from torchtitan.components.events import read_json_lines
-from torchtitan.components.metrics import REQUIRED_KEYS
+from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.rollout.batch_codec import batch_from_json
 from torchtitan.rollout.journal import read_records
 from torchtitan.rollout.types import Group
+from torchtitan.trainer.checkpoint_folder import whole_steps
+from torchtitan.utils.events import read_json_lines
 
 # The first test waits for the whole story.
 pytestmark = pytest.mark.timeout(600)
@@ -291,7 +291,7 @@ def test_sigterm_saves_and_leaves(debug_checkpoint: Path, tmp_path: Path) -> Non
 def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> None:
     """Tensor parallelism over two ranks, started as ./run_grpo.sh starts it; every step waits for both actors."""
     log = tmp_path / "console.log"
-    launcher = ("-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", "2", "-m")
+    launcher = ("-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", "2", "-m")
     process = launch(
         debug_checkpoint, tmp_path, 4, "--grpo.async_weight_update", "false",
         "--parallelism.tensor_parallel_degree", "2", launcher=launcher,
@@ -309,7 +309,7 @@ def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> N
 def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, tmp_path: Path, ranks: int) -> None:
     """By the real command, with evaluations in between; with two ranks their devices are freed together."""
     options = ("--grpo.async_weight_update", "false", "--inference.sleep_level", str(ranks), "--eval.interval", "2")
-    two = ("-m", "torchtitan.tools.launch", "--standalone", "--nproc-per-node", "2", "-m")
+    two = ("-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", "2", "-m")
     launcher = ("-m",) if ranks == 1 else two
     process = launch(debug_checkpoint, tmp_path, 4, *options, launcher=launcher)
     finish(process, tmp_path / "console.log")

@@ -18,9 +18,9 @@ from tests.integration_tests.test_agent import check, engine_of, foreign_config
 from tests.integration_tests.test_embedded_server import TOKEN, start
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.client import ActorNotReady
+from torchtitan.inference.embedded.client import EmbeddedClient
 from torchtitan.inference.embedded.rescore import score
-from torchtitan.inference.embedded_handling import EmbeddedHandler
-from torchtitan.inference.handler import ActorNotReady
 from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch
@@ -139,7 +139,7 @@ def test_a_sleeping_engine_takes_less_memory(tiny_checkpoint: Callable[..., Path
     request = GenerateRequest("a", prompt, SamplingParameters(max_tokens=2, n=64, temperature=0.0))
 
     async def scenario() -> None:
-        handler = EmbeddedHandler(f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}", TOKEN)
+        handler = EmbeddedClient(f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}", TOKEN)
         process = psutil.Process(server.pid)
         try:
             assert (await handler.capabilities(30)).sleep

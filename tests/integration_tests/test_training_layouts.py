@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from tests.distributed_launcher import run_distributed
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.policy_trainer import PolicyTrainer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -20,6 +17,9 @@ from torchtitan.inference.types import VersionSpan
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 STEPS = 3
 FUNCTION = "tests.integration_tests.test_training_layouts:train_recorded"

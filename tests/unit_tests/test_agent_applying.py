@@ -14,7 +14,7 @@ from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.agent.watch import Watch
-from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 

@@ -24,7 +24,7 @@ from torchtitan.inference.agent.process import EngineProcess
 from torchtitan.inference.agent.running import RunningAgent
 from torchtitan.inference.agent.server import AgentServer
 from torchtitan.inference.agent.watch import Watch
-from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.client import Capabilities
 
 # Serves nothing, but writes the port that it is given, as an engine does.
 PROGRAM = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); time.sleep(600)"

@@ -16,12 +16,12 @@ from torch import nn
 
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
-from torchtitan.components import checkpoint_folder
-from torchtitan.components.checkpoint import Checkpointer
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.optimizer import build_optimizer
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import UserError
+from torchtitan.trainer import checkpoint_folder
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
 
 
 class Policy(nn.Module):
@@ -153,7 +153,7 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("torchtitan.components.checkpoint.FileSystemWriter.write_data", fail)
+            patch.setattr("torchtitan.trainer.checkpoint.FileSystemWriter.write_data", fail)
             with pytest.raises(UserError, match="No space left"):
                 run.save(2)
                 run.checkpointer.wait()

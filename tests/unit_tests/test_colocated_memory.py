@@ -13,13 +13,14 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.plan import describe_plan, estimate_memory
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import memory_beside_trainer
 from torchtitan.inference.colocated.colocation import engine_arguments
-from torchtitan.inference.colocated.memory import GIB, EngineMemory, engine_memory
 from torchtitan.inference.colocated.offload import OptimizerOffload
+from torchtitan.inference.engine_memory import GIB, EngineMemory, engine_memory
+from torchtitan.models.memory import estimate_memory
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight.plan import describe_plan
 
 # The optimizer's state
 
@@ -111,7 +112,7 @@ def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
 
 
 def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
@@ -129,7 +130,7 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("sleep_level", [0, 1])
 def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
-    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
@@ -154,7 +155,7 @@ def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep
 
 
 def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.config.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"

@@ -1,4 +1,4 @@
-"""Where requests wait for the trainer's own devices, and when the director lets them generate."""
+"""Where requests wait for the trainer's own devices, and when the controller lets them generate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from torchtitan.components.director import Director
-from torchtitan.components.orders import Kind
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.trainer.commands import Kind
+from torchtitan.trainer.controller import Controller
 
 
 def completion(name: str) -> Completion:
@@ -49,9 +49,9 @@ def test_requests_wait_for_their_version() -> None:
         assert waiting.wanted(4)
         assert names(waiting.begin_round(3)) == [0]
         waiting.finish_round([])
-        order = waiting.begin_round(4)
-        assert order.label == "e1-x/4"
-        name = order.requests[0][0].request_id
+        command = waiting.begin_round(4)
+        assert command.label == "e1-x/4"
+        name = command.requests[0][0].request_id
         waiting.finish_round([Answer(name, [completion("a.0"), completion("a.1")])])
         assert [one.token_ids for one in await task] == [[0], [1]]
         assert not waiting.wanted(4)
@@ -91,8 +91,8 @@ def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
         shared.finish_round([])
         task.cancel()
         await finished([task])
-        order = shared.begin_round(0)
-        assert order.cancelled == [mine[0].request_id]
+        command = shared.begin_round(0)
+        assert command.cancelled == [mine[0].request_id]
         # Its answer was on the way: nobody minds, and the place is free for another.
         shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
         assert len(await other) == 1
@@ -120,18 +120,18 @@ def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -
     shared = pool()
     steps = []
     for _ in range(12):
-        order = shared.begin_round(0)
-        steps.append(order.steps)
-        now[0] += order.steps * 0.01
+        command = shared.begin_round(0)
+        steps.append(command.steps)
+        now[0] += command.steps * 0.01
         shared.finish_round([])
     assert steps[0] < steps[-1] == 25
 
 
-# The director's order
+# The controller's order
 
 
 def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
-    director = Director.__new__(Director)
+    controller = Controller.__new__(Controller)
     ready: list[Any] = []
     waited: list[float] = []
 
@@ -140,18 +140,18 @@ def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
         return ready.pop() if ready else None
 
     rounds = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
-    director.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, sleep=lambda: None, rounds=rounds))
-    director._rest_times = {}
-    director.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
-    director.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
-    director.config = JobConfig()
-    director._newest, director._keep_alive_s, director._evictions = 5, 0.2, {}
-    director._evaluation, director._evaluation_due = None, False
-    order = director.decide(5)
-    assert (order.kind, order.generation) == (Kind.GENERATE, Round("e/5", 1))
+    controller.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, sleep=lambda: None, rounds=rounds))
+    controller._rest_times = {}
+    controller.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
+    controller.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
+    controller.config = JobConfig()
+    controller._newest, controller._keep_alive_s, controller._evictions = 5, 0.2, {}
+    controller._evaluation, controller._evaluation_due = None, False
+    command = controller.decide(5)
+    assert (command.kind, command.generation) == (Kind.GENERATE, Round("e/5", 1))
     ready.append("batch")
-    assert director.decide(5).kind is Kind.BATCH
+    assert controller.decide(5).kind is Kind.BATCH
     rounds.wanted = lambda version: False
-    assert director.decide(5).kind is Kind.WAIT
+    assert controller.decide(5).kind is Kind.WAIT
     assert waited[:2] == [0, 0]
     assert waited[2] > 0

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
-from torchtitan.components.orders import Kind, Order, share_order
 from torchtitan.inference.colocated.engine import SampleRefused
 from torchtitan.inference.colocated.offload import OptimizerOffload
 from torchtitan.inference.colocated.replica import Replica, sample_seed
 from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+from torchtitan.trainer.commands import Command, Kind, share_command
 
 LABEL = "e1-x/3"
 
@@ -98,10 +98,10 @@ def share_a_round(label: str) -> Any:
     """Runs on two ranks: what the order of rank 0 is on this one."""
     import torch.distributed as dist
 
-    mine = Order(Kind.GENERATE, generation=Round(label, 3, [[request("a")]])) if dist.get_rank() == 0 else None
-    order = share_order(mine)
-    assert order.generation is not None
-    return [order.kind.name, order.generation.label, order.generation.requests[0][0].prompt_ids, order.batch]
+    mine = Command(Kind.GENERATE, generation=Round(label, 3, [[request("a")]])) if dist.get_rank() == 0 else None
+    command = share_command(mine)
+    assert command.generation is not None
+    return [command.kind.name, command.generation.label, command.generation.requests[0][0].prompt_ids, command.batch]
 
 
 def test_all_ranks_get_the_round() -> None:

@@ -17,20 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
-from torchtitan.config import load_config
-from torchtitan.config.__main__ import main
+from torchtitan.config.derived import verification
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.fields import config_to_toml, key_types
-from torchtitan.config.inference import ROUTES, verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import apply_tables, parse_command_line
-from torchtitan.config.plan import describe_plan, make_plan
+from torchtitan.config.manager import apply_tables
+from torchtitan.config.names import LOSS_TYPES
 from torchtitan.config.ranges import NAMES, RANGES
 from torchtitan.config.reference import field_documentation, markdown
 from torchtitan.config.servers import nodes, slurm_urls
 from torchtitan.errors import ConfigError
-from torchtitan.grpo.names import LOSS_TYPES
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight.__main__ import main
+from torchtitan.preflight.inference import ROUTES
+from torchtitan.preflight.loading import load_config, parse_command_line
+from torchtitan.preflight.plan import describe_plan, make_plan
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -514,20 +515,20 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
 def test_adapters_are_for_every_engine_and_probed(
     write_config: WriteConfig, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
     config = load_config([*write_config(), "--lora.rank", "4", *words])
     assert verification(config) == "probe"
 
 
 def test_vllms_own_group_needs_gpus(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*write_config(), "--inference.backend", "vllm", "--weight_sync.route", "engine"]
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match='route = "engine" is not allowed: .* no NVIDIA GPU'):
         load_config(words)
     # Servers elsewhere may have some, and another backend of vLLM's may need none.
     load_config([*words, "--inference.servers", "http://127.0.0.1:1"])
     load_config([*words, "--inference.engine_args.weight-transfer-config", '{"backend": "gloo"}'])
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
     load_config(words)
 
 
@@ -545,9 +546,9 @@ def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.Monkey
 
 def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*write_config(), "--inference.backend=vllm", "--inference.mode=colocate", "--inference.sleep_level=2"]
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
     assert load_config(words).inference.sleep_level == 2
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
     with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
         load_config(words)
     # Plans are made on any machine.
@@ -557,7 +558,7 @@ def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monke
 def test_servers_sleep_only_where_every_step_waits_for_them(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
     words = [*write_config(), "--inference.sleep_level=1"]
     blocking = [*words, "--grpo.async_weight_update=false"]
     assert load_config(blocking).inference.sleep_level == 1
@@ -569,12 +570,12 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
             load_config(foreign)
         # Servers that run already may have GPUs on machines of their own.
         load_config([*foreign, "--inference.servers", "http://127.0.0.1:8000"])
-        monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
         load_config(foreign)
         with pytest.raises(ConfigError, match="transport = nccl .*one member of a communicator per GPU"):
             load_config([*foreign, "--weight_sync.transport=nccl"])
-        monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: False)
-    monkeypatch.setattr("torchtitan.config.inference.has_gpu", lambda: True)
+        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
     with pytest.raises(ConfigError, match="weight_sync.route = engine .*no GPU is left"):
         load_config([*blocking, "--inference.backend=vllm", "--weight_sync.route=engine"])
     adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
@@ -617,7 +618,7 @@ def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: 
 def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
     write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.config.validate.find_spec", lambda name: name)
+    monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: name)
     arguments = [*write_config(), "--rollout.dataset", "openai/gsm8k:main", "--eval.dataset", "openai/gsm8k:main"]
     assert load_config(arguments).eval.dataset_split == "test"
     with pytest.raises(ConfigError, match="must not be the prompts of training"):
@@ -798,7 +799,7 @@ def test_every_number_has_a_range_and_every_default_is_in_it() -> None:
 
 def test_the_reference_is_current_and_complete() -> None:
     assert set(field_documentation()) == set(key_types())
-    command = "python -m torchtitan.config.job_config --markdown > docs/config.md"
+    command = "python -m torchtitan.config.reference > docs/config.md"
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == markdown(), f"out of date: {command}"
 
 
@@ -909,7 +910,7 @@ def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
 def test_entry_points_answer_without_traceback_and_without_torch(write_config: WriteConfig) -> None:
     arguments = [*write_config(), "--grpo.group_size", "1", "--training.stepz", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for module in ("torchtitan.config", "torchtitan.grpo_train"):
+    for module in ("torchtitan.preflight", "torchtitan.grpo_train"):
         command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
         assert done.returncode == 2

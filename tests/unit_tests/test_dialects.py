@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.engine_handling import EngineHandler, Malformed, NoVersion, reachable_url
-from torchtitan.inference.handler import ActorError
+from torchtitan.inference.agent.client import AgentClient, Malformed, NoVersion, reachable_url
+from torchtitan.inference.client import ActorError
 from torchtitan.inference.labels import make_label, parse_label
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.sglang.dialect import MOST_KEPT
@@ -117,7 +117,7 @@ def test_sglang_refusals_are_about_the_request() -> None:
 
 
 def test_an_engine_of_somebody_else_never_gets_our_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = EngineHandler(SGLANG, "http://127.0.0.1:1", "ours")
+    handler = AgentClient(SGLANG, "http://127.0.0.1:1", "ours")
     monkeypatch.setenv("ENGINES", "theirs")
     assert [handler._engine_token(variable) for variable in (None, "", "ENGINES")] == ["ours", "", "theirs"]
     with pytest.raises(ActorError, match="NOWHERE, its agent says: it is not set here"):

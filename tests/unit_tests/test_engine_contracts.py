@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from tests.unit_tests.json_server import serving
+from torchtitan.inference.agent.client import AgentClient, Call
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.engine_handling import Call, EngineHandler
-from torchtitan.inference.handler import ActorNotReady, Capabilities, RequestRefused
+from torchtitan.inference.client import ActorNotReady, Capabilities, RequestRefused
 from torchtitan.inference.http_client import JsonClient
 from torchtitan.inference.sglang import collective as sglang_collective
 from torchtitan.inference.sglang import engine as sglang_engine
@@ -460,7 +460,7 @@ def ask(dialect: Any, url: str) -> Any:
     """Have an engine at `url` sample."""
 
     async def generate() -> Any:
-        handler = EngineHandler(dialect, "http://127.0.0.1:1", "")
+        handler = AgentClient(dialect, "http://127.0.0.1:1", "")
         handler._engine, handler._capabilities = JsonClient(url, ""), Capabilities(dialect.name)
         try:
             return await handler.generate(REQUESTS[0], 5.0)

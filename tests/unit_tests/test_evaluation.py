@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.components.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.types import Prompt
+from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
+from torchtitan.utils.events import EventLog
 
 EPOCH, VERSION = "e1-aa", 7
 PROMPTS = [Prompt(index, f"p{index}", [1, 2, index], {}) for index in range(3)]

@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.policy_trainer import PolicyTrainer
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.names import LOSS_TYPES
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.grpo.names import LOSS_TYPES
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 LONGEST = 12
 # Of the log-probs that the tiny policies give random tokens.

@@ -14,9 +14,9 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.grpo.packing import MicroBatch, first_fit_decreasing, micro_batches, minibatches, split_for_ranks
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.trainer.packing import MicroBatch, first_fit_decreasing, micro_batches, minibatches, split_for_ranks
 
 CPU = torch.device("cpu")
 LONGEST = 16

@@ -16,11 +16,7 @@ from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
 from tests.roundings import forward_rounding
-from torchtitan.components.checkpoint_tensors import collect
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.reference_policy import build_reference
 from torchtitan.config.job_config import JobConfig, Lora
-from torchtitan.config.validate import validate
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import copy_full_, full_tensor
@@ -43,6 +39,10 @@ from torchtitan.models.lora import (
 from torchtitan.models.low_rank import ALPHA, is_factor
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
+from torchtitan.preflight.validate import validate
+from torchtitan.trainer.checkpoint_tensors import collect
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 
 TOKENS = torch.arange(3, 31)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.components import console
-from torchtitan.components.events import EventLog, read_json_lines
-from torchtitan.components.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import VersionSpan
+from torchtitan.report import console
+from torchtitan.report.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
 from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.utils.events import EventLog, read_json_lines
 
 
 class Words:
@@ -207,5 +207,5 @@ def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
 
 
 def test_reading_rows_needs_no_torch() -> None:
-    code = "import sys, torchtitan.components.metrics; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtitan.report.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.config.names import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.errors import UserError
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
-from torchtitan.grpo.names import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.grpo.objectives import (
     NORMALIZERS,
     OBJECTIVES,
@@ -23,9 +23,9 @@ from torchtitan.grpo.objectives import (
     load_objective,
 )
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.grpo.packing import MicroBatch, micro_batches
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.types import Sample
+from torchtitan.trainer.packing import MicroBatch, micro_batches
 
 LONGEST = 12
 OPTIONS = ObjectiveOptions(ClipRange(0.2, 0.28), cispo_cap=1.15, reinforce_cap=1.1)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan.components.lr_scheduler import build_lr_scheduler, lr_factor
-from torchtitan.components.optimizer import build_optimizer
 from torchtitan.config.job_config import LRScheduler, Optimizer
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler, lr_factor
+from torchtitan.trainer.optimizer import build_optimizer
 
 
 class Policy(nn.Module):

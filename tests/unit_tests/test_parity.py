@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from torchtitan.components import mismatch
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference import parity
-from torchtitan.inference.handler import ActorError, ActorHealth, Capabilities, ScoredTokens
+from torchtitan.inference.client import ActorError, ActorHealth, Capabilities, ScoredTokens
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+from torchtitan.trainer import mismatch
+from torchtitan.utils.events import EventLog
 
 IDS = [2, 3, 4, 5]
 

@@ -14,20 +14,20 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.distributed_launcher import run_distributed
 from tests.unit_tests.test_gradient_independence import LONGEST, make_batch
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.policy_trainer import PolicyTrainer
-from torchtitan.components.reference_policy import build_reference
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
 from torchtitan.grpo.loss import FixedLogProbs
-from torchtitan.grpo.packing import MicroBatch
 from torchtitan.models import fused_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference_policy import build_reference
 
 SHARE = 0.4
 

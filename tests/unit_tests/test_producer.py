@@ -19,8 +19,8 @@ from tests.unit_tests.test_datasets import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rewards.pool import Score
 from torchtitan.rollout.producer import RolloutProducer
+from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.staleness import Pace, sample_version
 from torchtitan.rollout.types import Batch, Prompt
 

@@ -31,15 +31,8 @@ from tests.unit_tests.test_lora import (
     peft_log_probs,
     synced,
 )
-from torchtitan.components.checkpoint import Checkpointer
-from torchtitan.components.checkpoint_tensors import collect
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.reference_policy import build_reference
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import JobConfig, Lora, LRScheduler, Optimizer
-from torchtitan.config.plan import make_plan
-from torchtitan.config.validate import validate
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.errors import UserError
 from torchtitan.inference.base_weights import BaseWeights
@@ -53,6 +46,13 @@ from torchtitan.models.nf4 import LEVELS, dequantize, is_quantized, quantize, ro
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.peft_checkpoint import save_adapter
 from torchtitan.models.quantized import QuantizedLinear
+from torchtitan.preflight.plan import make_plan
+from torchtitan.preflight.validate import validate
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.checkpoint_tensors import collect
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 
 

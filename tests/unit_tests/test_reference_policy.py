@@ -11,19 +11,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.unit_tests.test_gradient_independence import LONGEST, make_batch
-from torchtitan.components.checkpoint import Checkpointer
-from torchtitan.components.lr_scheduler import build_lr_scheduler
-from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.policy_trainer import PolicyTrainer
-from torchtitan.components.reference_policy import Reference, ReferencePolicy, build_reference
 from torchtitan.config.job_config import JobConfig, Lora
-from torchtitan.config.plan import MemoryEstimate, make_plan
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.memory import MemoryEstimate
 from torchtitan.models.parallelize import build_policy
+from torchtitan.preflight.plan import make_plan
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference_policy import Reference, ReferencePolicy, build_reference
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.components.metrics import REQUIRED_KEYS
-from torchtitan.components.report import main, write_report
 from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.report.html import main, write_report
+from torchtitan.report.metrics import REQUIRED_KEYS
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
@@ -126,7 +126,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     runs = [
         str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))
     ]
-    command = [sys.executable, "-m", "torchtitan.components.report", runs[0]]
+    command = [sys.executable, "-m", "torchtitan.report.html", runs[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == f"{runs[0]}/report.html"
     svg = tmp_path / "figures" / "both.svg"

@@ -10,7 +10,7 @@ import pytest
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.rewards.pool import RewardPool
+from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt
 
 HERE = "tests.unit_tests.reward_examples"

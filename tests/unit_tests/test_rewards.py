@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.rewards import BUILTIN, NEEDS_ANSWER, load_reward
+from torchtitan.rollout.rewards import BUILTIN, NEEDS_ANSWER, load_reward
 
 # Rows of GSM8K's training file, as they stand there (MIT licence, see shared/data/gsm8k_LICENSE).
 GSM8K = [
@@ -172,9 +172,9 @@ def test_the_list_of_functions_that_need_an_answer_is_right() -> None:
         ("acuracy", "did you mean 'accuracy'"),
         ("nonsense", "must be one of accuracy"),
         ("no.such.module:reward", "no.such.module"),
-        ("torchtitan.rewards.answers:aritmetic", "did you mean 'arithmetic'"),
-        ("torchtitan.rewards.answers:PARTIAL_CREDIT", "not a function"),
-        ("torchtitan.rewards.answers:", "unknown reward function"),
+        ("torchtitan.rollout.rewards.answers:aritmetic", "did you mean 'arithmetic'"),
+        ("torchtitan.rollout.rewards.answers:PARTIAL_CREDIT", "not a function"),
+        ("torchtitan.rollout.rewards.answers:", "unknown reward function"),
     ],
 )
 def test_unknown_functions_are_named(name: str, message: str) -> None:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.components import checkpoint_folder
-from torchtitan.components.events import read_json_lines
-from torchtitan.components.run_dir import mint_epoch, open_run_directory
 from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.trainer import checkpoint_folder
+from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
+from torchtitan.utils.events import read_json_lines
 
 if sys.version_info >= (3, 11):
     import tomllib

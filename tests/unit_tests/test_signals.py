@@ -12,11 +12,11 @@ import time
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.components.signals import REPEAT_WINDOW_S, SignalFlags
+from torchtitan.trainer.signals import REPEAT_WINDOW_S, SignalFlags
 
 CHILD = """
 import sys, time
-from torchtitan.components.signals import SignalFlags
+from torchtitan.trainer.signals import SignalFlags
 
 with SignalFlags(save_deadline_s=float(sys.argv[1])) as flags:
     print("ready", flush=True)
@@ -82,7 +82,7 @@ def test_export_requests_are_taken_once_and_handlers_restored() -> None:
 
 def test_a_rank_that_was_told_has_the_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
     left: queue.Queue[int] = queue.Queue()
-    monkeypatch.setattr("torchtitan.components.signals.os._exit", left.put)
+    monkeypatch.setattr("torchtitan.trainer.signals.os._exit", left.put)
     with SignalFlags(save_deadline_s=0.1) as flags:
         flags.start_deadline()
         flags.start_deadline()

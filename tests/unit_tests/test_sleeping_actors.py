@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference import actor
-from torchtitan.inference.handler import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
+from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+from torchtitan.utils.events import EventLog
 
 IDS = [2, 3, 4, 5]
 ASLEEP, READY = "asleep", "ready"

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.components.deliveries import DeliveryBook, Incident, Listener
-from torchtitan.components.events import read_json_lines
-from torchtitan.components.step_recorder import StepRecorder
-from torchtitan.components.sync_metrics import SyncMetrics, sums_by_actor
+from torchtitan.report.deliveries import DeliveryBook, Incident, Listener
+from torchtitan.report.step_recorder import StepRecorder
+from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
+from torchtitan.utils.events import read_json_lines
 
 Row = dict[str, Any]
 

@@ -17,19 +17,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from simulator import __main__ as sync_simulator
+from simulator.broken import ProtocolBroken
+from simulator.clock import Clock
+from simulator.control import Latency
+from simulator.engine import Engine, Work
+from simulator.figures import Figures, figures_of, simulate
+from simulator.measured import values_from_run
+from simulator.network import Network, fair_rates
+from simulator.scenario import Scenario, slowest_of
+from simulator.split import best_split
+from simulator.trainer import STATUS_S
+from simulator.world import World
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.tools import sync_simulator
-from torchtitan.weight_sync.simulation.broken import ProtocolBroken
-from torchtitan.weight_sync.simulation.clock import Clock
-from torchtitan.weight_sync.simulation.control import Latency
-from torchtitan.weight_sync.simulation.engine import Engine, Work
-from torchtitan.weight_sync.simulation.figures import Figures, figures_of, simulate
-from torchtitan.weight_sync.simulation.measured import values_from_run
-from torchtitan.weight_sync.simulation.network import Network, fair_rates
-from torchtitan.weight_sync.simulation.scenario import Scenario, slowest_of
-from torchtitan.weight_sync.simulation.split import best_split
-from torchtitan.weight_sync.simulation.trainer import STATUS_S
-from torchtitan.weight_sync.simulation.world import World
 from torchtitan.weight_sync.states.slot import SlotKeeper
 
 SMALL: dict[str, Any] = {
@@ -188,7 +188,7 @@ def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.Captur
     assert json.loads(outputs[0])["figures"] != json.loads(outputs[2])["figures"]
     # Nor does it depend on the process' own hashes.
     other = subprocess.run(
-        [sys.executable, "-m", "torchtitan.tools.sync_simulator", *arguments, "--json", "--seed=1"],
+        [sys.executable, "-m", "simulator.__main__", *arguments, "--json", "--seed=1"],
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,
         text=True,

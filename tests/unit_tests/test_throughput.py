@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit_tests.test_gradient_independence import make_batch
 from tests.unit_tests.test_policy_trainer import SpiedTrainer, run_config
-from torchtitan.components.throughput import Passes, model_flops, throughput
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed import device
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Sample
+from torchtitan.trainer.throughput import Passes, model_flops, throughput
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 

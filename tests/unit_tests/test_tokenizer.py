@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.errors import UserError
+from torchtitan.rollout.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"

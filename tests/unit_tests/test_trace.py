@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.test_sync_metrics import Journal
 from tests.unit_tests.trace_format import check_trace
-from torchtitan.components.report import write_report
-from torchtitan.components.step_recorder import MOST_SPANS, StepRecorder
-from torchtitan.components.timeline import Moment, Span, Timeline, Track, nested, read_timeline
-from torchtitan.components.timeline_files import actor_file, rank_file
-from torchtitan.components.trace import chrome_trace, write_trace
-from torchtitan.inference.embedded import activity
-from torchtitan.inference.embedded.activity import ActivityLog
-from torchtitan.tools.bounded_file import BoundedFile
-from torchtitan.tools.trace import main
+from torchtitan.inference import activity
+from torchtitan.inference.activity import ActivityLog
+from torchtitan.report.__main__ import main
+from torchtitan.report.html import write_report
+from torchtitan.report.step_recorder import MOST_SPANS, StepRecorder
+from torchtitan.report.timeline import Moment, Span, Timeline, Track, nested, read_timeline
+from torchtitan.report.trace import chrome_trace, write_trace
+from torchtitan.utils.bounded_file import BoundedFile
+from torchtitan.utils.timeline_files import actor_file, rank_file
 
 TIMES = st.floats(0, 1000, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES), max_size=30).map(

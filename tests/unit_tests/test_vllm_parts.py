@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
+from torchtitan.inference.agent.client import Malformed, NoVersion
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.engine_handling import Malformed, NoVersion
-from torchtitan.inference.handler import RequestRefused
+from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.dialect import DIALECT
@@ -528,7 +528,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
     code = (
         "import sys, torchtitan.inference.vllm.mailbox, torchtitan.inference.vllm.spreading, "
         "torchtitan.inference.vllm.middleware, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
-        "torchtitan.inference.base_weights, torchtitan.tools.freed_memory\n"
+        "torchtitan.inference.base_weights, torchtitan.utils.freed_memory\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"
         "factory = 'vllm.distributed.weight_transfer.factory'\n"

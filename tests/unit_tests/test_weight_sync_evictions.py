@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.components.director import Director
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.trainer.controller import Controller
+from torchtitan.utils.events import EventLog
 from torchtitan.weight_sync.facade import ActorStatus
 
 
-def director_of(folder: Path, actors: dict[str, ActorStatus], redo: Callable[[str, str], None]) -> Director:
-    director = Director(JobConfig(), folder, "e1", "token", cast("Any", None))
-    director.events = EventLog(folder / "events.jsonl")
-    director.rollout = cast("Any", SimpleNamespace(redo_elsewhere=redo))
-    director.weights = cast("Any", SimpleNamespace(actors=lambda: dict(actors)))
-    return director
+def director_of(folder: Path, actors: dict[str, ActorStatus], redo: Callable[[str, str], None]) -> Controller:
+    controller = Controller(JobConfig(), folder, "e1", "token", cast("Any", None))
+    controller.events = EventLog(folder / "events.jsonl")
+    controller.rollout = cast("Any", SimpleNamespace(redo_elsewhere=redo))
+    controller.weights = cast("Any", SimpleNamespace(actors=lambda: dict(actors)))
+    return controller
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -40,12 +40,12 @@ def status(state: str, evictions: int) -> ActorStatus:
 def test_an_eviction_is_acted_on_while_nobody_asks_for_orders(tmp_path: Path) -> None:
     redone: list[str] = []
     actors = {"a": status("READY", 0), "b": status("READY", 0)}
-    director = director_of(tmp_path, actors, lambda actor, _reason: redone.append(actor))
-    director._start_watch()
+    controller = director_of(tmp_path, actors, lambda actor, _reason: redone.append(actor))
+    controller._start_watch()
     actors["b"] = status("EVICTED", 1)
     wait_for(lambda: bool(redone))
-    director._closing.close()
-    assert redone == ["b"] and director._watch is not None and director._watch.done()
+    controller._closing.close()
+    assert redone == ["b"] and controller._watch is not None and controller._watch.done()
     actors["a"] = status("EVICTED", 1)
     time.sleep(0.3)
     assert redone == ["b"], "it goes on after the end"
@@ -55,9 +55,9 @@ def test_rollouts_that_do_not_answer_end_the_run(tmp_path: Path) -> None:
     def fail(_actor: str, _reason: str) -> None:
         raise UserError("the rollouts gave no answer")
 
-    director = director_of(tmp_path, {"a": status("EVICTED", 1)}, fail)
-    director._start_watch()
-    wait_for(lambda: director._watch is not None and director._watch.done())
+    controller = director_of(tmp_path, {"a": status("EVICTED", 1)}, fail)
+    controller._start_watch()
+    wait_for(lambda: controller._watch is not None and controller._watch.done())
     with pytest.raises(UserError, match="gave no answer"):
-        director.decide(0)
-    director._closing.close()
+        controller.decide(0)
+    controller._closing.close()

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.config.manager import parse_command_line
 from torchtitan.errors import ConfigError
+from torchtitan.preflight.loading import parse_command_line
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.faults import Fault, FaultError
 

@@ -6,7 +6,6 @@ Names follow torchtitan 0.2 where it has them. The string under a field is its d
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -704,18 +703,3 @@ class JobConfig:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     fault_injection: FaultInjection = field(default_factory=FaultInjection)
     eval: Eval = field(default_factory=Eval)
-
-
-def _main(arguments: list[str]) -> int:
-    """`--markdown` prints docs/config.md."""
-    from torchtitan.config.reference import markdown
-
-    if arguments != ["--markdown"]:
-        print("usage: python -m torchtitan.config.job_config --markdown > docs/config.md", file=sys.stderr)
-        return 2
-    print(markdown(), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchtitan.grpo.names import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
+from torchtitan.config.names import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import UserError
-from torchtitan.tools.cores import usable_cores
-from torchtitan.tools.freed_memory import keep_freed_memory
+from torchtitan.utils.cores import usable_cores
+from torchtitan.utils.freed_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from torchtitan.grpo import divergence, off_policy
 from torchtitan.grpo.objectives import ClipRange, Objective, ObjectiveOptions
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.grpo.packing import MicroBatch
 
 # Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
 LARGEST_LOG_RATIO = 20.0
+
+
+class TrainedTokens(Protocol):
+    """The trained tokens of a packed micro-batch: A of them, of a number of sequences."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    sequence: torch.Tensor
+    """[A] int64: which sequence each token belongs to"""
+    advantages: torch.Tensor
+    """[A]"""
+    behaviour_log_probs: torch.Tensor
+    """[A]"""
+    weights: torch.Tensor
+    """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,7 @@ class MicroBatchLoss:
     gradients tile by tile does that. `sums` collects over the calls what the metrics need.
     """
 
-    def __init__(self, micro_batch: MicroBatch, fixed: FixedLogProbs, settings: LossSettings):
+    def __init__(self, micro_batch: TrainedTokens, fixed: FixedLogProbs, settings: LossSettings):
         self.micro_batch, self.fixed, self.settings = micro_batch, fixed, settings
         behaviour = micro_batch.behaviour_log_probs
         self._proximal = behaviour if fixed.old is None else fixed.old
@@ -122,12 +138,12 @@ class MicroBatchLoss:
             log_ratio,
             micro_batch.advantages,
             micro_batch.sequence,
-            len(micro_batch.layout.lengths),
+            micro_batch.num_sequences,
             self.settings.bounds,
         )
 
     def _of_sequences(self, log_ratio: torch.Tensor) -> torch.Tensor:
         """The mean over the sequence, for each of its tokens (GSPO, Zheng et al. 2025, eq. 7)."""
         sequence = self.micro_batch.sequence
-        total, tokens = off_policy.sequence_sums(log_ratio, sequence, len(self.micro_batch.layout.lengths))
+        total, tokens = off_policy.sequence_sums(log_ratio, sequence, self.micro_batch.num_sequences)
         return (total / tokens)[sequence]

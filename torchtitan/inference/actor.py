@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import Inference
-from torchtitan.inference.handler import (
+from torchtitan.inference.client import (
+    ActorClient,
     ActorError,
-    ActorHandler,
     ActorHealth,
     ActorNotReady,
     Capabilities,
@@ -23,6 +22,7 @@ from torchtitan.inference.handler import (
 )
 from torchtitan.inference.rest import Rest
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.utils.events import EventLog
 
 # Between two probes of an actor that somebody waits for, and of one that is about to join.
 FAST_PROBE_S = 0.02
@@ -88,7 +88,7 @@ class Actor:
         config: Inference,
         epoch: str,
         events: EventLog,
-        make_handler: Callable[[str], ActorHandler],
+        make_client: Callable[[str], ActorClient],
         changed: Callable[[], None],
         process: Process | None = None,
         url: str = "",
@@ -110,10 +110,10 @@ class Actor:
         self._config = config
         self._epoch = epoch
         self._events = events
-        self._make_handler = make_handler
+        self._make_client = make_client
         self._changed = changed
         self._process = process
-        self._handler = make_handler(url) if process is None else None
+        self._client = make_client(url) if process is None else None
         self._started_once = False
         self.incarnation = 0
         """Counts the processes that had this name"""
@@ -197,16 +197,16 @@ class Actor:
 
     async def capabilities(self) -> Capabilities:
         """Raises ActorError."""
-        if self._handler is None:
+        if self._client is None:
             raise ActorError("health", "the actor has not started")
-        return await self._handler.capabilities(self._config.health_timeout_s)
+        return await self._client.capabilities(self._config.health_timeout_s)
 
     async def score(self, token_ids: list[int]) -> ScoredTokens:
         """Raises ActorError, also where the actor is evicted meanwhile."""
-        if self._handler is None:
+        if self._client is None:
             raise ActorError("score", "the actor has not started")
         timeout_s = min(self._config.request_timeout_s, LONGEST_SCORE_S)
-        return await self._unless_lost("score", self._handler.score(token_ids, timeout_s))
+        return await self._unless_lost("score", self._client.score(token_ids, timeout_s))
 
     async def distrust(self, version: int, reason: str, forever: bool = False) -> None:
         """What it serves as `version` is something else: it is out until it serves a newer one, a process of ours is
@@ -229,11 +229,11 @@ class Actor:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Raises ActorError when the actor fails or is evicted meanwhile."""
-        if self._handler is None:
+        if self._client is None:
             raise ActorError("generate", "the actor has not started")
         self._requests += 1
         try:
-            work = self._handler.generate(request, self._config.request_timeout_s)
+            work = self._client.generate(request, self._config.request_timeout_s)
             completions = await self._unless_lost("generate", work)
             self._check(completions)
         except ActorNotReady:
@@ -286,12 +286,12 @@ class Actor:
             raise
 
     async def close(self) -> None:
-        if self._handler is not None:
+        if self._client is not None:
             if self._process is None and self._may_sleep:
                 # Whoever has started it finds it awake.
                 with contextlib.suppress(ActorError):
-                    await self._handler.wake(TAGS, WAKE_AT_END_S)
-            await self._handler.close()
+                    await self._client.wake(TAGS, WAKE_AT_END_S)
+            await self._client.close()
         if self._process is not None:
             await self._process.stop()
 
@@ -323,20 +323,20 @@ class Actor:
             self._events.write("actor_restarting", actor=self.name, restart=self.restarts)
         self._started_once = True
         self.state = ActorState.STARTING
-        if self._handler is not None:
-            await self._handler.close()
+        if self._client is not None:
+            await self._client.close()
         self._connected, self._announced, self.version, self._ready_at = False, False, None, 0.0
         self._joining_since = 0.0
         self.incarnation += 1
         self._distrusted = -1
         self._told_sleepless = False
-        self._handler = self._make_handler(await process.start())
+        self._client = self._make_client(await process.start())
         self._set_state(ActorState.JOINING)
 
     async def _probe(self) -> None:
-        assert self._handler is not None
+        assert self._client is not None
         begun = time.monotonic()
-        health = await self._handler.health(self._config.health_timeout_s)
+        health = await self._client.health(self._config.health_timeout_s)
         if health.engine_age_s > self._config.health_timeout_s:
             raise ActorError("engine", f"its engine has not moved for {health.engine_age_s:.1f} s")
         if self.state is ActorState.SUSPECT and health.answered_age_s > begun - self._suspect_since:
@@ -356,9 +356,9 @@ class Actor:
             )
         # Asleep it could only refuse them.
         if self.coordinator is not None and not self._connected and not self._rest.deep:
-            await self._handler.connect_weights(self.coordinator, self.name, self._epoch, self._config.health_timeout_s)
+            await self._client.connect_weights(self.coordinator, self.name, self._epoch, self._config.health_timeout_s)
             self._connected = True
-            health = await self._handler.health(self._config.health_timeout_s)
+            health = await self._client.health(self._config.health_timeout_s)
         self._failed_requests = 0
         self._may_sleep = bool(health.asleep)
         self._apply(health)
@@ -370,7 +370,7 @@ class Actor:
     async def _match_memory(self, health: ActorHealth) -> tuple[ActorHealth, bool]:
         """Have it asleep or awake, as is wanted: also one that has just come, or that an earlier run left asleep.
         Returns its health after that, and whether there is nothing more to do. Raises ActorError."""
-        assert self._handler is not None
+        assert self._client is not None
         wish = self._rest.wish
         sleeps = self._rest.deep and set(health.asleep) != wish.asleep
         wakes = [tag for tag in health.asleep if tag not in wish.asleep]
@@ -381,12 +381,12 @@ class Actor:
             return health, False
         self._may_sleep = True
         if not sleeps:
-            await self._handler.wake(wakes, self._config.sleep_timeout_s)
+            await self._client.wake(wakes, self._config.sleep_timeout_s)
         elif not (await self.capabilities()).sleep:
             self._stay_awake_for_good()
-        elif not await self._handler.sleep(wish.level, self._config.sleep_timeout_s):
+        elif not await self._client.sleep(wish.level, self._config.sleep_timeout_s):
             self._stay_awake("its engine still works on something")
-        return await self._handler.health(self._config.health_timeout_s), True
+        return await self._client.health(self._config.health_timeout_s), True
 
     def _stay_awake_for_good(self) -> None:
         told, self._told_sleepless = self._told_sleepless, True

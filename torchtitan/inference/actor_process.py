@@ -10,17 +10,16 @@ import time
 from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 
-from torchtitan.components.timeline_files import actor_file
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, base_url
 from torchtitan.inference.cores import threads_per_actor
 from torchtitan.inference.devices import engine_devices
 from torchtitan.inference.engines import find_engine
-from torchtitan.inference.handler import ActorError
-from torchtitan.tools.subprocesses import helper_environment
+from torchtitan.utils.subprocesses import helper_environment
+from torchtitan.utils.timeline_files import actor_file
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
 POLL_S = 0.05
 TERMINATE_GRACE_S = 5.0
 KILL_GRACE_S = 10.0
@@ -31,11 +30,6 @@ def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[s
     """The command line of actor `number`, which reports its port in `port_file` and serves nothing before it got its
     first weights version. Raises UserError where it cannot be started here."""
     return find_engine(config.inference.backend).command(config, port_file, number)
-
-
-def base_url(host: str, port: int) -> str:
-    """URL of a server; IPv6 addresses stand in brackets."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class ActorProcess:

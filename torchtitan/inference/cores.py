@@ -6,7 +6,7 @@ import os
 
 from torchtitan.config.job_config import Inference
 from torchtitan.errors import UserError
-from torchtitan.tools.cores import usable_cores
+from torchtitan.utils.cores import usable_cores
 
 
 def threads_per_actor(config: Inference) -> int:

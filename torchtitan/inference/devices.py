@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 
-from torchtitan.config.inference import shares_devices
+from torchtitan.config.derived import shares_devices
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.tools.gpus import VARIABLE, count_gpus
+from torchtitan.utils.gpus import VARIABLE, count_gpus
 
 
 def visible_devices() -> list[str]:

@@ -10,35 +10,35 @@ from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.handler import ActorHandler
+from torchtitan.inference.client import ActorClient
 
 
 @dataclass(frozen=True)
 class Engine:
-    """make_handler(url, token, job token): a client of one actor. command(config, port file, number): the command line
+    """make_client(url, token, job token): a client of one actor. command(config, port file, number): the command line
     of an actor that reports its port in the file; raises UserError where it cannot be started here."""
 
-    make_handler: Callable[[str, str, str], ActorHandler]
+    make_client: Callable[[str, str, str], ActorClient]
     command: Callable[[JobConfig, Path, int], list[str]]
 
 
-def _embedded_handler(url: str, token: str, job_token: str) -> ActorHandler:
-    from torchtitan.inference.embedded_handling import EmbeddedHandler
+def _embedded_client(url: str, token: str, job_token: str) -> ActorClient:
+    from torchtitan.inference.embedded.client import EmbeddedClient
 
-    return EmbeddedHandler(url, token, job_token)
+    return EmbeddedClient(url, token, job_token)
 
 
 def _embedded_command(config: JobConfig, port_file: Path, number: int) -> list[str]:
-    from torchtitan.inference.embedded_process import embedded_command
+    from torchtitan.inference.embedded.command import embedded_command
 
     return embedded_command(config, port_file, number)
 
 
-def _agent_handler(name: str, url: str, token: str, job_token: str) -> ActorHandler:
-    from torchtitan.inference.engine_handling import EngineHandler
+def _agent_client(name: str, url: str, token: str, job_token: str) -> ActorClient:
+    from torchtitan.inference.agent.client import AgentClient
 
     dialect = importlib.import_module(f"torchtitan.inference.{name}.dialect").DIALECT
-    return EngineHandler(dialect, url, token, job_token)
+    return AgentClient(dialect, url, token, job_token)
 
 
 def _agent_command(name: str, config: JobConfig, port_file: Path, number: int) -> list[str]:
@@ -48,11 +48,11 @@ def _agent_command(name: str, config: JobConfig, port_file: Path, number: int) -
 
 
 def _with_agent(name: str) -> Engine:
-    return Engine(partial(_agent_handler, name), partial(_agent_command, name))
+    return Engine(partial(_agent_client, name), partial(_agent_command, name))
 
 
 ENGINES = {
-    "embedded": Engine(_embedded_handler, _embedded_command),
+    "embedded": Engine(_embedded_client, _embedded_command),
     "vllm": _with_agent("vllm"),
     "sglang": _with_agent("sglang"),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from torchtitan.inference.handler import ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused
 
 WRONG_REQUEST = 400
 NOT_READY = 503

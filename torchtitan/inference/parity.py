@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torchtitan.components.events import EventLog
-from torchtitan.config.inference import probe_tolerance, verification
+from torchtitan.config.derived import probe_tolerance, verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.handler import ActorError, Capabilities, ScoredTokens
+from torchtitan.inference.client import ActorError, Capabilities, ScoredTokens
+from torchtitan.utils.events import EventLog
 
 logger = logging.getLogger(__name__)
 

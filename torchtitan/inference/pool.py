@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.components.events import EventLog
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState
-from torchtitan.inference.actor_process import TOKEN_VARIABLE, ActorProcess
+from torchtitan.inference.actor_process import ActorProcess
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
 from torchtitan.inference.engines import find_engine
-from torchtitan.inference.handler import ActorError, ActorHandler, ActorNotReady, RequestRefused
 from torchtitan.inference.parity import ParityGuard
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.utils.events import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +50,18 @@ class InferencePool:
         token: str,
         run_dir: Path,
         events: EventLog,
-        make_handler: Callable[[str, str, str], ActorHandler] | None = None,
+        make_client: Callable[[str, str, str], ActorClient] | None = None,
     ):
         """`token` authorises us at the actors that we start, and all actors at the weight coordinator; servers that run
         already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one.
-        make_handler: of another engine than inference.backend names."""
+        make_client: of another engine than inference.backend names."""
         self._config = config
         self._epoch = epoch
         self._job_token = token
         self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
         self._run_dir = run_dir
         self._events = events
-        self._make_handler = make_handler or find_engine(config.inference.backend).make_handler
+        self._make_client = make_client or find_engine(config.inference.backend).make_client
         self._actors: list[Actor] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._waiting: list[_Waiter] = []
@@ -105,7 +105,7 @@ class InferencePool:
                     self._config.inference,
                     self._epoch,
                     self._events,
-                    make_handler=lambda url: self._make_handler(url, self._token, self._job_token),
+                    make_client=lambda url: self._make_client(url, self._token, self._job_token),
                     changed=self._dispatch,
                     process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir, i),
                     url=servers[i] if servers else "",

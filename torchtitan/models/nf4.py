@@ -16,9 +16,9 @@ import functools
 
 import torch
 
-from torchtitan.config.lora import BLOCK
 from torchtitan.distributed.device import chunk_elements
 from torchtitan.models.model_args import PROJECTIONS
+from torchtitan.models.shape import BLOCK
 
 # Quantiles of a normal distribution, as the paper's appendix E lists them.
 LEVELS = (

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.config.lora import BLOCK
 from torchtitan.distributed.placement import full_tensor, local_region
 from torchtitan.models.nf4 import dequantize, is_quantized, quantize
+from torchtitan.models.shape import BLOCK
 
 # Parameters that stand for a weight; it is of no use to know them one by one.
 HELD = ("packed", "absmax")

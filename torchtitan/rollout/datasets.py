@@ -10,8 +10,8 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rewards import NEEDS_ANSWER
 from torchtitan.rollout.arithmetic import arithmetic_rows
+from torchtitan.rollout.rewards import NEEDS_ANSWER
 
 Row = dict[str, Any]
 

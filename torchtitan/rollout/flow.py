@@ -9,9 +9,8 @@ import logging
 import math
 import time
 
-from torchtitan.config.inference import sleeps_between_batches
+from torchtitan.config.derived import global_batch_size, sleeps_between_batches, world_size
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.validate import global_batch_size, world_size
 from torchtitan.errors import UserError
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
 from torchtitan.rollout.group_maker import GroupMaker, make_sample

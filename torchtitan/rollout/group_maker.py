@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag
-from torchtitan.rewards.pool import Score
 from torchtitan.rollout.prompts import TextTokenizer
+from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.types import Prompt, Sample
 
 

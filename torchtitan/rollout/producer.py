@@ -19,7 +19,7 @@ from torchtitan.rollout.group_maker import Generator, GroupMaker, Scorer
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, TextTokenizer
 from torchtitan.rollout.types import Batch, Prompt
-from torchtitan.tools.background_loop import BackgroundLoop
+from torchtitan.utils.background_loop import BackgroundLoop
 
 logger = logging.getLogger(__name__)
 

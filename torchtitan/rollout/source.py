@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.components.events import EventLog
+from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.validate import world_size
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, Tag
-from torchtitan.rewards.pool import RewardPool
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.producer import RolloutProducer
 from torchtitan.rollout.prompts import TextTokenizer
+from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.utils.events import EventLog
 
 
 class RolloutSource(Protocol):

@@ -32,7 +32,7 @@ from torchtitan.weight_sync.transports import IN_TRAINER
 from torchtitan.weight_sync.transports.disk_owner import FolderOwner
 from torchtitan.weight_sync.wire import Message
 
-# What metrics.jsonl says of each actor's last version; components/sync_metrics.py has everything of every version.
+# What metrics.jsonl says of each actor's last version; report/sync_metrics.py has everything of every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.hand_over import HandOver
-from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.labels import make_label
 from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused

@@ -8,16 +8,14 @@ import shutil
 import sys
 from pathlib import Path
 
+from torchtitan.config.derived import shares_devices, sleeps_between_batches, world_size
 from torchtitan.config.engine_args import command_line
-from torchtitan.config.inference import shares_devices, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.plan import colocated_memory
-from torchtitan.config.validate import world_size
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_process import TOKEN_VARIABLE
 from torchtitan.inference.agent.engine import load_engine
-from torchtitan.inference.colocated.memory import GIB, device_bytes_of_driver
+from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.cores import threads_per_actor
+from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
 from torchtitan.weight_sync.transports import IN_TRAINER
 
 # What an apply asks of the engine has to be over before the coordinator takes the actor for stuck.

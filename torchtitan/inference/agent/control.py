@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import Tag
 
 PauseMode = Literal["keep", "wait", "abort"]

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_process import base_url
 from torchtitan.inference.agent.control import EngineControl, EngineError
-from torchtitan.tools.subprocesses import helper_environment
+from torchtitan.inference.client import base_url
+from torchtitan.utils.subprocesses import helper_environment
 
 logger = logging.getLogger(__name__)
 

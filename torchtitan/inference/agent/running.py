@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
@@ -17,7 +18,6 @@ from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.agent.merging import merging
 from torchtitan.inference.agent.process import EngineProcess, wait_until_healthy
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
-from torchtitan.inference.embedded.activity import ActivityLog
 
 # A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
 # that nobody answers any more (vLLM 0.32: "Waiting for background tasks to complete").

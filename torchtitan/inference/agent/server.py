@@ -18,7 +18,7 @@ from torchtitan.inference.agent.applying import Applier
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.agent.watch import Watch
-from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.client import Capabilities
 from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import TAGS
 from torchtitan.weight_sync import wire

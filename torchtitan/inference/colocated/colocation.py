@@ -12,12 +12,11 @@ import torch
 
 from torchtitan.config.engine_args import option_name
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.plan import colocated_memory
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.memory import GIB, STEP_TOKENS, EngineMemory
 from torchtitan.inference.colocated.offload import OptimizerOffload
 from torchtitan.inference.colocated.replica import Replica
+from torchtitan.inference.engine_memory import GIB, STEP_TOKENS, EngineMemory, colocated_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The rollouts' side of generation on the trainer's own devices: requests wait here until an order takes them along.
+"""The rollouts' side of generation on the trainer's own devices: requests wait here until a command takes them along.
 
 Coroutines of the rollouts' loop ask and wait; the trainer's thread collects what waits into a round, has all ranks
 generate, and brings the answers back.

@@ -1,4 +1,4 @@
-"""Generation on the trainer's own devices: this rank's part of an engine, driven by GENERATE orders.
+"""Generation on the trainer's own devices: this rank's part of an engine, driven by GENERATE commands.
 
 Ranks r, r + 1, … of a tensor-parallel group hold one replica of the model; the groups are data parallel. Memory goes
 back and forth: before a batch is trained on the engine sleeps, a new version wakes its weights, and the first step
@@ -49,7 +49,7 @@ class Replica:
         return self._engine.label
 
     def run(self, round_: Round) -> list[Answer] | None:
-        """Generate as the order says (collective). Rank 0 gets the requests that are finished, of all replicas."""
+        """Generate as the command says (collective). Rank 0 gets the requests that are finished, of all replicas."""
         started = time.perf_counter()
         self._wake_for_generation()
         if self._engine.label != round_.label:

@@ -1,4 +1,4 @@
-"""What travels with a GENERATE order, and what comes back: plain JSON, from rank 0 to all ranks and from them to it."""
+"""What travels with a GENERATE command, and what comes back: plain JSON, from rank 0 to all ranks and back."""
 
 from __future__ import annotations
 

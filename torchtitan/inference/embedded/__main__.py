@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchtitan.errors import UserError
 from torchtitan.inference.parent_watch import end_with_parent
-from torchtitan.tools.cores import usable_cores
+from torchtitan.utils.cores import usable_cores
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan.inference.embedded.activity import ActivityLog
+from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.types import Completion, GenerateRequest
 

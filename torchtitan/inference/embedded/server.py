@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.embedded import api
-from torchtitan.inference.embedded.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torchtitan.inference.engine_handling import Call, Malformed, NoVersion
-from torchtitan.inference.handler import ScoredTokens
+from torchtitan.inference.agent.client import Call, Malformed, NoVersion
+from torchtitan.inference.client import ScoredTokens
 from torchtitan.inference.labels import parse_label
 from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
 

@@ -12,8 +12,8 @@ from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.sglang.control import SGLangControl
-from torchtitan.tools.cores import numa_nodes, usable_cores
-from torchtitan.tools.gpus import has_gpu
+from torchtitan.utils.cores import numa_nodes, usable_cores
+from torchtitan.utils.gpus import has_gpu
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"

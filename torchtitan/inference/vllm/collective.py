@@ -20,7 +20,7 @@ from torchtitan.inference.agent.process import WILDCARDS
 from torchtitan.inference.base_weights import outlines
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.transfer import TransferDialect, chunks
-from torchtitan.tools.gpus import has_gpu
+from torchtitan.utils.gpus import has_gpu
 from torchtitan.weight_sync.staging import StagedVersion
 
 # Every group has a store of its own.

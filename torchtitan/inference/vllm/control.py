@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torchtitan.inference.agent.control import EngineError, EngineFacts, PauseMode
 from torchtitan.inference.agent.http_control import AdminClient
-from torchtitan.inference.handler import Capabilities
+from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import Tag
 from torchtitan.inference.vllm.dialect import DIALECT, PATH
 

@@ -11,7 +11,7 @@ from torchtitan.inference.agent.engine import EngineOptions, Route
 from torchtitan.inference.agent.hand_over import HandOver
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.hand_over import DirectHandOver
-from torchtitan.tools.gpus import has_gpu
+from torchtitan.utils.gpus import has_gpu
 
 GIGABYTE = 2**30
 # Its own way of taking weights. Options that are handed through come after it, and so count.

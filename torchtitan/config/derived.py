@@ -1,0 +1,75 @@
+"""What follows from the configuration alone, and more than one part of a run has to know. No torch here."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+from torchtitan.config.job_config import JobConfig
+
+
+def world_size() -> int:
+    """Ranks of this job: torchrun's WORLD_SIZE, or 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_batch_size(config: JobConfig, ranks: int) -> int:
+    """Completions per batch over all ranks."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    return config.training.local_batch_size * max(1, ranks // config.parallelism.tensor_parallel_degree)
+
+
+def shard_degree(config: JobConfig, ranks: int) -> int:
+    """Ranks that share one copy of the policy, besides tensor parallelism."""
+    parallelism = config.parallelism
+    degree = parallelism.data_parallel_shard_degree
+    copies = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    return degree if degree != -1 else max(1, ranks // copies)
+
+
+def is_colocated(config: JobConfig) -> bool:
+    """Whether the engines run inside the trainer's ranks."""
+    return config.inference.mode == "colocate" and not config.rollout.replay
+
+
+def shares_devices(config: JobConfig) -> bool:
+    """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
+    inference = config.inference
+    asked = inference.mode == "server" and inference.sleep_level > 0 and inference.backend != "embedded"
+    return asked and not inference.servers and not config.rollout.replay
+
+
+def sleeps_between_batches(config: JobConfig) -> bool:
+    """Whether actors that are processes of their own sleep while the trainer trains."""
+    return config.inference.mode == "server" and config.inference.sleep_level > 0 and not config.rollout.replay
+
+
+def verification(config: JobConfig) -> str:
+    """What weight_sync.verify means for this run: digest, probe or off."""
+    chosen = config.weight_sync.verify
+    if chosen != "auto":
+        return chosen
+    # Actors with adapters have no tensor that is what was sent.
+    return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
+
+
+def probe_tolerance(config: JobConfig) -> float:
+    """weight_sync.probe_tolerance, or what rounding explains: kernels sum in other orders, in the coarser type."""
+    if config.weight_sync.probe_tolerance > 0:
+        return config.weight_sync.probe_tolerance
+    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
+    return 0.03 if "bfloat16" in types else 0.001
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def trains_only_adapters(config: JobConfig) -> bool:
+    """Whether the policy without its adapters stays what it began as, so that a KL term needs no second one."""
+    return config.lora.rank > 0 and not config.lora.modules_to_save

@@ -1,0 +1,159 @@
+"""Client of a foreign engine with its agent: generation goes straight to the engine, everything else to the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from torchtitan.inference.actor_client import HttpActorClient, check_completions, parse_health
+from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
+from torchtitan.inference.http_client import JsonClient
+from torchtitan.inference.types import Completion, GenerateRequest
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One POST to the engine."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Malformed(ValueError):
+    """An engine's answer is not what its dialect knows."""
+
+
+class NoVersion(ValueError):
+    """An engine's answer is from weights of no version of ours."""
+
+
+class Dialect(Protocol):
+    """How an engine is asked for tokens, and how it answers. Pure functions; no torch."""
+
+    name: str
+
+    def generate(self, request: GenerateRequest) -> list[Call]:
+        """What to ask; all calls are made at the same time. Raises RequestRefused where the engine cannot do that."""
+
+    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
+        """The answers (JSON) of these calls, with spans from the engine's version labels.
+
+        Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
+        well-formed.
+        """
+
+    def score(self, token_ids: list[int]) -> Call: ...
+
+    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+        """Raises as `completions` does."""
+
+    def refused(self, status: int, reason: str) -> bool:
+        """Whether an error answer finds fault with the request itself, so that no other actor will like it better."""
+
+
+def reachable_url(engine: str, agent: str) -> str:
+    """The engine's address as whoever has the agent's needs it: what is this machine to the agent may be another to us.
+    Raises ValueError where `engine` is no address."""
+    theirs, ours = urlsplit(engine), urlsplit(agent)
+    if theirs.hostname not in LOOPBACK or ours.hostname in LOOPBACK or ours.hostname is None:
+        return engine
+    host = f"[{ours.hostname}]" if ":" in ours.hostname else ours.hostname
+    return theirs._replace(netloc=host if theirs.port is None else f"{host}:{theirs.port}").geturl()
+
+
+class AgentClient(HttpActorClient):
+    """Talks to the agent at `url`, and to the engine whose address the agent says in /health."""
+
+    def __init__(self, dialect: Dialect, url: str, token: str, job_token: str | None = None):
+        super().__init__(url, token, job_token)
+        self._dialect, self._token = dialect, token
+        self._engine: JsonClient | None = None
+        self._capabilities: Capabilities | None = None
+
+    async def health(self, timeout_s: float) -> ActorHealth:
+        data = await self.state(timeout_s)
+        await self._note_engine(data.get("engine"))
+        return parse_health(data)
+
+    async def capabilities(self, timeout_s: float) -> Capabilities:
+        await self.health(timeout_s)
+        assert self._capabilities is not None
+        return self._capabilities
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+        """Completions of one request; raises as embedded_handling.EmbeddedClient.generate does."""
+        calls = self._dialect.generate(request)
+        answers = await self._ask("generate", calls, timeout_s)
+        try:
+            completions = self._dialect.completions(request, answers)
+        except NoVersion as error:
+            raise ActorNotReady("generate", str(error)) from error
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ActorError("generate", f"the answer is malformed: {error!r}") from error
+        return check_completions(completions, request.sampling.n)
+
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        (answer,) = await self._ask("score", [self._dialect.score(token_ids)], timeout_s)
+        try:
+            scored = self._dialect.scored(token_ids, answer)
+        except NoVersion as error:
+            raise ActorNotReady("score", str(error)) from error
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ActorError("score", f"the answer is malformed: {error!r}") from error
+        if len(scored.log_probs) != len(token_ids) - 1:
+            raise ActorError("score", f"{len(scored.log_probs)} log-probs came for {len(token_ids)} tokens")
+        return scored
+
+    async def close(self) -> None:
+        await super().close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _ask(self, phase: str, calls: list[Call], timeout_s: float) -> list[Any]:
+        engine = self._engine
+        if engine is None:
+            raise ActorNotReady(phase, "the agent has not said yet where its engine is")
+        tasks = [
+            asyncio.ensure_future(
+                engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._dialect.refused)
+            )
+            for call in calls
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # One that fails ends the others: a closed connection has the engine drop its request.
+            for task in tasks:
+                task.cancel()
+
+    async def _note_engine(self, data: Any) -> None:
+        try:
+            url = reachable_url(str(data["url"]), self.url)
+            capabilities = Capabilities.from_json(data["capabilities"])
+            variable = data.get("token_env")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ActorError("health", f"the agent says nothing usable of its engine: {error!r}") from error
+        if capabilities.engine != self._dialect.name:
+            raise ActorError(
+                "health", f"this is an agent of {capabilities.engine}, inference.backend is {self._dialect.name}"
+            )
+        self._capabilities = capabilities
+        if self._engine is None or self._engine.url != url.rstrip("/"):
+            if self._engine is not None:
+                await self._engine.close()
+            self._engine = JsonClient(url, self._engine_token(variable))
+
+    def _engine_token(self, variable: object) -> str:
+        """None: the agent started the engine, with its own token. Another engine has none (""), or one that both sides
+        find in that environment variable; ours is nobody's business there. Raises ActorError."""
+        if variable is None:
+            return self._token
+        token = os.environ.get(str(variable)) if variable else ""
+        if token is None:
+            raise ActorError("health", f"the engine's token is in {variable}, its agent says: it is not set here")
+        return token

@@ -1,0 +1,110 @@
+"""What the training of a policy takes of a rank's memory, from the configuration alone. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.derived import is_colocated, trains_only_adapters
+from torchtitan.config.job_config import JobConfig
+from torchtitan.models.head_budget import default_budget
+from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, trained_parameters
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one trainer rank.
+
+    Parameters, gradients and the two AdamW moments are exact but for rounding: the rank's share (parameters / shards /
+    tensor-parallel degree; norms, which tensor parallelism replicates, are ignored) in training.dtype. Adapters are
+    fp32, and only they and lora.modules_to_save have gradients and moments; with lora.base_bits = 4 a projection takes
+    4.25 bits per weight. A reference policy that is not the trained one without its adapters takes the same share of
+    the model once more, in host memory where it is offloaded. The rest is rough:
+
+    - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
+      largest unit is a layer, or the root with embedding and head. Of quantised projections also the largest one as
+      it is computed with, on one rank too. An offloaded reference comes to the device in such units on one rank, too.
+    - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
+      projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
+      among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
+    - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
+      vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
+    - slots: weight_sync.num_slots copies of what the rank sends, its share of the weights or of the adapters, in
+      inference.dtype, and one more for deltas; none where the engines are colocated.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    gathered: int
+    activations: int
+    logits: int
+    slots: int
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+
+def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int, ranks: int) -> MemoryEstimate:
+    """See MemoryEstimate for the reasoning."""
+    training = config.training
+    master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
+    own, adapters = trained_parameters(config, args)
+    trained = -(-(own + adapters) // (shard * tensor))
+    # What is trained beside adapters is fp32, too.
+    trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
+    quantized = [rows * columns for rows, columns in quantized_projections(config, args).values()]
+    plain = args.num_parameters() - args.num_hidden_layers * sum(quantized)
+    base = plain * master + int(args.num_hidden_layers * sum(quantized) * QUANTIZED_BITS / 8)
+    query = args.num_attention_heads * args.head_dim
+    key_value = args.num_key_value_heads * args.head_dim
+    root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
+    layer = (args.num_parameters() - root) // args.num_hidden_layers
+    kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * args.intermediate_size
+    whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
+    per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
+    tokens, head = training.tokens_per_micro_batch, config.model
+    budget = (head.logprob_head_budget_mb << 20) or default_budget(tokens, args.vocab_size, args.hidden_size)
+    all_logits = 4 * tokens * args.vocab_size * 4 // tensor
+    reference = 0
+    if config.grpo.kl_coefficient > 0 and not trains_only_adapters(config):
+        reference = -(-base // (shard * tensor))
+    # Without FSDP2 (one rank) parameters are used where they lie.
+    fsdp = ranks > 1 or (reference > 0 and reference_on_host(config))
+    held = (layer - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
+    gathered = 2 * max(root * computed, held) // tensor if fsdp else 0
+    gathered += max(quantized, default=0) * computed
+    whole_gradients = 0
+    if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
+        whole_gradients = (own + adapters) // tensor * BYTES[training.mixed_precision_reduce]
+    slots = 0 if is_colocated(config) else config.weight_sync.slots_per_rank
+    return MemoryEstimate(
+        parameters=-(-(base + adapters * BYTES["float32"]) // (shard * tensor)),
+        gradients=trained_bytes + whole_gradients,
+        optimizer=2 * trained_bytes,
+        reference=reference,
+        gathered=gathered,
+        activations=tokens * per_token * computed // tensor,
+        logits=all_logits if head.logprob_head == "full" else min(all_logits, budget),
+        slots=slots * trained * BYTES[config.inference.dtype],
+    )
+
+
+def _layers_by_checkpointing(config: JobConfig, layers: int) -> tuple[int, int]:
+    """(layers that keep their activations, layers that recompute them)."""
+    mode, every = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    checkpointed = {"none": 0, "selective": layers // every, "full": layers}[mode]
+    return layers - checkpointed, checkpointed
+
+
+def reference_on_host(config: JobConfig) -> bool:
+    return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload
+
+
+def on_host(config: JobConfig, memory: MemoryEstimate) -> int:
+    """Bytes of the estimate that are no device's."""
+    return memory.slots + (memory.reference if reference_on_host(config) else 0)

@@ -1,0 +1,78 @@
+"""The shape of a run's policy before anything is loaded, and what adapters make of it. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torchtitan.config.fields import show
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.models.flavors import find_flavor
+from torchtitan.models.model_args import PROJECTIONS, ModelArgs
+
+TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
+NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
+# With base_bits = 4: neighbours in a row of weights that share a scale of 16 bits.
+BLOCK = 64
+QUANTIZED_BITS = 4 + 16 / BLOCK
+
+
+def quantized_projections(config: JobConfig, args: ModelArgs) -> dict[str, tuple[int, int]]:
+    """Weight [out, in] of a layer's projections that are held in four bits."""
+    if config.lora.base_bits != 4:
+        return {}
+    return {name: shape for name, shape in args.projection_shapes().items() if name not in config.lora.modules_to_save}
+
+
+def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
+    """Elements of (the model's own parameters that are trained, adapters)."""
+    lora, layers = config.lora, args.num_hidden_layers
+    if lora.rank == 0:
+        return args.num_parameters(), 0
+    vocabulary = (args.vocab_size, args.hidden_size)
+    shapes = {name: (*shape, layers) for name, shape in args.projection_shapes().items()}
+    shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
+    adapters = sum(count * (rows + columns) for rows, columns, count in (shapes[name] for name in lora.target_modules))
+    return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
+
+
+# What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
+DEBUG_ASSETS = "assets/debug_arithmetic"
+
+
+def is_missing_debug_checkpoint(config: JobConfig) -> bool:
+    """Whether the one checkpoint that run_grpo.sh makes by itself is named and not there yet."""
+    directory = Path(config.model.hf_assets_path)
+    return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
+
+
+def read_shape(config: JobConfig) -> ModelArgs | None:
+    """The shape of the policy, or None while the debug checkpoint has not been made.
+
+    Raises:
+        UserError: unknown flavor; no, unreadable or unsupported config.json. Its message names key and value.
+    """
+    model = config.model
+    if model.flavor:
+        return find_flavor(model.name, model.flavor)
+    if is_missing_debug_checkpoint(config):
+        return None
+    path = Path(model.hf_assets_path) / "config.json"
+    try:
+        args = ModelArgs.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
+        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path}: {error}") from error
+    except KeyError as error:
+        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path} lacks the key {error}") from error
+    named = _hf_family(model.name)
+    if model.name != "auto" and args.family != named:
+        raise UserError(
+            f'model.name = "{model.name}" is not allowed: the checkpoint in {model.hf_assets_path} is of family '
+            f"{args.family}; set model.name to auto"
+        )
+    return args
+
+
+def _hf_family(name: str) -> str:
+    return {"llama3": "llama"}.get(name, name)

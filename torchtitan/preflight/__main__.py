@@ -1,0 +1,39 @@
+"""Check a configuration without starting anything: exit code 0, or 2 with all problems in one message.
+
+    python -m torchtitan.preflight --job.config_file train_configs/debug_cpu.toml --training.steps 10
+    python -m torchtitan.preflight --describe …         prints the plan as well (as --dry-run does)
+    python -m torchtitan.preflight --missing-assets …   prints the directory of the debug checkpoint if it must be made
+
+The number of ranks is taken from WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchtitan.config.derived import world_size
+from torchtitan.config.manager import split_command_line
+from torchtitan.errors import UserError
+from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.preflight.loading import load
+from torchtitan.preflight.plan import describe_plan
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets") else ""
+    command = split_command_line(argv[1:] if mode else argv)
+    try:
+        config = load(command, planning=bool(mode) or command.dry_run)
+        if mode == "--describe" or command.dry_run:
+            print(describe_plan(config, world_size()))
+        elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
+            print(config.model.hf_assets_path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

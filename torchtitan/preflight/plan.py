@@ -1,0 +1,153 @@
+"""What a job will do, from its configuration alone: ranks, mesh, actors, tokens, bytes. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan.config.derived import global_batch_size, is_colocated, shard_degree, shares_devices
+from torchtitan.config.fields import config_to_toml
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
+from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_host, reference_on_host
+from torchtitan.models.shape import read_shape, trained_parameters
+
+# Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
+PLANNED_DEVICE = 80 * GIB
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of a job. Those that need the model's shape are None while that is not known."""
+
+    ranks: int
+    replicate: int
+    shard: int
+    tensor: int
+    batch: int
+    """Completions per batch"""
+    groups: int
+    max_tokens: int
+    """Upper bound of prompt and completion tokens per batch"""
+    max_generated_tokens: int
+    parameters: int | None = None
+    version_bytes: int | None = None
+    """Bytes of one version as the actors get it: all weights, or adapters"""
+    memory: MemoryEstimate | None = None
+
+
+def make_plan(config: JobConfig, ranks: int) -> Plan:
+    """The figures of `config` on that many ranks.
+
+    Raises:
+        UserError: the model's shape cannot be read.
+    """
+    parallelism = config.parallelism
+    replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
+    shard = shard_degree(config, ranks)
+    batch = global_batch_size(config, ranks)
+    args = read_shape(config)
+    parameters = None if args is None else args.num_parameters()
+    return Plan(
+        ranks=ranks,
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        batch=batch,
+        groups=batch // config.grpo.group_size,
+        max_tokens=batch * config.training.seq_len,
+        max_generated_tokens=batch * config.rollout.max_completion_tokens,
+        parameters=parameters,
+        version_bytes=None if args is None else sum(trained_parameters(config, args)) * BYTES[config.inference.dtype],
+        memory=None if args is None else estimate_memory(config, args, shard, tensor, ranks),
+    )
+
+
+def describe_plan(config: JobConfig, world_size: int) -> str:
+    """The resolved configuration as TOML, and under it the plan as TOML comments: the whole loads as a config file.
+
+    Raises:
+        UserError: the model's shape cannot be read.
+    """
+    plan = make_plan(config, world_size)
+    lines = [
+        f"ranks: {plan.ranks}",
+        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel",
+        f"actors: {_actors(config, world_size)}",
+        f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
+        f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
+        f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
+    ]
+    if plan.parameters is None or plan.version_bytes is None or plan.memory is None:
+        lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
+    else:
+        memory = plan.memory
+        lines += [
+            f"model: {plan.parameters:,} parameters",
+            f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
+            *_slots(config, memory),
+            f"memory estimate per rank: {_size(memory.total)}",
+            *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
+        ]
+        if is_colocated(config) or shares_devices(config):
+            lines += _describe_shared(config, world_size, memory)
+    return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _where(config: JobConfig, part: str) -> str:
+    return " of host memory" if part == "reference" and reference_on_host(config) else ""
+
+
+def _slots(config: JobConfig, memory: MemoryEstimate) -> list[str]:
+    if is_colocated(config):
+        return []
+    return [f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory"]
+
+
+def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:
+    """The engine beside the trainer: what it takes, and what that makes of a device in the two halves of a step."""
+    device_bytes = device_bytes_of_driver()
+    planned = device_bytes or PLANNED_DEVICE
+    engine = colocated_memory(config, ranks, planned if device_bytes or config.inference.sleep_level else None)
+    assert engine is not None
+    inference = config.inference
+    beside = beside_generation(config, memory)
+    training = memory.total - on_host(config, memory) + (0 if inference.sleep_level else engine.total)
+    where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
+    fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, not one sequence has room"
+    cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"
+    asleep = {0: "", 1: f", {_size(engine.weights)} of weights in host memory meanwhile", 2: ""}
+    return [
+        f"{'colocated engine per rank' if is_colocated(config) else 'engine per GPU'}: {_size(engine.total)}{fits}",
+        f"  weights: {_size(engine.weights)}",
+        f"  kv_cache: {_size(engine.kv_cache)}{cut}",
+        f"  work: {_size(engine.work)}",
+        f"while training: {_size(training)}, the engine {'asleep' if inference.sleep_level else 'stays'}"
+        f" (inference.sleep_level = {inference.sleep_level}{asleep[inference.sleep_level]})",
+        f"while generating: {_size(beside + engine.total)}, the optimizer's state "
+        f"{'in host memory' if inference.offload_optimizer else 'stays'}",
+        f"gpu_memory_utilization: {engine.utilization(planned):.3f} on {where} of {planned / GIB:.0f} GiB",
+    ]
+
+
+def _actors(config: JobConfig, ranks: int) -> str:
+    inference = config.inference
+    if config.rollout.replay:
+        return f"none, rollouts are replayed from {config.rollout.replay}"
+    if is_colocated(config):
+        size = inference.tensor_parallel_size
+        replicas = max(1, ranks // size)
+        return f"{replicas} × {inference.backend} (colocate, tensor parallel {size}, {inference.dtype}) on the ranks"
+    if inference.servers:
+        return f"{len(inference.servers)} running already: {', '.join(inference.servers)}"
+    update = "no step waits for them" if config.grpo.async_weight_update else "every step waits for them"
+    where = " on the ranks' GPUs" if shares_devices(config) else ""
+    return f"{inference.num_actors} × {inference.backend} ({inference.mode}, {inference.dtype}){where}, {update}"
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"

@@ -1,0 +1,74 @@
+"""Whether a reward function named in the configuration is there, without running any of its module's code."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from torchtitan.config.fields import nearest, show
+from torchtitan.rollout.rewards import BUILTIN
+
+
+def reward_problem(name: str) -> str | None:
+    """What is wrong with the name of a reward function; None where nothing is, or where only running it would tell."""
+    if name in BUILTIN:
+        return None
+    module, _, function = name.partition(":")
+    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        allowed = f"must be one of {', '.join(BUILTIN)}, or package.module:function"
+        return f"unknown reward function {show(name)}: {allowed}{nearest(name, BUILTIN)}"
+    try:
+        spec = _find_module(module)
+    except Exception as error:  # of user code: the parent package had to be imported
+        return f"reward function {show(name)}: module {module} cannot be found: {type(error).__name__}: {error}"
+    if spec is None:
+        looked = f"is not on the Python path (the working folder is {Path.cwd()})"
+        return f"reward function {show(name)}: module {module} {looked}"
+    if spec.origin is None:
+        return f"reward function {show(name)}: {module} is a folder, not a module"
+    if not spec.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"reward function {show(name)}: {spec.origin} cannot be read as Python: {error}"
+    known = set(_names(tree.body))
+    if function in known or "*" in known or "__getattr__" in known:
+        return None
+    return f"reward function {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """Like importlib.util.find_spec, but parent packages are only imported where their files do not tell."""
+    parts = name.split(".")
+    spec = importlib.util.find_spec(parts[0])
+    for i in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        try:
+            spec = PathFinder.find_spec(".".join(parts[:i]), list(spec.submodule_search_locations))
+        except KeyError:  # a namespace package's path is not known before its parent is imported
+            spec = None
+        if spec is None:
+            return importlib.util.find_spec(name)
+    return spec
+
+
+def _names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a module's statements bind, those inside of `if`, `try` and `with` included; `*` of a star import."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                yield inner.id
+        for field in ("body", "orelse", "finalbody"):
+            yield from _names(getattr(node, field, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _names(handler.body)

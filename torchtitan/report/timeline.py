@@ -1,0 +1,236 @@
+"""Who did what when in a run: trainer ranks, coordinator and actors on one clock, from the files of the run folder.
+
+Read by report/trace.py (trace.json) and report/timeline_plot.py (the report). Times are seconds since 1970 as
+each process saw them; spans of one track nest, since a span is cut where the one around it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.report.deliveries import Attempt, Delivery, Incident, Listener, Outcome, Publication
+from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
+from torchtitan.report.sync_metrics import read_journal
+from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.timeline_files import FOLDER
+
+TRAINER, SYNC = "trainer", "weight sync"
+# A rank's second track is called like its first, with this behind it.
+SNAPSHOTS = " snapshots"
+# What is read from a run's journal at most, newest last.
+MOST_RECORDS = 50_000
+JOURNAL_BYTES = 32 * 2**20
+# Files of the run folder that hold strikes of injected faults (weight_sync/faults.py).
+FAULT_FILES = "*.struck/*.json"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time."""
+
+    name: str
+    kind: str
+    """What it is, whichever version or step it belongs to"""
+    begin: float
+    end: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that happened at once, to a process of the run."""
+
+    time: float
+    name: str
+    process: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Track:
+    """Spans of one thing, in the order of their begin; they nest and do not otherwise overlap."""
+
+    process: str
+    name: str
+    spans: list[Span]
+
+
+@dataclass
+class Timeline:
+    tracks: list[Track]
+    moments: list[Moment]
+
+    @property
+    def begin(self) -> float:
+        """inf where nothing is known."""
+        return min([span.begin for track in self.tracks for span in track.spans], default=math.inf)
+
+    @property
+    def end(self) -> float:
+        return max([span.end for track in self.tracks for span in track.spans], default=-math.inf)
+
+    def since(self, moment: float) -> Timeline:
+        """What had not ended at `moment`, cut off there."""
+        tracks = []
+        for track in self.tracks:
+            spans = [replace(one, begin=max(one.begin, moment)) for one in track.spans if one.end > moment]
+            tracks.append(Track(track.process, track.name, nested(spans)))
+        return Timeline(tracks, [one for one in self.moments if one.time >= moment])
+
+
+def nested(spans: Iterable[Span]) -> list[Span]:
+    """Spans in order, each cut where the one around it ends; one that would be left empty is kept without length."""
+    result: list[Span] = []
+    around: list[Span] = []
+    for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
+        while around and span.begin >= around[-1].end:
+            around.pop()
+        end = max(span.begin, min(span.end, around[-1].end) if around else span.end)
+        result.append(span if end == span.end else replace(span, end=end))
+        around.append(result[-1])
+    return result
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """All that a run's files still hold; also of a run that goes on or was killed."""
+    files = run_dir / FOLDER
+    ranks = {_number(path): read_json_lines(path) for path in files.glob("rank-*.jsonl")}
+    activities = {
+        path.stem: read_json_lines(path) for path in files.glob("*.jsonl") if not path.stem.startswith("rank-")
+    }
+    journal = _Journal()
+    read_journal(run_dir, journal, JOURNAL_BYTES)
+    tracks = []
+    for rank, rows in sorted(ranks.items()):
+        tracks.append(Track(TRAINER, f"rank {rank}", nested(_steps(rows))))
+        tracks.append(Track(TRAINER, f"rank {rank}{SNAPSHOTS}", nested(_snapshots(rows))))
+    reached = {version: end for row in ranks.get(0, []) for version, _, end in row["snapshots"]}
+    publishing = nested(_publishing(journal.publications, reached))
+    if publishing:
+        tracks.append(Track(SYNC, "publish", publishing))
+    for actor in sorted({delivery.actor for delivery in journal.deliveries} | set(activities)):
+        deliveries = [one for one in journal.deliveries if one.actor == actor]
+        tracks.append(Track(actor, "weights", nested(span for one in deliveries for span in _delivery(one))))
+        tracks.append(Track(actor, "generation", nested(_activity(activities.get(actor, [])))))
+    moments = [*_incidents(journal.incidents), *_events(run_dir), *_faults(run_dir)]
+    return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda one: one.time))
+
+
+class _Journal(Listener):
+    def __init__(self) -> None:
+        self.deliveries: deque[Delivery] = deque(maxlen=MOST_RECORDS)
+        self.publications: deque[Publication] = deque(maxlen=MOST_RECORDS)
+        self.incidents: deque[Incident] = deque(maxlen=MOST_RECORDS)
+
+    def finished(self, delivery: Delivery) -> None:
+        if delivery.attempts:
+            self.deliveries.append(delivery)
+
+    def published(self, publication: Publication) -> None:
+        self.publications.append(publication)
+
+    def happened(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("rank-"))
+
+
+def _steps(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    for row in rows:
+        yield Span(f"step {row['step']}", "step", row["begin"], row["end"], {"step": row["step"]})
+        for name, begin, end in row["spans"]:
+            yield Span(name, name, begin, end, {"step": row["step"]})
+
+
+def _snapshots(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    for row in rows:
+        for version, begin, end in row["snapshots"]:
+            yield Span(f"v{version}", "snapshot", begin, end, {"version": version})
+
+
+def _publishing(publications: Iterable[Publication], reached: dict[int, float]) -> Iterator[Span]:
+    """From the end of rank 0's snapshot to the publication: fences and checksums of all ranks. One after the other."""
+    before = -math.inf
+    for one in publications:
+        begin = max(before, reached.get(one.version, one.time))
+        name = f"v{one.version} dropped" if one.dropped else f"v{one.version}"
+        details = {"version": one.version, "epoch": one.epoch} | ({"reason": one.dropped} if one.dropped else {})
+        yield Span(name, "dropped" if one.dropped else "publish", min(begin, one.time), one.time, details)
+        before = one.time
+
+
+def _delivery(delivery: Delivery) -> Iterator[Span]:
+    for number, attempt in enumerate(delivery.attempts, start=1):
+        last = number == len(delivery.attempts)
+        applied = last and delivery.outcome is Outcome.APPLIED
+        end = attempt.ended_at
+        if end is None:
+            end = attempt.applying_at or attempt.offered_at
+        kind = "delivery" if applied or attempt.failure is None else attempt.failure.value
+        name = f"v{delivery.version}" if kind == "delivery" else f"v{delivery.version} {kind}"
+        details: dict[str, Any] = {"version": delivery.version, "attempt": number}
+        details["queue_wait_s"] = delivery.queue_wait_s
+        if attempt.failure is not None:
+            details |= {"phase": attempt.phase, "reason": attempt.reason}
+        yield Span(name, kind, attempt.offered_at, end, details | (delivery.figures if applied else {}))
+        yield from _parts(delivery, attempt, end, delivery.figures if applied else {})
+
+
+def _parts(delivery: Delivery, attempt: Attempt, end: float, figures: dict[str, Any]) -> Iterator[Span]:
+    """Transfer and apply of an attempt: as the actor saw them, else as the coordinator did."""
+    details = {"version": delivery.version}
+    staged = attempt.applying_at
+    if staged is None:
+        return
+    begin = figures.get("transfer_begin", attempt.offered_at)
+    until = figures.get("transfer_end", staged)
+    moved = {name: figures[name] for name in ("gigabytes_per_s", "source") if figures.get(name) is not None}
+    yield Span("transfer", "transfer", begin, until, details | moved)
+    if figures.get("verify_s"):
+        # Buckets are checked as they arrive: this is the time that it took altogether, drawn at the end.
+        yield Span("verify", "verify", max(begin, until - figures["verify_s"]), until, details)
+    begin, until = figures.get("apply_begin", staged), figures.get("apply_end", end)
+    yield Span("apply", "apply", begin, until, details)
+    if figures.get("drain_s"):
+        yield Span("drain", "drain", begin, min(until, begin + figures["drain_s"]), details)
+
+
+def _activity(rows: list[dict[str, Any]]) -> Iterator[Span]:
+    for row in rows:
+        if row["what"] == "generate":
+            details = {"version": row["version"], "tokens": row["tokens"]}
+            yield Span(f"generate v{row['version']}", "generate", row["begin"], row["end"], details)
+        elif row["what"] == "apply":
+            yield Span(f"pause for v{row['version']}", "pause", row["begin"], row["end"], {"version": row["version"]})
+
+
+def _incidents(incidents: Iterable[Incident]) -> Iterator[Moment]:
+    for one in incidents:
+        details = {"phase": one.phase, "reason": one.text} if one.phase else {"reason": one.text}
+        yield Moment(one.time, one.kind, one.actor or SYNC, details)
+
+
+def _events(run_dir: Path) -> Iterator[Moment]:
+    for event in read_json_lines(run_dir / "events.jsonl")[-MOST_RECORDS:]:
+        details = {name: value for name, value in event.items() if name not in ("time", "kind")}
+        yield Moment(event.get("time", 0.0), str(event.get("kind")), str(event.get("actor") or TRAINER), details)
+
+
+def _faults(run_dir: Path) -> Iterator[Moment]:
+    """Faults that were injected into the weight synchronisation, where they are counted in files."""
+    for path in sorted((run_dir / SYNC_FOLDER).glob(FAULT_FILES))[-MOST_RECORDS:]:
+        try:
+            strike = json.loads(path.read_text())
+        except ValueError:
+            continue  # being written just now
+        phase, version, actor, *_ = strike["where"]
+        details = {"fault": strike["fault"], "phase": phase, "version": version}
+        yield Moment(strike["time"], "fault injected", actor or SYNC, details)

@@ -1,0 +1,185 @@
+"""The last steps of a run as a picture: trainer and actors on one axis of time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.errors import UserError
+from torchtitan.report.plots import TIMES, blank_figure, dress, save_figure
+from torchtitan.report.timeline import SNAPSHOTS, SYNC, TRAINER, Moment, Span, Timeline, Track
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STEPS = 12
+MOST_RANKS = 2
+MOST_ACTORS = 6
+
+# Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
+COLORS = {label: color for _, label, color in TIMES} | {
+    "rollout": "#b7d3f2",
+    "commit": "#5b2a86",
+    "evaluation": "#8a97a8",
+    "wake": "#e8c468",
+    "checkpoint": "#b9c0c9",
+    "transfer": "#d9622b",
+    "apply": "#2e8b57",
+    "drain": "#9fd3b4",
+    "pause": "#10151c",
+    "failed": "#c03955",
+}
+_FAILED = ("aborted", "refused", "poisoned", "evicted")
+_TINTS = ("#b7d3f2", "#d6e6f7")
+# Incidents of the synchronisation and events of the run that are drawn.
+_SHAPES = {
+    "suspect": "v",
+    "evicted": "X",
+    "poisoned": "P",
+    "actor_evicted": "d",
+    "actor_restarting": "^",
+    "courier lost": "s",
+    "coordinator restarted": "s",
+    "fault injected": "*",
+}
+_THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
+
+
+def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None = None) -> Figure | None:
+    """The last `steps` steps up to `last_step` (the newest); None where no step is known."""
+    window = _window(timeline, steps, last_step)
+    if window is None:
+        return None
+    begin, end = window
+    ranks = _ranks(timeline)[:MOST_RANKS]
+    names = list(dict.fromkeys(track.process for track in timeline.tracks if track.name in ("weights", "generation")))
+    actors = names[:MOST_ACTORS]
+    lanes = [(tracks[0].name if len(ranks) > 1 else TRAINER, tracks, 1.6) for tracks in ranks]
+    lanes += [(actor, [track for track in timeline.tracks if track.process == actor], 1.6) for actor in actors]
+    figure = blank_figure(width=11.0, height=1.5 + 0.42 * sum(height for _, _, height in lanes))
+    axes = figure.subplots()
+    shown: dict[str, str] = {}
+    top = 0.0
+    for name, tracks, height in lanes:
+        for track in tracks:
+            _draw(axes, track, begin, end, top, height, shown)
+        here = (TRAINER, SYNC) if top == 0.0 else (name,)
+        moments = [one for one in timeline.moments if one.process in here and begin <= one.time <= end]
+        _draw_moments(axes, moments, begin, top + height - 0.3, shown)
+        axes.axhline(top + height + 0.1, color="#e3e6ea", linewidth=0.6)
+        top += height + 0.2
+    axes.set_ylim(top - 0.1, -0.45)
+    axes.set_xlim(0, end - begin)
+    middles = _middles(lanes)
+    left_out = len(names) - len(actors)
+    axes.set_yticks(middles, [name for name, _, _ in lanes])
+    title = "Trainer and actors on one clock" + (f" ({left_out} more actors not drawn)" if left_out else "")
+    dress(axes, title, "seconds")
+    axes.grid(axis="y", visible=False)
+    _legend(figure, shown)
+    return figure
+
+
+def write_plot(timeline: Timeline, output: Path, steps: int = STEPS, last_step: int | None = None) -> Path:
+    """Write the plot as an SVG or PNG file. Raises UserError where there is nothing to draw, or for another ending."""
+    if output.suffix not in (".svg", ".png"):
+        raise UserError(f"--plot {output}: the picture must be a .svg or a .png file")
+    figure = plot_timeline(timeline, steps, last_step)
+    if figure is None:
+        raise UserError("the run folder says of no step when it was made: there is nothing to draw")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, output, dpi=130)
+    return output
+
+
+def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[float, float] | None:
+    spans = [
+        span
+        for track in timeline.tracks
+        if track.process == TRAINER
+        for span in track.spans
+        if span.kind == "step" and (last_step is None or span.details["step"] <= last_step)
+    ]
+    if not spans:
+        return None
+    newest = max(span.details["step"] for span in spans)
+    # An earlier launch may have made steps of the same number: its spans lie before those of the last one.
+    chosen = sorted((span for span in spans if span.details["step"] > newest - steps), key=lambda one: one.end)
+    end = chosen[-1].end
+    return min(span.begin for span in chosen[-steps * len(_ranks(timeline)) :]), end
+
+
+def _ranks(timeline: Timeline) -> list[list[Track]]:
+    """The tracks of each trainer rank: its steps, and its snapshots."""
+    tracks = {track.name: track for track in timeline.tracks if track.process == TRAINER}
+    steps = [track for name, track in tracks.items() if not name.endswith(SNAPSHOTS)]
+    return [[one, *filter(None, [tracks.get(one.name + SNAPSHOTS)])] for one in steps]
+
+
+def _kind(span: Span) -> str:
+    return "failed" if span.kind in _FAILED else span.kind
+
+
+def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, height: float, shown: dict[str, str]) -> None:
+    """One track in its lane: generation in the upper part of an actor's lane, weights in the lower."""
+    for span in track.spans:
+        if span.end < begin or span.begin > end:
+            continue
+        left, right = max(span.begin, begin) - begin, min(span.end, end) - begin
+        kind = _kind(span)
+        if kind == "step":
+            axes.axvline(right, color="#c5cbd3", linewidth=0.6, zorder=0)
+            if top == 0.0 and right - left > 0.04 * (end - begin):
+                _label(axes, (left + right) / 2, top - 0.06, span.name, "#667080", "bottom")
+        elif kind == "generate":
+            color = _TINTS[span.details["version"] % len(_TINTS)]
+            shown.setdefault("generate", _TINTS[0])
+            axes.broken_barh([(left, right - left)], (top, 0.95), color=color, linewidth=0)
+            if right - left > 0.03 * (end - begin):
+                _label(axes, (left + right) / 2, top + 0.48, f"v{span.details['version']}", "#33506f", "center")
+        elif kind in COLORS:
+            shown.setdefault(kind, COLORS[kind])
+            low, high = (top + 1.05, 0.5) if kind in _THIN else (top, 0.95)
+            order = 3 if kind in ("pause", "apply", "commit", "sync stall") else 2
+            # The edge keeps what lasts a millisecond visible.
+            axes.broken_barh(
+                [(left, right - left)], (low, high), facecolor=COLORS[kind], edgecolor=COLORS[kind], linewidth=0.7,
+                zorder=order,
+            )  # fmt: skip
+
+
+def _draw_moments(axes: Axes, moments: list[Moment], begin: float, y: float, shown: dict[str, str]) -> None:
+    for one in moments:
+        if one.name in _SHAPES:
+            shown.setdefault(one.name, COLORS["failed"])
+            axes.plot(
+                [one.time - begin], [y], marker=_SHAPES[one.name], color=COLORS["failed"], markersize=8,
+                markeredgecolor="white", markeredgewidth=0.7, linestyle="", zorder=5,
+            )  # fmt: skip
+
+
+def _label(axes: Axes, x: float, y: float, text: str, color: str, anchor: str) -> None:
+    axes.text(x, y, text, fontsize=7, color=color, ha="center", va=anchor, clip_on=True)
+
+
+def _middles(lanes: list[tuple[str, list[Track], float]]) -> list[float]:
+    middles, top = [], 0.0
+    for _, _, height in lanes:
+        middles.append(top + height / 2)
+        top += height + 0.2
+    return middles
+
+
+def _legend(figure: Figure, shown: dict[str, str]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    order = [*COLORS, "generate", *_SHAPES]
+    handles = [
+        Line2D([], [], marker=_SHAPES[name], color=shown[name], linestyle="", markersize=6, label=name)
+        if name in _SHAPES
+        else Patch(color=shown[name], label=name)
+        for name in sorted(shown, key=order.index)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9), fontsize=8, frameon=False)

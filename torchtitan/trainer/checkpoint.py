@@ -1,0 +1,298 @@
+"""Checkpoints of a run: tensors with Distributed Checkpoint, everything else as JSON and bytes of our own.
+
+Every rank writes and reads only its own shards; a checkpoint loads into any other layout. Nothing that is read back
+is unpickled, but for Distributed Checkpoint's metadata, and that only from a list of harmless classes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.errors import UserError
+from torchtitan.trainer import checkpoint_folder
+from torchtitan.trainer.checkpoint_tensors import CheckedReader, collect, materialize_optimizer, stage
+
+logger = logging.getLogger(__name__)
+
+# A save that takes longer than this has lost a rank or its disk.
+SAVE_TIMEOUT_S = 1800.0
+
+
+class Scheduler(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Restored:
+    """What a checkpoint held besides the tensors."""
+
+    step: int
+    version: int
+    data: dict[str, Any] = field(default_factory=dict)
+    """Data position and the like: whatever JSON the run gave to save()"""
+    rollout: bytes | None = None
+    """Finished rollouts that were not trained on yet; on rank 0 only"""
+
+
+class Checkpointer:
+    """Saves and restores policy, optimizer, scheduler and random state of one run.
+
+    Create it on all ranks at the same point: with several ranks it makes a process group of its own, so that saves
+    in the background never meet the collectives of training. All methods are called by all ranks alike.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: str | Path,
+        policy: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        reference: nn.Module | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
+    ):
+        self.config = config
+        self.folder = Path(run_dir) / config.folder
+        self.policy = policy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.reference = reference
+        self.timeout_s = timeout_s
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if several else 0
+        self._world_size = dist.get_world_size() if several else 1
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._last_saved = -1
+
+    def due(self, step: int) -> bool:
+        """Whether the interval asks for a checkpoint after this step."""
+        return self.config.enable and step > 0 and step % self.config.interval == 0
+
+    def save(self, step: int, version: int, data: dict[str, Any], rollout: bytes | None = None) -> float:
+        """Save the run as it is after `step`; returns the seconds this took of the caller's time.
+
+        With `checkpoint.async_mode = "async"` the tensors are copied and written in the background; a save that is
+        still being written is waited for first. data is any JSON, rollout bytes that only rank 0 gives.
+
+        Raises:
+            UserError: this save, or the one in the background before it, could not be written.
+        """
+        started = time.perf_counter()
+        self.wait()
+        if step == self._last_saved:
+            return time.perf_counter() - started
+        state = collect(self.policy, self.optimizer, self.rank, self.reference)
+        facts = {
+            "version": version,
+            "scheduler": self.scheduler.state_dict(),
+            "data": data,
+            "base_bits": self._base_bits,
+        }
+        document = json.dumps(facts).encode()
+        self._last_saved = step
+        if self.config.async_mode == "async":
+            staged = stage(state)
+            self._thread = threading.Thread(
+                target=self._write_guarded, args=(step, staged, document, rollout), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write_guarded(step, state, document, rollout)
+            self.check()
+        return time.perf_counter() - started
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the save in the background is whole. Raises UserError if it failed or takes too long."""
+        if self._thread is not None:
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            self._thread.join(limit)
+            if self._thread.is_alive():
+                raise UserError(
+                    f"the checkpoint of step {self._last_saved} in {self.folder} was not written within {limit:.0f} s: "
+                    "look at the disk, or at ranks that are gone"
+                )
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in a background save that has ended, if anything did."""
+        if self._error is not None and (self._thread is None or not self._thread.is_alive()):
+            error, self._error = self._error, None
+            self._last_saved = -1
+            raise UserError(f"the checkpoint in {self.folder} could not be written: {error}") from error
+
+    def load(self, step: int = -1) -> Restored:
+        """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators.
+
+        Later checkpoints are renamed to abandoned-step-N, incomplete ones removed.
+
+        Raises:
+            UserError: there is no such checkpoint, or it is of another model or of a base in other bits.
+        """
+        step = self._agree_on_step(step)
+        path = checkpoint_folder.checkpoint_path(self.folder, step)
+        marker = _read_json(path / checkpoint_folder.MARKER)
+        if marker.get("format") != checkpoint_folder.FORMAT:
+            raise UserError(f"{path} was written in checkpoint format {marker.get('format')}, not in this version's")
+        facts = _read_json(path / "state.json")
+        reader = CheckedReader(str(path))
+        saved = reader.read_metadata().state_dict_metadata
+        materialize_optimizer(self.optimizer)
+        state = collect(self.policy, self.optimizer, self.rank, self.reference)
+        random_state = {name: tensor for name, tensor in state.items() if name.startswith("random.")}
+        if not any(name.startswith("optimizer.") for name in saved):  # saved before the first optimizer step
+            self.optimizer.state.clear()
+            state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer.")}
+        if any(name not in saved for name in random_state):
+            logger.warning("%s holds no random state for rank %d: it keeps its fresh seed", path, self.rank)
+            state = {name: tensor for name, tensor in state.items() if name not in random_state}
+        for name, tensor in state.items():
+            size = getattr(saved.get(name), "size", None)
+            if size is None or tuple(size) != tuple(tensor.shape):
+                found = "no such tensor" if size is None else f"shape {list(size)}"
+                raise UserError(
+                    f"{path} is of another model: {name} should have shape {list(tensor.shape)}, found {found}"
+                )
+        # Shapes do not show it: adapters of a base that was rounded fit one that was not. Older checkpoints do not say.
+        bits = facts.get("base_bits", self._base_bits)
+        if bits != self._base_bits:
+            raise UserError(
+                f"{path} holds adapters that were trained on a base in {bits} bits, but this run's base is in "
+                f"{self._base_bits}: resume with lora.base_bits = {bits}, or start a new run"
+            )
+        with torch.no_grad():
+            self._distributed(state_dict_loader.load, state, storage_reader=reader)
+        if all(name in state for name in random_state):
+            torch.set_rng_state(state[f"random.{self.rank}.cpu"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(state[f"random.{self.rank}.cuda"])
+        self.scheduler.load_state_dict(facts["scheduler"])
+        rollout_path = path / "rollout.bin"
+        rollout = rollout_path.read_bytes() if self.rank == 0 and rollout_path.is_file() else None
+        self._last_saved = step
+        logger.info("restored step %d from %s", step, path)
+        return Restored(step=step, version=facts["version"], data=facts["data"], rollout=rollout)
+
+    def export_hf(self, step: int, assets_from: str | Path | None = None) -> Path:
+        """Write the policy as a Hugging Face checkpoint directory `hf/step-N` in the run folder (collective).
+
+        Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
+        """
+        from torchtitan.models.hf_checkpoint import export_policy
+        from torchtitan.models.peft_checkpoint import save_adapter
+
+        directory = self.folder.parent / "hf" / f"step-{step}"
+        export_policy(self.policy, directory, assets_from=assets_from)  # type: ignore[arg-type]
+        logger.info("exported the policy after step %d to %s", step, directory)
+        if getattr(self.policy, "lora", None) is not None:
+            adapter = self.folder.parent / "adapter" / f"step-{step}"
+            save_adapter(self.policy, adapter, base_model=str(assets_from or ""))  # type: ignore[arg-type]
+            logger.info("its adapters alone are in %s", adapter)
+        return directory
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for a save in the background; raises UserError if it failed."""
+        self.wait(timeout_s)
+
+    @property
+    def _base_bits(self) -> int:
+        lora = getattr(self.policy, "lora", None)
+        return 16 if lora is None else lora.base_bits
+
+    def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
+        try:
+            self._write(step, state, document, rollout)
+        except (Exception, CheckpointException) as error:  # a BaseException of torch; check() raises it
+            self._error = error
+
+    def _write(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
+        started = time.perf_counter()
+        temporary = self.folder / f"step-{step}.tmp"
+        problem = self._on_rank_zero(lambda: self._begin(step, document, rollout))
+        if problem is not None:
+            raise problem
+        self._distributed(
+            state_dict_saver.save, state, storage_writer=FileSystemWriter(str(temporary), sync_files=True)
+        )
+        problem = self._on_rank_zero(lambda: self._finish(step))
+        if problem is not None:
+            raise problem
+        if self.rank == 0:
+            logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)
+
+    def _begin(self, step: int, document: bytes, rollout: bytes | None) -> None:
+        temporary = checkpoint_folder.begin(self.folder, step)
+        checkpoint_folder.write_file(temporary / "state.json", document)
+        if rollout is not None:
+            checkpoint_folder.write_file(temporary / "rollout.bin", rollout)
+
+    def _finish(self, step: int) -> None:
+        checkpoint_folder.finish(self.folder, step, {"ranks": self._world_size})
+        checkpoint_folder.prune(self.folder, self.config.keep_latest_k)
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> BaseException | None:
+        """Run an action on rank 0; all ranks learn whether it worked."""
+        problem: BaseException | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                problem = error
+        if self._group is not None:
+            failed = torch.tensor([0 if problem is None else 1])
+            dist.broadcast(failed, 0, group=self._group)
+            if failed.item() and problem is None:
+                problem = OSError("rank 0 could not write; its message says why")
+        return problem
+
+    def _distributed(self, operation: Callable[..., Any], state: dict[str, torch.Tensor], **arguments: Any) -> None:
+        with warnings.catch_warnings():
+            # Without a process group torch says on every call that it assumes a single process: so it is.
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
+            operation(state, process_group=self._group, no_dist=self._group is None, **arguments)
+
+    def _agree_on_step(self, step: int) -> int:
+        """The step to load, as rank 0 sees the folder; −1 asks for the newest."""
+        found = -1
+        if self.rank == 0:
+            steps = checkpoint_folder.whole_steps(self.folder)
+            found = step if step in steps else steps[-1] if steps and step < 0 else -1
+            if found >= 0:
+                checkpoint_folder.remove_incomplete(self.folder)
+                checkpoint_folder.set_aside_after(self.folder, found)
+        if self._group is not None:
+            message = torch.tensor([found])
+            dist.broadcast(message, 0, group=self._group)
+            found = int(message.item())
+        if found < 0:
+            wanted = "whole checkpoint" if step < 0 else f"whole checkpoint of step {step}"
+            raise UserError(f"no {wanted} in {self.folder}; there are: {checkpoint_folder.whole_steps(self.folder)}")
+        return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error

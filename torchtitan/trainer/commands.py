@@ -1,0 +1,55 @@
+"""What all ranks do next is decided in one place, rank 0, and shared as one small broadcast.
+
+Collectives never meet out of order because every rank acts on the same sequence of commands.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.inference.colocated.rounds import Round
+from torchtitan.rollout.batch_codec import decode_batch, encode_batch
+from torchtitan.rollout.types import Batch
+
+
+class Kind(enum.Enum):
+    """One byte on the wire."""
+
+    BATCH = b"B"
+    """train on the batch that comes with the command"""
+    GENERATE = b"G"
+    """generate on the trainer's own devices for a while, as the round that comes with the command says"""
+    SNAPSHOT = b"S"
+    """snapshot the owed version while there is no data"""
+    WAIT = b"W"
+    """nothing yet; sent so that no collective outlives its deadline"""
+    EXPORT = b"E"
+    """export a Hugging Face checkpoint"""
+    STOP = b"X"
+    """leave the loop"""
+
+
+@dataclass
+class Command:
+    kind: Kind
+    batch: Batch | None = None
+    generation: Round | None = None
+
+
+def share_command(command: Command | None) -> Command:
+    """Collective: rank 0 passes its command, the others None; all get rank 0's. Without other ranks, a no-op."""
+    if device.world_size() == 1 and command is not None:
+        return command
+    if command is None:
+        payload = broadcast_bytes(None)
+        kind = Kind(payload[:1])
+        batch = decode_batch(payload[1:]) if kind is Kind.BATCH else None
+        return Command(kind, batch, Round.decode(payload[1:]) if kind is Kind.GENERATE else None)
+    content = encode_batch(command.batch) if command.batch else b""
+    if command.generation is not None:
+        content = command.generation.encode()
+    broadcast_bytes(command.kind.value + content)
+    return command

@@ -1,0 +1,185 @@
+"""Evaluation on held-out prompts at one pinned policy version.
+
+pass@k from sampled completions and greedy accuracy beside it. Every token must carry the tag of the one version that
+is evaluated; what does not is redone, and where that is impossible the evaluation is missing, never wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.types import Prompt
+from torchtitan.utils.events import EventLog
+
+# Times that completions of another version are asked for again.
+MAX_ROUNDS = 4
+# A sample passes at this reward.
+PASSING_REWARD = 1.0
+# Ways in which actors and reward workers let an evaluation down; everything else is a mistake in the program.
+# The three timeouts are one class from Python 3.11 on.
+FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+
+
+class Generate(Protocol):
+    def __call__(
+        self, requests: list[GenerateRequest], timeout_s: float, min_version: int = 0
+    ) -> list[list[Completion]]:
+        """All completions of all requests, in order, by actors that serve at least `min_version`; they end at the stop
+        tokens of training. Raises TimeoutError, OSError or UserError.
+        """
+
+
+class Score(Protocol):
+    def __call__(
+        self, prompts: list[Prompt], completions: list[list[Completion]], timeout_s: float
+    ) -> list[list[float | None]]:
+        """One reward per completion, None where it could not be judged; raises as Generate does."""
+
+
+@dataclass
+class _Missing(Exception):
+    reason: str
+
+
+class Evaluator:
+    """Evaluates the policy that the actors serve on a fixed set of prompts."""
+
+    def __init__(
+        self, config: JobConfig, prompts: Sequence[Prompt], generate: Generate, score: Score, events: EventLog
+    ):
+        self.config = config
+        self.prompts = list(prompts)[: config.eval.num_prompts]
+        self.generate = generate
+        self.score = score
+        self.events = events
+
+    def evaluate(
+        self, step: int, epoch: str, version: int, timeout_s: float | None = None
+    ) -> dict[str, float | int | None] | None:
+        """The `eval/…` figures of one version, which the caller has made the actors serve; None if they are missing.
+
+        Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is what is
+        left of eval.timeout_s.
+        """
+        started = time.perf_counter()
+        limit = self.config.eval.timeout_s if timeout_s is None else timeout_s
+        try:
+            figures = self._evaluate(step, epoch, version, started + limit)
+        except (_Missing, *FAILURES) as error:
+            reason = error.reason if isinstance(error, _Missing) else f"{type(error).__name__}: {error}"
+            self.events.write(
+                "evaluation_missing", level=logging.WARNING, step=step, version=version, reason=reason.strip(": ")
+            )
+            return None
+        return figures | {"eval/time_s": time.perf_counter() - started}
+
+    def _evaluate(self, step: int, epoch: str, version: int, deadline: float) -> dict[str, float | int | None]:
+        if not self.prompts:
+            raise _Missing("there are no held-out prompts")
+        requests = [self._request(step, prompt, greedy=False) for prompt in self.prompts]
+        if self.config.eval.greedy:
+            requests += [self._request(step, prompt, greedy=True) for prompt in self.prompts]
+        completions, redone = self._generate_pinned(requests, epoch, version, deadline)
+        prompts = self.prompts * (2 if self.config.eval.greedy else 1)
+        rewards = self.score(prompts, completions, _remaining(deadline))
+        sampled, greedy = rewards[: len(self.prompts)], rewards[len(self.prompts) :]
+        judged = [[reward for reward in group if reward is not None] for group in sampled]
+        counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
+        if all(n == 0 for n, _ in counts):
+            raise _Missing("no sample could be judged by the reward function")
+        figures: dict[str, float | int | None] = {"eval/version": version, "policy_version": version}
+        for k in sorted({1, *self.config.eval.pass_at_k}):
+            figures[f"eval/pass@{k}"] = _mean([pass_at_k(n, passed, k) for n, passed in counts if n >= k])
+        if self.config.eval.greedy:
+            answers = [reward for group in greedy for reward in group if reward is not None]
+            figures["eval/greedy"] = _mean([float(reward >= PASSING_REWARD) for reward in answers])
+        flat = [completion for group in completions[: len(self.prompts)] for completion in group]
+        return figures | {
+            "eval/prompts": len(self.prompts),
+            "eval/samples": sum(n for n, _ in counts),
+            "eval/unscored": sum(reward is None for group in rewards for reward in group),
+            "eval/length_mean": _mean([len(completion.token_ids) for completion in flat]),
+            "eval/truncated_fraction": _mean([float(completion.finish_reason == "length") for completion in flat]),
+            "eval/redone": redone,
+        }
+
+    def _generate_pinned(
+        self, requests: list[GenerateRequest], epoch: str, version: int, deadline: float
+    ) -> tuple[list[list[Completion]], int]:
+        """Completions of one version only, and how many requests had to be redone for that."""
+        results: dict[int, list[Completion]] = {}
+        redone = 0
+        for round_number in range(MAX_ROUNDS):
+            wanted = [index for index in range(len(requests)) if index not in results]
+            # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
+            batch = [_renamed(requests[index], round_number) for index in wanted]
+            redone += len(wanted) if round_number else 0
+            groups = self.generate(batch, _remaining(deadline), version)
+            for index, group in zip(wanted, groups, strict=True):
+                whole = len(group) == requests[index].sampling.n
+                if whole and all(is_pinned(completion, epoch, version) for completion in group):
+                    results[index] = group
+            if len(results) == len(requests):
+                return [results[index] for index in range(len(requests))], redone
+        raise _Missing(
+            f"{len(requests) - len(results)} of {len(requests)} requests were answered by other versions than "
+            f"{version}, {MAX_ROUNDS} times in a row"
+        )
+
+    def _request(self, step: int, prompt: Prompt, greedy: bool) -> GenerateRequest:
+        rollout, settings = self.config.rollout, self.config.eval
+        kind = "greedy" if greedy else "sampled"
+        room = self.config.training.seq_len - len(prompt.token_ids)
+        # The same seeds in every evaluation: differences between two of them are the policy's.
+        digest = hashlib.sha256(f"{self.config.training.seed} eval {prompt.index} {kind}".encode()).digest()
+        sampling = SamplingParameters(
+            max_tokens=max(1, min(rollout.max_completion_tokens, room)),
+            n=1 if greedy else settings.samples_per_prompt,
+            temperature=0.0 if greedy else settings.temperature,
+            seed=int.from_bytes(digest[:4], "big") >> 1,
+        )
+        return GenerateRequest(f"eval-{step}-{kind}-{prompt.index}", prompt.token_ids, sampling)
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Chance that at least one of k samples passes, drawn without replacement from n of which `passed` do (k ≤ n)."""
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+
+
+def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
+    """Whether every token was sampled under that one version and the completion was not cut off by an abort."""
+    if completion.finish_reason == "abort" or not completion.spans:
+        return False
+    covered = 0
+    for span in completion.spans:
+        if (span.epoch, span.version) != (epoch, version) or span.start != covered:
+            return False
+        covered = span.end
+    return covered == len(completion.token_ids)
+
+
+def _renamed(request: GenerateRequest, round_number: int) -> GenerateRequest:
+    name = request.request_id if round_number == 0 else f"{request.request_id}-again{round_number}"
+    return GenerateRequest(name, request.prompt_ids, request.sampling)
+
+
+def _remaining(deadline: float) -> float:
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        raise _Missing("eval.timeout_s passed")
+    return left
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

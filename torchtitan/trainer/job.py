@@ -1,0 +1,306 @@
+"""One run on one rank: puts the parts together, and takes them apart in reverse order whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan.config.derived import sleeps_between_batches
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.colocation import open_replica
+from torchtitan.inference.colocated.rounds import Round
+from torchtitan.models.batch_invariance import said_of
+from torchtitan.models.parallelize import build_policy
+from torchtitan.report.logs import set_up_logging
+from torchtitan.report.step_recorder import StepRecorder
+from torchtitan.rollout.types import Batch
+from torchtitan.trainer import mismatch
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.commands import Command, Kind, share_command
+from torchtitan.trainer.controller import Controller
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
+from torchtitan.trainer.probe import probe_tokens
+from torchtitan.trainer.profiling import profile
+from torchtitan.trainer.reference_policy import build_reference
+from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
+from torchtitan.trainer.signals import SignalFlags
+from torchtitan.trainer.weight_path import open_weight_path
+from torchtitan.weight_sync.faults import switch_on
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """Context manager around a run. The same on every rank, but for `controller`, which only rank 0 has."""
+
+    controller: Controller | None = None
+
+    def __init__(self, config: JobConfig):
+        self.config = config
+        self.version = 0
+        self._closing = contextlib.ExitStack()
+        self._waited = self._probe_s = 0.0
+        self._stepped = False
+        self._failure: UserError | None = None
+        self._mismatch: UserError | None = None
+        """Why the run must not go on, known on every rank"""
+
+    def __enter__(self) -> Job:
+        try:
+            self._build()
+        except BaseException:
+            self._closing.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 128 + the signal that stopped the run. Rank 0 speaks for all."""
+        return 0 if self.controller is None else self.signals.exit_code
+
+    def start(self) -> None:
+        """Publish the initial weights, then start the rollouts."""
+        begun = time.time()
+        self.weights.reserve()
+        self.weights.commit(self.version, noes=0)
+        self._recorder.add("commit", begun)
+        self._expect()
+        if self.controller is not None:
+            self.controller.start(self.version)
+        self._boundary = time.perf_counter()
+
+    def next_command(self) -> Command:
+        """What all ranks do next, as rank 0 decides."""
+        started, begun = time.perf_counter(), time.time()
+        decision = None
+        if self.controller is not None:
+            try:
+                stops = self._mismatch is not None
+                decision = Command(Kind.STOP) if stops else self.controller.decide(self.version)
+            except UserError as error:
+                # No data, no actors: all ranks leave in order, so that what was trained is saved.
+                self._failure = error
+                decision = Command(Kind.STOP)
+        command = share_command(decision)
+        self._waited += time.perf_counter() - started
+        self._recorder.add("data wait", begun)
+        self._commanded_at = time.time()
+        if command.kind in (Kind.BATCH, Kind.STOP):
+            self.weights.make_room()
+        if command.kind is Kind.STOP and self.version < self.config.training.steps:
+            self.signals.start_deadline()
+        return command
+
+    def generate(self, generation: Round) -> None:
+        """Have the engines on the trainer's own devices sample for a while; to a step that is waiting for its data."""
+        assert self.replica is not None
+        started, begun = time.perf_counter(), time.time()
+        answers = self.replica.run(generation)
+        if self.controller is not None and answers is not None:
+            self.controller.generated(answers)
+        self._waited += time.perf_counter() - started
+        self._recorder.add("rollout", begun)
+
+    def publish(self, result: BatchResult) -> None:
+        """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
+        # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays owed.
+        noes = result.votes_against + (0 if result.last_step_applied else 1)
+        begun = time.time()
+        self._recorder.add("train", self._commanded_at, begun)
+        self._wake_actors()
+        begun = time.time()
+        outcome = self.weights.commit(self.version, noes)
+        self._recorder.add("commit" if outcome == "published" else "skip", begun)
+        if outcome == "published":
+            self._expect()
+        self._make_way()
+        if self.controller is not None:
+            begun = time.time()
+            self.controller.published(self.version, outcome == "published")
+            if not self.config.grpo.async_weight_update:
+                self._recorder.add("sync stall", begun)
+
+    def _wake_actors(self) -> None:
+        """Actors that slept on these devices take their weights' memory again (collective)."""
+        if not sleeps_between_batches(self.config):
+            return
+        begun = time.time()
+        self._make_way()
+        if self.controller is not None:
+            self.controller.make_way()
+        self._recorder.add("wake", begun)
+
+    def _make_way(self) -> None:
+        """Leave actors that sleep on these devices the memory that is not in use (collective)."""
+        if sleeps_between_batches(self.config):
+            device.release_cached_memory()
+            # No rank may be late with that.
+            gather_bytes(b"")
+
+    def snapshot_owed(self) -> None:
+        """Offer a version that was skipped, while there is no data to train on."""
+        begun = time.time()
+        taken = self.weights.snapshot_owed(self.version)
+        self._recorder.add("commit" if taken else "skip", begun)
+        if taken:
+            self._expect()
+        if taken and self.controller is not None:
+            self.controller.snapshotted_owed(self.version)
+
+    def save_if_due(self) -> None:
+        if self.checkpointer.due(self.version):
+            begun = time.time()
+            self._save()
+            self._recorder.add("checkpoint", begun)
+
+    def log_step(self, batch: Batch, result: BatchResult) -> None:
+        """Close the books on a step: everything since the last call belongs to it, evaluations left out."""
+        now = time.perf_counter()
+        evaluations = [] if self.controller is None else self.controller.take_evaluations()
+        evaluation = sum(end - begin for begin, end in evaluations)
+        rests = {} if self.controller is None else self.controller.take_rest_times()
+        times = {
+            "time/step_s": now - self._boundary - evaluation,
+            "time/data_wait_s": max(self._waited - evaluation - rests.get("time/sleep_s", 0.0), 0.0),
+            **rests,
+        }
+        if self._probe:
+            times["time/probe_s"], self._probe_s = self._probe_s, 0.0
+        if not self._stepped:
+            # Compilation and first connections are over: from now on a rank that is late is a rank that is lost.
+            device.set_timeouts(self.config.comm.train_timeout_seconds, self.dims.groups)
+            self._stepped = True
+        self._boundary, self._waited = now, 0.0
+        for begin, end in evaluations:
+            self._recorder.add("evaluation", begin, end)
+        snapshots = self.weights.take_snapshots()
+        self._recorder.end_step(self.version, snapshots)
+        self._profiler.step()
+        if self.controller is not None:
+            statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
+            self.controller.log_step(self.version, batch, statistics, snapshots)
+            self.controller.warn_of_mismatch(self.version, statistics)
+        self._mismatch = mismatch.reason_to_stop(self.config, result.metrics, self.version)
+
+    def export(self) -> None:
+        """Write the policy as a Hugging Face checkpoint directory (collective)."""
+        self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
+
+    def export_on_demand(self) -> None:
+        """As `export`, but a failure (a full disk, say) does not end the run."""
+        try:
+            self.export()
+        except UserError as error:
+            logger.error("the export after step %d failed, training goes on: %s", self.version, error)
+
+    def finish(self) -> None:
+        """What is owed at the end of a run: its last checkpoint and the export. Raises what stopped the run early."""
+        # A run that must not go on is saved in any case, for whoever looks at it.
+        if self.config.checkpoint.enable or self._mismatch is not None:
+            self._save()
+            self.checkpointer.wait()
+        if self.config.checkpoint.last_save_in_hf and self.version >= self.config.training.steps:
+            self.export()
+        if (failure := self._failure or self._mismatch) is not None:
+            raise failure
+
+    def _expect(self) -> None:
+        """Tell what the trainer computes of the probe with the version that has just been published (collective)."""
+        if self._probe and self.version % self.config.weight_sync.verify_every == 0:
+            begun = time.time()
+            log_probs = self.trainer.score(self._probe)
+            self._recorder.add("probe", begun)
+            self._probe_s += time.time() - begun
+            if self.controller is not None:
+                self.controller.expect(self.version, self._probe, log_probs)
+
+    def _save(self) -> None:
+        # Only rank 0 has rollouts to keep; data positions are in there too.
+        rollout = None if self.controller is None else self.controller.rollout.export_state()
+        self.checkpointer.save(self.version, self.version, data={}, rollout=rollout)
+
+    def _build(self) -> None:
+        config = self.config
+        device.init_process_group(config.comm)
+        self._closing.callback(device.shutdown)
+        rank, ranks = device.rank(), device.world_size()
+        self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
+        facts = self._agree_on_facts()
+        self.run_dir = Path(facts["run_dir"])
+        set_up_logging(self.run_dir, rank)
+        self._recorder = StepRecorder(self.run_dir, rank)
+        self._closing.callback(self._recorder.close)
+        faults = config.fault_injection
+        if faults.enable:
+            # Before anything is started: every process inherits it.
+            plan = self.run_dir / "weight_sync" / f"faults-{facts['epoch']}.txt"
+            switch_on(faults.seed, faults.faults, plan, write=rank == 0)
+        elsewhere = config.rollout.replay or config.inference.servers or config.inference.mode == "colocate"
+        actors = 0 if elsewhere else config.inference.num_actors
+        device.set_threads(config.training.threads, processes=ranks + actors)
+        device.seed_everything(config.training.seed, config.training.deterministic)
+        self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
+        if rank == 0:
+            # Actors need as long to start as the trainer does: let them start side by side.
+            self.controller = self._closing.enter_context(
+                Controller(config, self.run_dir, facts["epoch"], facts["token"], self.signals)
+            )
+        policy = build_policy(config, self.dims)
+        optimizer = build_optimizer(policy, config.optimizer)
+        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
+        reference = build_reference(config, self.dims, policy) if config.grpo.kl_coefficient > 0 else None
+        changing = reference.policy if reference is not None and reference.follows else None
+        self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
+        self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
+        if config.checkpoint.resume:
+            restored = self.checkpointer.load(config.checkpoint.load_step)
+            self.version = restored.version
+            if self.controller is not None:
+                self.controller.resume(restored.version, restored.rollout)
+        self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
+        # An engine in these processes is judged by what it samples, see mismatch.py.
+        served = config.inference.mode == "server"
+        self._probe = probe_tokens(config, policy.args.vocab_size) if served else []
+        self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
+        self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
+        self.weights = self._closing.enter_context(
+            open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir, self.replica)
+        )
+        if self.controller is not None:
+            self.controller.connect(self.weights)
+        if rank == 0:
+            logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
+            inference = config.inference
+            if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":
+                said = said_of(policy.invariant_sizes(), "the engine's log-probs")
+                if said is not None:
+                    logger.warning(said)
+
+    def _agree_on_facts(self) -> dict[str, str]:
+        """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""
+        if device.rank() != 0:
+            return json.loads(broadcast_bytes(None))
+        run_dir = open_run_directory(self.config)
+        facts = {
+            "run_dir": str(run_dir.resolve()),
+            "epoch": mint_epoch(run_dir),
+            "token": secrets.token_urlsafe(32),
+        }
+        broadcast_bytes(json.dumps(facts).encode())
+        return facts

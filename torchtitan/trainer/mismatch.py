@@ -1,0 +1,61 @@
+"""When what the trainer computes and what the engine said it sampled drift apart: a warning, and a point to stop at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchtitan.config.derived import probe_tolerance, verification
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+
+WHAT_TO_LOOK_AT = (
+    "Look at mismatch_kl/same_version in metrics.jsonl, the part that old weights do not explain: where it is large, "
+    "the engine computes something else than the trainer (inference.dtype, weight_sync.verify, weights_differ in "
+    "events.jsonl, sampling options that the trainer does not know); where it is small, samples are too old for the "
+    "learning rate (rollout.max_staleness, optimizer.lr, grpo.recompute_old_log_probs)"
+)
+# Of a mean of squares above the square of a mean: a few tokens carry most of the rounding.
+TAIL = 10.0
+
+Figures = Mapping[str, float | None]
+
+
+def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None:
+    """The fields of an event where a batch's mismatch is above grpo.mismatch_kl_alarm, or no number at all."""
+    limit = config.grpo.mismatch_kl_alarm
+    if limit == 0 or not _above(figures.get("mismatch_kl"), limit):
+        return None
+    names = ("mismatch_kl", "mismatch_kl/same_version")
+    return {name: figures.get(name) for name in names} | {"limit": limit}
+
+
+def reason_to_stop(config: JobConfig, figures: Figures, version: int) -> UserError | None:
+    """Why a run must not go on after this batch. The same on every rank, as the figures are."""
+    value, limit = figures.get("mismatch_kl"), config.grpo.mismatch_kl_stop
+    if limit > 0 and _above(value, limit):
+        text = f"stopped: mismatch_kl of the batch that made version {version} is {value:.4g}"
+        return UserError(f"{text}, above grpo.mismatch_kl_stop = {limit:g}. {WHAT_TO_LOOK_AT}")
+    return _colocated(config, figures, version)
+
+
+def _colocated(config: JobConfig, figures: Figures, version: int) -> UserError | None:
+    """An engine in the trainer's own processes cannot be evicted, and needs no probe: what it has sampled with the very
+    version that was trained is scored by the trainer anyway."""
+    rollout = config.rollout
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    if config.inference.mode != "colocate" or verification(config) != "probe" or truncated:
+        return None
+    value, limit = figures.get("mismatch_kl/same_version"), TAIL * probe_tolerance(config) ** 2
+    if value is None or not _above(value, limit):
+        return None
+    return UserError(
+        f"stopped: the engine in the trainer's processes does not hold version {version - 1}: its log-probs of what it "
+        f"sampled with it diverge from the trainer's by {value:.3g} (mismatch_kl/same_version), more than the "
+        f"{limit:.3g} that rounding explains (from weight_sync.probe_tolerance; weight_sync.verify = off goes on "
+        "regardless)"
+    )
+
+
+def _above(value: float | None, limit: float) -> bool:
+    # NaN is above every limit.
+    return value is not None and not value <= limit

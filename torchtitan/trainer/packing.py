@@ -1,0 +1,163 @@
+"""From scored samples to packed micro-batches: deterministic, and blind to the number of ranks but for the split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.grpo.objectives import Objective
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.rollout.types import Batch, Sample
+
+
+def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
+    """Indices of `lengths` in bins whose sums stay within budget; longest first, ties by index.
+
+    Raises:
+        ValueError: an item is larger than the budget.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > budget:
+            raise ValueError(f"a sequence of {length} tokens does not fit into a micro-batch of {budget}")
+        place = next((i for i, free in enumerate(room) if length <= free), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[place].append(index)
+        room[place] -= length
+    return [sorted(members) for members in bins]
+
+
+def split_for_ranks(bins: list[list[int]], ranks: int) -> list[list[int]]:
+    """Cut the largest bins in two until every rank gets the same number; empty bins where nothing is left to cut."""
+    bins = [list(members) for members in bins]
+    while len(bins) % ranks:
+        largest = max(range(len(bins)), key=lambda i: (len(bins[i]), -i))
+        if len(bins[largest]) < 2:
+            bins.append([])
+            continue
+        members = bins[largest]
+        bins[largest : largest + 1] = [members[0::2], members[1::2]]
+    return bins
+
+
+def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
+    """The batch's samples in `count` parts of whole groups; group i goes to part i mod count."""
+    return [[sample for group in batch.groups[part::count] for sample in group.samples] for part in range(count)]
+
+
+@dataclass
+class MicroBatch:
+    """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L).
+
+    Everything but token_ids [T] has one entry per active position [A], one whose prediction is a trained completion
+    token: the head computes nothing for prompts.
+    """
+
+    token_ids: torch.Tensor
+    targets: torch.Tensor
+    """[A] int64: the tokens that the active positions predict"""
+    layout: PackedLayout
+    active: torch.Tensor
+    """[A] int64: indices of active positions among the T"""
+    sequence: torch.Tensor
+    """[A] int64: which sequence each active position belongs to"""
+    advantages: torch.Tensor
+    """[A]"""
+    behaviour_log_probs: torch.Tensor
+    """[A]"""
+    weights: torch.Tensor
+    """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
+    same_version: torch.Tensor
+    """[A] bool: of a completion that the version that this batch is trained on has sampled from end to end"""
+    kept: KeptTokens | None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.layout.lengths)
+
+
+def is_trained(sample: Sample, mask_truncated: bool) -> bool:
+    """Whether a sample's tokens enter the loss."""
+    return not (mask_truncated and sample.finish_reason == "length")
+
+
+def pack(
+    samples: list[Sample], weights: list[float], version: int, mask_truncated: bool, device: torch.device
+) -> MicroBatch:
+    """One micro-batch of whole samples; without samples, a single inert token (a rank must join every collective)."""
+    tokens: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
+    active: list[int] = []
+    sequence: list[int] = []
+    advantages: list[float] = []
+    behaviour: list[float] = []
+    token_weights: list[float] = []
+    same: list[bool] = []
+    kept: list[list[int]] = []
+    for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
+        whole = sample.prompt_ids + sample.completion_ids
+        start = len(tokens) + len(sample.prompt_ids) - 1
+        tokens += whole[:-1]
+        lengths.append(len(whole) - 1)
+        if not is_trained(sample, mask_truncated):
+            continue
+        count = len(sample.completion_ids)
+        active += range(start, start + count)
+        targets += sample.completion_ids
+        kept += sample.kept_token_ids or [[]] * count
+        sequence += [number] * count
+        advantages += [sample.advantage] * count
+        behaviour += sample.log_probs
+        token_weights += [weight] * count
+        # What follows tokens of an older version may have been sampled with its KV cache.
+        same += [all(span.version == version for span in sample.spans)] * count
+    if not lengths:
+        tokens, lengths = [0], [1]
+    return MicroBatch(
+        token_ids=torch.tensor(tokens, device=device),
+        targets=torch.tensor(targets, dtype=torch.int64, device=device),
+        layout=PackedLayout(lengths, device),
+        active=torch.tensor(active, dtype=torch.int64, device=device),
+        sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
+        advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        behaviour_log_probs=torch.tensor(behaviour, dtype=torch.float32, device=device),
+        weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
+        same_version=torch.tensor(same, dtype=torch.bool, device=device),
+        kept=KeptTokens.from_rows(kept, device),
+    )
+
+
+def micro_batches(
+    samples: list[Sample],
+    objective: Objective,
+    *,
+    version: int,
+    budget: int,
+    max_completion_tokens: int,
+    mask_truncated: bool,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """This rank's share of a minibatch. Every rank gets the same number of micro-batches."""
+    active = [len(sample.completion_ids) if is_trained(sample, mask_truncated) else 0 for sample in samples]
+    weights = objective.token_weights(active, max_completion_tokens)
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
+    bins = split_for_ranks(first_fit_decreasing(lengths, budget), ranks) if samples else [[] for _ in range(ranks)]
+    if objective.local:
+        # Micro-batches count the same, whatever is in them.
+        for members in bins:
+            own = objective.token_weights([active[i] for i in members], max_completion_tokens)
+            for i, weight in zip(members, own, strict=True):
+                weights[i] = weight / len(bins)
+    return [
+        pack([samples[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
+        for members in bins[rank::ranks]
+    ]

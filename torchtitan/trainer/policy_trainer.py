@@ -1,0 +1,306 @@
+"""One batch through the policy: packed forward, loss, backward, a few optimizer steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.collectives import (
+    all_reduce_sum,
+    clip_gradients_,
+    gather_values,
+    gradient_norm_and_votes,
+)
+from torchtitan.distributed.device import peak_flops
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.grpo.advantages import group_advantages, normalized_each
+from torchtitan.grpo.divergence import k3
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
+from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import without_dropout
+from torchtitan.models.parallelize import reduce_gradients
+from torchtitan.rollout.types import Batch, Sample
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
+from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches
+from torchtitan.trainer.reference_policy import Reference
+from torchtitan.trainer.throughput import Passes, model_flops, throughput
+
+logger = logging.getLogger(__name__)
+
+SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
+MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens")
+LARGEST = ("ratio", "mismatch")
+
+
+@dataclass
+class BatchResult:
+    """What one batch did to the policy."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    votes_against: int = 0
+    """Ranks that had no free slot for the new version"""
+    last_step_applied: bool = True
+    """False where the batch's last optimizer step was dropped as non-finite"""
+
+
+class PolicyTrainer:
+    """Trains the policy on batches. The same code for any number of ranks; every rank gets the same batches."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        policy: Decoder,
+        optimizer: torch.optim.Optimizer,
+        scheduler: BatchLRScheduler,
+        dims: ParallelDims,
+        device: torch.device,
+        reference: Reference | None = None,
+    ):
+        self.config = config
+        self.policy = policy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.dims = dims
+        self.device = device
+        self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.skipped_in_a_row = 0
+        self.reference = reference
+        self.settings = loss_settings(config.grpo)
+
+    def train_batch(self, batch: Batch, reserve: Callable[[], bool], fence: Callable[[], None]) -> BatchResult:
+        """Train on `batch`. `reserve` leases a slot for the new version; its answer rides on the last reduction.
+
+        `fence` is called right before parameters change: on the device, the change waits for the last snapshot.
+
+        Raises:
+            UserError: too many optimizer steps in a row were not finite.
+        """
+        started = time.perf_counter()
+        self._assign_advantages(batch)
+        parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
+        totals = _Totals(self.device)
+        fixed = self._fixed_log_probs(parts, totals)
+        schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
+        result = BatchResult()
+        norms: list[float] = []
+        skipped = 0
+        learning_rate = self.scheduler.get_last_lr()[0]
+        for position, part in enumerate(schedule):
+            last = position == len(schedule) - 1
+            against = 1.0 if last and not reserve() else 0.0
+            loss = self._forward_backward(parts[part], fixed[part], totals, measure_mismatch=position == 0)
+            votes = torch.stack((torch.tensor(against, device=self.device), (~loss.isfinite()).float()))
+            norm, votes = gradient_norm_and_votes(self.parameters, votes)
+            noes, not_finite = votes.tolist()
+            result.votes_against = int(noes)
+            result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
+            if result.last_step_applied:
+                if self.config.training.max_norm > 0:
+                    clip_gradients_(self.parameters, norm, self.config.training.max_norm)
+                fence()
+                self.optimizer.step()
+                norms.append(norm.item())
+            else:
+                skipped += 1
+            self._count_skips(result.last_step_applied, batch.version)
+            self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        if self.reference is not None:
+            self.reference.follow(self.policy, batch.version + 1)
+        result.metrics = totals.reduce(self.dims, len(schedule))
+        seconds = time.perf_counter() - started
+        flops = model_flops(self.policy.args, batch.samples, self._passes())
+        result.metrics |= throughput(flops, seconds, self.dims.world_size, peak_flops())
+        result.metrics |= {
+            "grad_norm": sum(norms) / len(norms) if norms else None,
+            "learning_rate": learning_rate,
+            "optimizer_steps": len(schedule),
+            "optimizer_steps_skipped": skipped,
+            "time/train_s": seconds,
+        }
+        return result
+
+    @torch.no_grad()
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Collective: log-probs at temperature 1 of all tokens but the first, with the weights as they are now."""
+        tokens = torch.tensor(token_ids, device=self.device)
+        with without_dropout(self.policy):
+            log_probs, _ = self.policy(tokens[:-1], PackedLayout([len(token_ids) - 1], self.device), tokens[1:])
+        return log_probs.float().tolist()
+
+    def _passes(self) -> Passes:
+        grpo = self.config.grpo
+        scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
+        lora = self.config.lora
+        return Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
+
+    def _assign_advantages(self, batch: Batch) -> None:
+        grpo, functions = self.config.grpo, self.config.rewards.functions
+        if grpo.reward_aggregation == "normalize_each":
+            weights = dict(zip(functions, self.config.rewards.weights or [1.0] * len(functions), strict=True))
+            by_function = [[sample.rewards for sample in group.samples] for group in batch.groups]
+            advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage)
+        else:
+            rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
+            advantages = group_advantages(rewards, grpo.scale_rewards, grpo.advantage)
+        for group, values in zip(batch.groups, advantages, strict=True):
+            for sample, value in zip(group.samples, values, strict=True):
+                sample.advantage = value
+
+    def _pack(self, samples: list[Sample], version: int) -> list[MicroBatch]:
+        return micro_batches(
+            samples,
+            self.settings.objective,
+            version=version,
+            budget=self.config.training.tokens_per_micro_batch,
+            max_completion_tokens=self.config.rollout.max_completion_tokens,
+            mask_truncated=self.config.grpo.mask_truncated,
+            rank=self.dims.dp_rank,
+            ranks=self.dims.dp_size,
+            device=self.device,
+        )
+
+    def _forward(
+        self, policy: Decoder, micro_batch: MicroBatch, objective: MicroBatchLoss | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """(log-probs, entropy) of the active tokens, behind the loss where the head is given an objective."""
+        # Greedy sampling reports log-probs at temperature 1; so does the trainer.
+        outputs: tuple[torch.Tensor, ...] = policy(
+            micro_batch.token_ids,
+            micro_batch.layout,
+            micro_batch.targets,
+            self.config.rollout.temperature or 1.0,
+            micro_batch.kept,
+            rows=micro_batch.active,
+            objective=objective,
+        )
+        return outputs
+
+    @torch.no_grad()
+    def _fixed_log_probs(self, parts: list[list[MicroBatch]], totals: _Totals) -> list[list[FixedLogProbs]]:
+        """What is computed once, before the batch's first optimizer step: proximal and reference log-probs."""
+        grpo = self.config.grpo
+        fixed = [[FixedLogProbs() for _ in part] for part in parts]
+        entropies = []
+        for part, ours in zip(parts, fixed, strict=True):
+            for micro_batch, one in zip(part, ours, strict=True):
+                if grpo.recompute_old_log_probs:
+                    with without_dropout(self.policy):
+                        one.old, entropy = self._forward(self.policy, micro_batch)
+                    entropies.append(entropy)
+                    totals.add_mismatch(one.old, micro_batch)
+                if self.reference is not None:
+                    with self.reference.active():
+                        one.reference, _ = self._forward(self.reference.policy, micro_batch)
+        if grpo.entropy_top_share < 1:
+            # Beyond the 80/20 rule (Wang et al. 2025): the threshold is that of the whole batch.
+            values = gather_values(torch.cat(entropies)).sort().values
+            place = int((1 - grpo.entropy_top_share) * len(values))
+            # A batch may have no trained token at all.
+            threshold = values[place] if place < len(values) else 0.0
+            for one, entropy in zip((one for ours in fixed for one in ours), entropies, strict=True):
+                one.trained = (entropy >= threshold).float()
+        return fixed
+
+    def _forward_backward(
+        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, measure_mismatch: bool
+    ) -> torch.Tensor:
+        """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
+        total = torch.zeros((), device=self.device)
+        each = self.config.parallelism.fsdp_reduce_gradients == "micro_batch"
+        for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
+            reduce_gradients(self.policy, each or place == len(part) - 1)
+            loss_of = MicroBatchLoss(micro_batch, known, self.settings)
+            if self.config.model.logprob_head == "one_pass" and loss_of.separable:
+                loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
+            else:
+                log_probs, entropy = self._forward(self.policy, micro_batch)
+                loss = loss_of(log_probs, entropy, slice(0, len(log_probs))).sum()
+            if known.old is None and measure_mismatch:
+                totals.add_mismatch(log_probs.detach(), micro_batch)
+            loss.backward()
+            total += loss.detach()
+            totals.add(loss.detach(), loss_of)
+        return total
+
+    def _count_skips(self, applied: bool, version: int) -> None:
+        if applied:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        limit = self.config.training.max_skipped_steps
+        logger.warning(
+            "optimizer step skipped: loss or gradient not finite (batch of version %d, %d in a row, limit %d)",
+            version,
+            self.skipped_in_a_row,
+            limit,
+        )
+        if self.skipped_in_a_row >= limit:
+            raise UserError(
+                f"stopped: {self.skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
+                f"(training.max_skipped_steps = {limit}). The weights are those before the first of them. Lower "
+                "optimizer.lr, look at the rewards in completions.jsonl, or use training.mixed_precision_param = "
+                '"float32"; resume from the last checkpoint.'
+            )
+
+
+class _Totals:
+    """Sums and largest values over active tokens, reduced over the ranks once per batch."""
+
+    def __init__(self, device: torch.device):
+        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in SUMS + MISMATCH_SUMS}
+        self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
+
+    def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss) -> None:
+        self.sums["loss"] += loss
+        for name, value in loss_of.sums.items():
+            self.sums[name] += value
+        self._raise_largest("ratio", loss_of.ratio_max)
+
+    def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
+        # KL(μ ‖ π), estimated from samples of μ.
+        divergence = k3(micro_batch.behaviour_log_probs, log_probs)
+        same = micro_batch.same_version
+        if len(divergence):
+            self._raise_largest("mismatch", divergence.max())
+        self.sums["mismatch"] += divergence.sum()
+        self.sums["mismatch_tokens"] += len(divergence)
+        self.sums["same_version"] += divergence[same].sum()
+        self.sums["same_version_tokens"] += same.sum()
+
+    def _raise_largest(self, name: str, value: torch.Tensor) -> None:
+        self.largest[name] = torch.maximum(self.largest[name], value.double())
+
+    def reduce(self, dims: ParallelDims, optimizer_steps: int) -> dict[str, float | None]:
+        # Each rank has a place of its own for its largest values, so that one sum carries them, too.
+        places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
+        places[dims.rank] = torch.stack(list(self.largest.values()))
+        packed = all_reduce_sum(torch.cat((torch.stack(list(self.sums.values())), places.flatten())))
+        # Tensor-parallel ranks hold the same sums: each counts its share.
+        sums = dict(zip(self.sums, (packed[: len(self.sums)] / dims.tp_size).tolist(), strict=True))
+        by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
+        largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
+        tokens = max(sums["tokens"], 1.0)
+        same = sums["same_version_tokens"]
+        return {
+            "loss": sums["loss"] / optimizer_steps,
+            "entropy": sums["entropy"] / tokens,
+            "clip/low_fraction": sums["clip/low"] / tokens,
+            "clip/high_fraction": sums["clip/high"] / tokens,
+            "masked_fraction": sums["masked"] / tokens,
+            "ratio/mean": sums["ratio"] / tokens,
+            "ratio/max": largest["ratio"],
+            "reference_kl": sums["reference_kl"] / tokens,
+            "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
+            "mismatch_kl/max": largest["mismatch"],
+            "mismatch_kl/same_version": sums["same_version"] / same if same else None,
+            "trained_tokens": sums["tokens"] / optimizer_steps,
+        }

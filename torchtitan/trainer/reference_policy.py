@@ -1,0 +1,93 @@
+"""The policy that a KL term holds the trained one close to: frozen as it began, or following at a distance."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.derived import trains_only_adapters
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import adapters_off
+from torchtitan.models.parallelize import build_policy
+
+
+class Reference(Protocol):
+    """What the trainer asks of a reference, whichever it is."""
+
+    policy: Decoder
+
+    @property
+    def follows(self) -> bool: ...
+
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def follow(self, policy: Decoder, version: int) -> None: ...
+
+
+def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
+    """The reference for `policy`: itself without its adapters where those are all that is trained, else a second one.
+
+    A collective.
+    """
+    if trains_only_adapters(config):
+        return BaseReference(policy)
+    return ReferencePolicy(config, dims)
+
+
+class BaseReference:
+    """The trained policy itself, its adapters switched off while it is asked."""
+
+    follows = False
+
+    def __init__(self, policy: Decoder):
+        self.policy = policy
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference."""
+        return adapters_off(self.policy)
+
+    def follow(self, policy: Decoder, version: int) -> None:
+        """The base model does not change."""
+
+
+class ReferencePolicy:
+    """A second policy, laid out over the ranks as the trained one, without gradients.
+
+    Begins with the weights of model.hf_assets_path, also in a resumed run; one that follows is in the checkpoints.
+    """
+
+    def __init__(self, config: JobConfig, dims: ParallelDims):
+        own = copy.deepcopy(config)
+        own.training.enable_cpu_offload = config.training.enable_cpu_offload or config.grpo.reference_cpu_offload
+        own.activation_checkpoint.mode = "none"
+        # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
+        own.parallelism.fsdp_reshard_after_forward = "always"
+        # The model that adapters were added to, in as many bits.
+        own.lora.rank = 0
+        self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
+        self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
+
+    @property
+    def follows(self) -> bool:
+        """Whether its weights change."""
+        return self._decay > 0
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference: here it always is."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def follow(self, policy: Decoder, version: int) -> None:
+        """After a batch: every reference_sync_interval versions, w_ref ← decay · w_ref + (1 - decay) · w."""
+        if not self.follows or version % self._interval:
+            return
+        for mine, theirs in zip(self.policy.parameters(), policy.parameters(), strict=True):
+            # Both are laid out alike, so every rank moves its own part.
+            own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
+            own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
