@@ -1,6 +1,6 @@
 """Run a function on several ranks: processes of their own, gloo on loopback, one deadline.
 
-    results = run_distributed("tests.unit_tests.test_parallel:train_step", 2, layouts=[...])
+    results = run_distributed("tests.unit_tests.distributed.test_parallel:train_step", 2, layouts=[...])
 
 The function runs on every rank with the process group up and the keyword arguments as given (JSON); what it returns
 (JSON again) comes back in rank order. A rank that fails ends the others, and its traceback is the error.

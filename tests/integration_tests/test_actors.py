@@ -18,7 +18,7 @@ import torch
 
 from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from tests.patience import PATIENCE_S
-from tests.unit_tests.trace_format import check_trace
+from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_process import actor_command
 from torchtitan.inference.client import TOKEN_VARIABLE

@@ -1,6 +1,6 @@
 """Agents beside engines that are killed, frozen or fail half-way, with the real pool and the real weight path.
 
-The engines are fakes with SGLang's routes (unit_tests/fake_engine.py); tests/engines does the same with the real ones.
+The engines are fakes with SGLang's routes (unit_tests/inference/fake_engine.py); tests/engines does the same with the real ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 from tests.integration_tests.test_actors import Run, make_config, running
 from tests.patience import PATIENCE_S
-from tests.unit_tests.fake_engine import fake_python
+from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import find_python

@@ -35,7 +35,7 @@ def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
-            "tests.unit_tests.fake_actor" if part == "torchtitan.inference.embedded" else part
+            "tests.unit_tests.inference.fake_actor" if part == "torchtitan.inference.embedded" else part
             for part in real(config, port_file, number)
         ]
 

@@ -40,7 +40,7 @@ def run(checkpoint: Path, dump: Path, steps: int, *overrides: str) -> Path:
         "--grpo.kl_coefficient", "0.01",
         "--grpo.num_minibatches", "1",
         "--optimizer.lr", "2e-3",
-        "--rewards.functions", "tests.unit_tests.reward_examples:share_of_digits",
+        "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
         "--eval.enable", "false",
         "--inference.num_actors", "1",
         "--inference.threads_per_actor", "1",

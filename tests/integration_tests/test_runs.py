@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.unit_tests.trace_format import check_trace
+from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.rollout.batch_codec import batch_from_json
 from torchtitan.rollout.journal import read_records

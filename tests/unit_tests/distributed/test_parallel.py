@@ -1,0 +1,339 @@
+"""Layouts against one rank: the same tokens give the same loss, gradient norm, step and export."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import make_checkpoint
+from tests.distributed_launcher import WorkerFailure, run_distributed
+from tests.patience import PATIENCE_S
+from tests.roundings import forward_rounding
+from torchtitan.config.job_config import JobConfig, Parallelism
+from torchtitan.distributed import collectives, device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import full_tensor
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.models import export_policy, hf_checkpoint
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.parallelize import apply_tensor_parallelism, build_policy
+
+# Odd and even totals, for one data-parallel rank and for two and four.
+LENGTHS = [5, 9, 3, 12, 8, 4, 6, 2]
+TEMPERATURE = 0.7
+# Sizes that no layout divides: 54 norm weights over 4 ranks, 131 tokens over 2, 45 rows of a half MLP over 2.
+UNEVEN = {"vocab_size": 131, "hidden_size": 54, "intermediate_size": 90, "head_dim": 16}
+
+Layout = dict[str, Any]
+TWO_RANKS: list[Layout] = [
+    {"name": "fsdp"},
+    {"name": "tp", "parallelism.tensor_parallel_degree": 2},
+    {"name": "replicate", "parallelism.data_parallel_replicate_degree": 2},
+    {"name": "fsdp, selective", "activation_checkpoint.mode": "selective", "compile.enable": True},
+    {
+        "name": "tp, full, compiled",
+        "parallelism.tensor_parallel_degree": 2,
+        "activation_checkpoint.mode": "full",
+        "compile.enable": True,
+    },
+    {"name": "fsdp, offloaded", "training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "never"},
+]
+FOUR_RANKS: list[Layout] = [
+    {"name": "fsdp", "parallelism.fsdp_reshard_after_forward": "always"},
+    {"name": "2 x 2", "parallelism.tensor_parallel_degree": 2},
+    {"name": "hsdp", "parallelism.data_parallel_replicate_degree": 2},
+    {
+        "name": "replicas of tp",
+        "parallelism.data_parallel_replicate_degree": 2,
+        "parallelism.tensor_parallel_degree": 2,
+        "training.enable_cpu_offload": True,
+    },
+]
+
+
+def _config(directory: str, layout: Layout) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = directory
+    config.compile.backend = "aot_eager"
+    for key, value in layout.items():
+        if key != "name":
+            section, field = key.split(".")
+            setattr(getattr(config, section), field, value)
+    return config
+
+
+def _data(vocabulary: int) -> list[dict[str, torch.Tensor]]:
+    """Sequences with a weight per token; some tokens were sampled from a truncated vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    sequences = []
+    for length in LENGTHS:
+        targets = torch.randint(0, vocabulary, (length,), generator=generator)
+        kept = [
+            torch.cat((target, torch.randint(0, vocabulary, (5,), generator=generator))) for target in targets.split(1)
+        ]
+        kept = [row.unique() if place % 3 == 0 else row[:0] for place, row in enumerate(kept)]
+        sequences.append(
+            {
+                "tokens": torch.randint(0, vocabulary, (length,), generator=generator),
+                "targets": targets,
+                "weights": torch.randn(length, generator=generator),
+                "counts": torch.tensor([len(row) for row in kept]),
+                "kept": torch.cat(kept),
+            }
+        )
+    return sequences
+
+
+def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
+    """One optimizer step on this rank's share of the data; returns the loss, entropy and gradient norm of the whole."""
+    sequences = _data(policy.args.vocab_size)
+    mine = sequences[dims.dp_rank :: dims.dp_size]
+    pack = {key: torch.cat([sequence[key] for sequence in mine]) for key in sequences[0]}
+    layout = PackedLayout([len(sequence["tokens"]) for sequence in mine])
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), pack["counts"].cumsum(0)))
+    kept = KeptTokens(offsets, pack["kept"])
+    log_probs, entropy = policy(pack["tokens"], layout, pack["targets"], TEMPERATURE, kept)
+    assert type(log_probs) is torch.Tensor and log_probs.shape == entropy.shape == (layout.total,)
+    loss = -(pack["weights"] * log_probs).sum() / sum(LENGTHS)
+    loss.backward()
+    sums = collectives.all_reduce_sum(torch.stack((loss.detach(), entropy.sum()))) / dims.tp_size
+    norm, votes = collectives.gradient_norm_and_votes(policy.parameters(), torch.tensor([1.0, 0.0]))
+    assert votes.tolist() == [float(dims.world_size), 0.0]
+    # A bit below, so that clipping counts.
+    collectives.clip_gradients_(policy.parameters(), norm, 0.9 * norm.item())
+    torch.optim.AdamW(policy.parameters(), lr=1e-3, eps=1e-4, fused=True).step()
+    return sums[0].item(), sums[1].item(), norm.item()
+
+
+def compare_layouts(directory: str, layouts: list[Layout], reference: str, scratch: str) -> list[dict[str, Any]]:
+    """On every rank: for each layout load, export, step, and how far the result is from the reference."""
+    _check_collectives(Path(scratch))
+    expected = load_file(reference)
+    original = load_file(Path(directory) / "model.safetensors")
+    report = []
+    for number, layout in enumerate(layouts):
+        config = _config(directory, layout)
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        read = _counted_reads()
+        policy = build_policy(config, dims)
+        held = sum(parameter.to_local().numel() for parameter in policy.parameters())
+        names = [name for name, _ in policy.named_parameters()]
+        folder = Path(scratch) / f"{device.world_size()}-{number}"
+        export_policy(policy, folder, max_file_bytes=20_000)
+        exported: dict[str, torch.Tensor] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            exported |= load_file(path)
+        with torch.no_grad():
+            tokens = torch.arange(14).view(2, 7)
+            logits_error = (policy.logits(tokens) - expected["logits"]).abs().max().item()
+        loss, entropy, norm = _step(policy, dims)
+        errors = [
+            (full_tensor(parameter.detach()) - expected["after." + name]).abs().max().item()
+            for name, parameter in policy.named_parameters()
+        ]
+        report.append(
+            {
+                "name": layout["name"],
+                "loss": loss,
+                "entropy": entropy,
+                "norm": norm,
+                "logits_error": logits_error,
+                "parameter_error": max(errors),
+                "read": sum(read),
+                "held": held,
+                "names": names,
+                "files": len(list(folder.glob("*.safetensors"))),
+                "export_equal": exported.keys() == original.keys()
+                and all(torch.equal(exported[name], original[name]) for name in original),
+            }
+        )
+    _check_deadline(dims, Path(scratch))
+    return report
+
+
+def _check_deadline(dims: ParallelDims, scratch: Path) -> None:
+    """The last thing that these ranks do together: a collective that a rank stays away from ends in time."""
+    device.set_timeouts(1, dims.groups)
+    ended = scratch / "it ended"
+    if device.rank() == 0:
+        with pytest.raises(RuntimeError, match="[Tt]imed out waiting 1000ms"):
+            collectives.all_reduce_sum(torch.ones(1))
+        ended.touch()
+    else:
+        # A rank that left would end it by its closed connection.
+        deadline = time.monotonic() + PATIENCE_S
+        while not ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _check_collectives(scratch: Path) -> None:
+    """What needs several ranks and no model of its own."""
+    rank, ranks = device.rank(), device.world_size()
+    for data in (b"", b"x", bytes(range(256)) * 1000):
+        assert collectives.broadcast_bytes(data if rank == 1 else None, src=1) == data
+    value = torch.tensor([rank + 1.0])
+    assert collectives.all_reduce_sum(value).item() == ranks * (ranks + 1) / 2 and value.item() == rank + 1
+    with pytest.raises(ConfigError, match="does not divide the"):
+        ParallelDims.from_config(Parallelism(tensor_parallel_degree=3), ranks, rank)
+    # Rank 0 alone sees that the export cannot be written; all ranks must hear of it.
+    dims = ParallelDims(1, ranks, 1, ranks, rank)
+    config = JobConfig()
+    config.model.name, config.model.flavor = "qwen3", "debug"
+    policy = build_policy(config, dims)
+    target = scratch / "a file"
+    target.write_text("not a directory")
+    with pytest.raises(UserError, match="is a file" if rank == 0 else "failed on rank 0"):
+        export_policy(policy, target)
+    # Random weights do not depend on the layout.
+    alone = Decoder(policy.args)
+    alone.initialize_weights(config.training.seed)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(full_tensor(parameter.detach()), alone.get_parameter(name)), name
+
+
+def _counted_reads() -> list[int]:
+    """Elements of every read from a checkpoint from now on."""
+    counts: list[int] = []
+    read = getattr(hf_checkpoint._read, "counted", hf_checkpoint._read)
+
+    def counted(stored: Any, region: tuple[slice, ...]) -> torch.Tensor:
+        tensor = read(stored, region)
+        counts.append(tensor.numel())
+        return tensor
+
+    counted.counted = read  # type: ignore[attr-defined]
+    hf_checkpoint._read = counted
+    return counts
+
+
+def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
+    """The step on one rank, without a process group; tensors go to `path`."""
+    dims = ParallelDims(1, 1, 1, world_size=1)
+    policy = build_policy(_config(str(directory), {}), dims)
+    with torch.no_grad():
+        tensors = {"logits": policy.logits(torch.arange(14).view(2, 7))}
+    values = _step(policy, dims)
+    tensors |= {"after." + name: parameter.detach() for name, parameter in policy.named_parameters()}
+    save_file(tensors, path)
+    return values
+
+
+@pytest.mark.parametrize(
+    ("world_size", "family", "tied", "layouts"),
+    [(2, "qwen3", True, TWO_RANKS), (4, "qwen2", False, FOUR_RANKS)],
+    ids=["two ranks, tied", "four ranks, untied"],
+)
+def test_layouts_agree(world_size: int, family: str, tied: bool, layouts: list[Layout], tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "checkpoint", family, tied, **UNEVEN)
+    reference = tmp_path / "reference.safetensors"
+    loss, entropy, norm = _reference(directory, reference)
+    assert abs(loss) > 0.01 and norm > 0.1
+    ranks = run_distributed(
+        "tests.unit_tests.distributed.test_parallel:compare_layouts",
+        world_size,
+        directory=str(directory),
+        layouts=layouts,
+        reference=str(reference),
+        scratch=str(tmp_path),
+    )
+    expected = load_file(reference)
+    expected_names = [name.removeprefix("after.") for name in expected if name != "logits"]
+    rounding = forward_rounding(hf_checkpoint.read_model_args(directory), expected["logits"].abs().max().item())
+    for number, layout in enumerate(layouts):
+        rows = [rank[number] for rank in ranks]
+        for row in rows:
+            message = json.dumps(row)
+            assert row["name"] == layout["name"]
+            assert row["loss"] == pytest.approx(loss, abs=1e-5), message
+            assert row["entropy"] == pytest.approx(entropy, rel=1e-5), message
+            assert row["norm"] == pytest.approx(norm, rel=1e-4), message
+            assert row["logits_error"] < rounding, message
+            assert row["parameter_error"] < 1e-5, message
+            assert row["export_equal"] and row["files"] > 3, message
+            assert sorted(row["names"]) == sorted(expected_names), message
+            # Every rank reads what it holds and no more.
+            assert row["read"] == row["held"], message
+        assert len({(row["loss"], row["norm"]) for row in rows}) == 1, "ranks disagree"
+
+
+def fail(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def test_launcher_reports_tracebacks_and_keeps_its_deadline() -> None:
+    with pytest.raises(WorkerFailure, match="RuntimeError: one of one"):
+        run_distributed("tests.unit_tests.distributed.test_parallel:fail", 1, message="one of one")
+    with pytest.raises(WorkerFailure, match=r"ran past 1\.0 s"):
+        run_distributed("tests.unit_tests.distributed.test_parallel:sleep", 1, timeout=1.0)
+
+
+def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "checkpoint", "llama3", True)
+    dims = ParallelDims(1, 1, 1, world_size=1)
+    expected = _step(build_policy(_config(str(directory), {}), dims), dims)
+    layout = {"training.mixed_precision_param": "bfloat16", "training.enable_cpu_offload": True}
+    try:
+        policy = build_policy(_config(str(directory), layout), dims)
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        values = _step(policy, dims)
+        assert values != expected
+        # The loss is a sum of log-probs of about 8 with weights of both signs: bfloat16 carries each to 2^-8.
+        assert values[0] == pytest.approx(expected[0], abs=8 * 2**-8)
+        assert values[1:] == pytest.approx(expected[1:], rel=0.05)
+    finally:
+        device.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "expected"),
+    [
+        ((1, -1, 1), 1, (1, 1, 1)),
+        ((1, -1, 2), 8, (1, 4, 2)),
+        ((2, -1, 2), 8, (2, 2, 2)),
+        ((2, 2, 1), 4, (2, 2, 1)),
+        ((1, 2, 1), 4, "does not make the 4 ranks"),
+        ((3, -1, 1), 4, "does not divide the 4 ranks"),
+        ((1, -1, 8), 4, "does not divide the 4 ranks"),
+        ((0, -1, 1), 4, "data_parallel_replicate_degree = 0: must be at least 1"),
+        ((1, -2, 1), 4, "data_parallel_shard_degree = -2"),
+    ],
+)
+def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected: tuple[int, int, int] | str) -> None:
+    replicate, shard, tensor = degrees
+    parallelism = Parallelism(replicate, shard, tensor)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            ParallelDims.from_config(parallelism, world_size)
+        return
+    ranks = [ParallelDims.from_config(parallelism, world_size, rank) for rank in range(world_size)]
+    assert (ranks[0].dp_replicate, ranks[0].dp_shard, ranks[0].tp) == expected
+    assert [(dims.dp_rank, dims.tp_rank) for dims in ranks] == [
+        (data, part) for data in range(expected[0] * expected[1]) for part in range(expected[2])
+    ]
+    assert ranks[0].fsdp_enabled == (world_size > 1)
+
+
+def test_tensor_parallel_degree_must_divide_the_heads(tiny_checkpoint: Callable[..., Path]) -> None:
+    args = hf_checkpoint.read_model_args(tiny_checkpoint("qwen3", True))
+    with torch.device("meta"):
+        policy = Decoder(args)
+
+    class Mesh:
+        def size(self) -> int:
+            return 4
+
+    with pytest.raises(UserError, match="tensor_parallel_degree = 4 does not divide .* num_key_value_heads 2"):
+        apply_tensor_parallelism(policy, Mesh())  # type: ignore[arg-type]

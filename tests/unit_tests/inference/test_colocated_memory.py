@@ -1,0 +1,226 @@
+"""Memory of a colocated run: the optimizer's state goes and comes back, the engine gets what the trainer leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed_launcher import run_distributed
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.agent.command import memory_beside_trainer
+from torchtitan.inference.colocated.colocation import engine_arguments
+from torchtitan.inference.colocated.offload import OptimizerOffload
+from torchtitan.inference.engine_memory import GIB, EngineMemory, engine_memory
+from torchtitan.models.memory import estimate_memory
+from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight.plan import describe_plan
+
+# The optimizer's state
+
+
+def trained(steps: int, offload_at: int | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    offload = OptimizerOffload(optimizer)
+    offload.away()  # before a first step there is nothing to move
+    offload.back()
+    for step in range(steps):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        if step == offload_at:
+            before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+            offload.away()
+            offload.away()
+            moments = [state["exp_avg"] for state in optimizer.state.values()]
+            assert all(moment.untyped_storage().nbytes() == 0 for moment in moments if moment.numel() > 1)
+            offload.back()
+            assert all(map(torch.equal, before, moments))
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_optimizers_state_comes_back_bit_for_bit() -> None:
+    assert all(map(torch.equal, trained(6, offload_at=3), trained(6, offload_at=None)))
+
+
+def offload_sharded() -> list[bool]:
+    """FSDP2's moments are DTensors: this rank's part of them goes and comes back."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    before = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
+    offload = OptimizerOffload(optimizer)
+    offload.away()
+    sizes = [state["exp_avg_sq"].to_local().untyped_storage().nbytes() for state in optimizer.state.values()]
+    offload.back()
+    after = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
+    return [max(sizes) == 0, *map(torch.equal, before, after)]
+
+
+def test_sharded_optimizer_state_is_moved_too() -> None:
+    assert all(map(all, run_distributed("tests.unit_tests.inference.test_colocated_memory:offload_sharded", 2)))
+
+
+# Memory and arguments
+
+QWEN_7B = ModelArgs(
+    family="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def colocated_config(tensor_parallel_size: int = 4) -> JobConfig:
+    config = JobConfig()
+    config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
+    config.inference.tensor_parallel_size = tensor_parallel_size
+    config.inference.max_sequences, config.training.seq_len = 64, 4096
+    return config
+
+
+def test_memory_of_the_engine() -> None:
+    memory = engine_memory(colocated_config(), QWEN_7B, 80 * GIB, trainer_bytes=20 * GIB)
+    assert memory.weights == pytest.approx(7.6e9 * 2 / 4, rel=0.02)
+    # Keys and values of 28 layers, one head of 128 per rank, two bytes: 14,336 bytes a token.
+    assert memory.kv_one_sequence == 14336 * 4096
+    assert memory.kv_cache == memory.kv_wanted == 14336 * 4096 * 64
+    share = memory.utilization(80 * GIB)
+    assert memory.total <= share * 80 * GIB < memory.total + 0.002 * 80 * GIB
+
+
+def test_memory_is_cut_down_to_what_the_trainer_leaves() -> None:
+    config = colocated_config()
+    tight = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=72 * GIB)
+    assert tight.kv_cache < tight.kv_wanted
+    assert tight.total + 72 * GIB < 80 * GIB
+    none = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=79 * GIB)
+    assert none.kv_cache == 0 < none.kv_one_sequence
+    config.inference.engine_memory_gb = 1.5
+    assert engine_memory(config, QWEN_7B, None, 0).kv_cache == 1.5 * GIB
+
+
+def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.sleep_level, config.inference.offload_optimizer = 1, True
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters)
+    text = describe_plan(config, 8)
+    assert "actors: 2 × vllm (colocate, tensor parallel 4, bfloat16) on the ranks" in text
+    assert f"gpu_memory_utilization: {engine.utilization(80 * GIB):.3f} on this machine's GPU of 80 GiB" in text
+    assert f"while training: {(memory.total) / GIB:.2f} GiB, the engine asleep" in text
+    generating = (memory.parameters + engine.total) / GIB
+    assert f"while generating: {generating:.2f} GiB, the optimizer's state in host memory" in text
+    assert "slots per rank" not in text
+
+
+@pytest.mark.parametrize("sleep_level", [0, 1])
+def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.sleep_level = sleep_level
+
+    def planned() -> tuple[float, float, str]:
+        text = describe_plan(config, 8)
+        sizes = re.search(r"while training: (\S+) GiB.*while generating: (\S+) GiB", text, re.DOTALL)
+        assert sizes is not None
+        return float(sizes[1]), float(sizes[2]), text
+
+    training, generating, _ = planned()
+    config.grpo.kl_coefficient = 0.1
+    share = QWEN_7B.num_parameters() * 4 / 8 / GIB
+    with_reference = planned()
+    assert with_reference[:2] == pytest.approx((training + share, generating + share), abs=0.02)
+    assert f"#   reference: {share:.2f} GiB\n" in with_reference[2]
+    config.grpo.reference_cpu_offload = True
+    offloaded = planned()
+    assert offloaded[:2] == (training, generating)
+    assert f"#   reference: {share:.2f} GiB of host memory\n" in offloaded[2]
+
+
+def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.mode, config.inference.num_actors = "server", 2
+    assert "engine per GPU" not in describe_plan(config, 8)
+    config.inference.sleep_level, config.grpo.async_weight_update = 2, False
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
+    text = describe_plan(config, 8)
+    assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
+    assert f"engine per GPU: {engine.total / GIB:.2f} GiB" in text and "slots per rank" in text
+    assert f"while training: {(memory.total - memory.slots) / GIB:.2f} GiB, the engine asleep" in text
+
+
+def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 80 * GIB)
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.mode = "server"
+    assert memory_beside_trainer(config) is None
+    config.inference.sleep_level, config.grpo.async_weight_update = 1, False
+    memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
+    engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
+    assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
+    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 12 * GIB)
+    with pytest.raises(UserError, match="does not fit beside the sleeping trainer"):
+        memory_beside_trainer(config)
+
+
+def test_logits_are_bounded_by_the_heads_budget() -> None:
+    config = colocated_config()
+    bounded = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits
+    assert bounded == 36 * 2**20
+    config.model.logprob_head_budget_mb = 100
+    assert estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits == 100 * 2**20
+    config.model.logprob_head = "full"
+    tokens = config.training.tokens_per_micro_batch
+    assert estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8).logits == 16 * tokens * 152064
+
+
+def test_options_of_the_engine_go_over_ours() -> None:
+    config = colocated_config()
+    config.inference.engine_args = {
+        "max-num-batched-tokens": 512, "no-enable-prefix-caching": True, "compilation-config.level": 0,
+        "enforce-eager": False, "quantization": "fp8",
+    }  # fmt: skip
+    arguments = engine_arguments(config, EngineMemory(1, 2, 3, 2, 1), None)
+    assert arguments["max_num_batched_tokens"] == 512
+    assert arguments["enable_prefix_caching"] is False
+    assert arguments["compilation_config"] == {"level": 0}
+    assert "enforce_eager" not in arguments
+    assert "gpu_memory_utilization" not in arguments
+    assert arguments["quantization"] == "fp8"
+    on_gpu = engine_arguments(colocated_config(), EngineMemory(GIB, GIB, GIB, GIB, 1), 80 * GIB)
+    assert on_gpu["gpu_memory_utilization"] == 0.038
+    assert on_gpu["enable_sleep_mode"] is False
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this Python has vLLM")
+def test_a_python_without_vllm_says_how_to_get_one(tmp_path: Path) -> None:
+    from torchtitan.inference.colocated.vllm_engine import VllmEngine
+
+    with (
+        mock.patch.dict(os.environ),
+        pytest.raises(UserError, match=r"has none: start the run with PYTHON=\"\$\(scripts/install_engine.sh vllm"),
+    ):
+        VllmEngine({}, tmp_path / "vllm.log")

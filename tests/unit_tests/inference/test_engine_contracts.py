@@ -1,0 +1,491 @@
+"""What is sent to vLLM and SGLang, held against what their versions know; and answers in the shape of each version.
+
+The tables are the fields of the versions' own classes (vLLM: pydantic, msgspec, and the routes' signatures; SGLang:
+msgspec, and since 0.5.23 the decoder that admits a body of /generate). Both servers pass over most names that they do
+not know, so what is misspelt, or gone in a version, would not be refused but be without effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import torch
+
+from tests.unit_tests.inference.json_server import serving
+from torchtitan.inference.agent.client import AgentClient, Call
+from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.client import ActorNotReady, Capabilities, RequestRefused
+from torchtitan.inference.http_client import JsonClient
+from torchtitan.inference.sglang import collective as sglang_collective
+from torchtitan.inference.sglang import engine as sglang_engine
+from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.disk import SGLangDiskHandOver
+from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.vllm import collective as vllm_collective
+from torchtitan.inference.vllm import engine as vllm_engine
+from torchtitan.inference.vllm import serve
+from torchtitan.inference.vllm.control import VLLMControl
+from torchtitan.inference.vllm.dialect import DIALECT as VLLM
+from torchtitan.inference.vllm.disk import VLLMDiskHandOver
+from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.weight_sync.staging import StagedVersion
+
+LABEL = "e1/3"
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
+VERSION = StagedVersion("e1", 3, "d3", TENSORS, apply_on_workers=list)
+REQUESTS = [
+    GenerateRequest("r", [5, 6, 7], SamplingParameters(max_tokens=4)),
+    GenerateRequest("r", [5, 6, 7], SamplingParameters(4, 3, 0.7, 0.9, 20, 0.1, [1], 5)),
+    GenerateRequest("r", [5, 6, 7], SamplingParameters(4, temperature=0)),
+]
+
+# vLLM
+
+VLLM_VERSIONS = ("0.32.0", "0.33.0")
+# Of both; `parse_context` is new in 0.33.0.
+VLLM_GENERATE = {
+    "token_ids", "sampling_params", "request_id", "token_offsets", "features", "content_parts", "model",
+    "reasoning_ended", "reasoning_parser_kwargs", "return_token_ids", "output_mode", "stream", "stream_options",
+    "cache_salt", "priority", "kv_transfer_params", "ec_transfer_params",
+}  # fmt: skip
+VLLM_GENERATE_NEEDS = {"token_ids", "sampling_params"}
+VLLM_LONGEST_SALT = 1024
+VLLM_SAMPLING = {
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "watermarking", "top_p", "top_k",
+    "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    "stream_interval", "structured_outputs", "logit_bias", "allowed_token_ids", "extra_args", "bad_words",
+    "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
+}  # fmt: skip
+# Path -> (method, query, body: name -> whether it is needed); the same in both. A body where there is none is not read.
+VLLM_ROUTES: dict[str, tuple[str, set[str], dict[str, bool]]] = {
+    "/version": ("GET", set(), {}),
+    "/openapi.json": ("GET", set(), {}),
+    "/health": ("GET", set(), {}),
+    "/weight_info": ("GET", set(), {}),
+    "/is_paused": ("GET", set(), {}),
+    "/get_world_size": ("GET", {"include_dp"}, {}),
+    "/pause": ("POST", {"mode", "clear_cache"}, {}),
+    "/resume": ("POST", set(), {}),
+    "/reset_prefix_cache": ("POST", {"reset_running_requests", "reset_external"}, {}),
+    "/init_weight_transfer_engine": ("POST", set(), {"init_info": True}),
+    "/shutdown_weight_transfer_engine": ("POST", set(), {}),
+    "/start_weight_update": ("POST", set(), {}),
+    "/update_weights": ("POST", set(), {"update_info": True}),
+    "/finish_weight_update": ("POST", set(), {"weight_version": False}),
+    "/update_weight_version": ("POST", set(), {"new_version": True}),
+    "/collective_rpc": ("POST", set(), {"method": True, "args": False, "kwargs": False, "timeout": False}),
+    "/inference/v1/generate": ("POST", set(), {name: name in VLLM_GENERATE_NEEDS for name in VLLM_GENERATE}),
+}  # fmt: skip
+VLLM_PAUSE_MODES = {"abort", "wait", "keep"}
+# The dataclasses of the backend `nccl`: any other name is an error, and so are both ways to meet, or none.
+VLLM_INIT_INFO = {
+    "master_address", "master_port", "nccl_unique_id_b64", "packed", "packed_buffer_size_bytes", "packed_num_buffers",
+    "rank_offset", "world_size",
+}  # fmt: skip
+# 0.33.0 needs none: where all are empty it takes those of the update before.
+VLLM_UPDATE_INFO = {"names", "dtype_names", "shapes"}
+# What both versions' own parser of the command line has taken, with and without a GPU, by every route.
+VLLM_OPTIONS = {
+    "--host", "--port", "--middleware", "--enable-scale-out", "--logprobs-mode", "--worker-extension-cls",
+    "--weight-transfer-config", "--model", "--dtype", "--tensor-parallel-size", "--max-model-len", "--max-num-seqs",
+    "--generation-config", "--disable-uvicorn-access-log", "--enforce-eager", "--no-enable-chunked-prefill",
+    "--kv-cache-memory-bytes", "--return-sampling-mask",
+}  # fmt: skip
+# GenerateTokensResponse, as both versions' own class gives it: a sample, and a text that was scored.
+VLLM_ANSWER = json.loads(
+    '{"request_id": "r", "model": "m", "created": 1, "usage": null, "prompt_logprobs": null, '
+    '"prompt_token_id_logprobs": null, "prompt_token_ids": null, "mm_placeholders": null, "metrics": null, '
+    '"kv_transfer_params": null, "ec_transfer_params": null, "output_mode": "tokens", "choices": [{"index": 0, '
+    '"finish_reason": "stop", "stop_reason": 1, "token_ids": [9], "routed_experts": null, "sampling_mask": [[9, 2]], '
+    '"weight_versions": [{"version": "e1/3", "start": 0, "end": 1}], "logprobs": {"content": [{"token_id": 9, '
+    '"logprob": -1.5, "rank": 1, "top_logprobs": []}]}}]}'
+)
+VLLM_SCORED = json.loads(
+    '{"request_id": "r", "model": "m", "created": 1, "usage": null, "prompt_logprobs": [null, {"6": {"logprob": -2.0, '
+    '"rank": 3, "decoded_token": null}}, {"7": {"logprob": -0.5, "rank": 1, "decoded_token": null}}], '
+    '"prompt_token_id_logprobs": null, "prompt_token_ids": null, "mm_placeholders": null, "metrics": null, '
+    '"kv_transfer_params": null, "ec_transfer_params": null, "output_mode": "tokens", "choices": [{"index": 0, '
+    '"finish_reason": "length", "stop_reason": null, "token_ids": [4], "routed_experts": null, "sampling_mask": null, '
+    '"weight_versions": [{"version": "e1/4", "start": 0, "end": 1}], "logprobs": null}]}'
+)
+# 0.33.0, to a request that comes while the server is paused by `wait` or `abort`; before, it would wait.
+VLLM_PAUSED = {
+    "error": {
+        "message": "Generation is paused. Please retry after it resumes.", "type": "ServiceUnavailableError",
+        "param": None, "code": 503,
+    }
+}  # fmt: skip
+
+# SGLang
+
+SGLANG_VERSIONS = ("0.5.20", "0.5.23")
+# What both versions' class of the request and 0.5.23's decoder know.
+SGLANG_GENERATE: dict[str, str] = {
+    "rid": "string", "text": "string", "input_ids": "integers", "stream": "boolean", "sampling_params": "sampling",
+    "return_logprob": "boolean", "logprob_start_len": "integer", "top_logprobs_num": "integer",
+    "token_ids_logprob": "integers", "return_hidden_states": "boolean", "return_text_in_logprobs": "boolean",
+    "routed_dp_rank": "integer", "extra_key": "string", "priority": "integer", "cache_salt": "string",
+    "lora_path": "string", "session_id": "string", "return_prompt_token_ids": "boolean",
+    "return_sampling_mask": "boolean",
+}  # fmt: skip
+# 0.5.23 refuses others by "unknown field", 0.5.20 by its constructor.
+SGLANG_SAMPLING: dict[str, str] = {
+    "max_new_tokens": "integer", "stop": "string", "stop_token_ids": "integers", "stop_regex": "string",
+    "temperature": "number", "top_p": "number", "top_k": "integer", "min_p": "number", "frequency_penalty": "number",
+    "presence_penalty": "number", "repetition_penalty": "number", "min_new_tokens": "integer", "n": "integer",
+    "json_schema": "string", "regex": "string", "ebnf": "string", "structural_tag": "string", "ignore_eos": "boolean",
+    "skip_special_tokens": "boolean", "spaces_between_special_tokens": "boolean", "no_stop_trim": "boolean",
+    "stream_interval": "integer", "sampling_seed": "integer", "beam_width": "integer",
+}  # fmt: skip
+SGLANG_BASE = {"rid": False, "http_worker_ipc": False}
+SGLANG_UPDATE = SGLANG_BASE | {
+    "names": True, "dtypes": True, "shapes": True, "group_name": False, "flush_cache": False,
+    "abort_all_requests": False, "weight_version": False, "load_format": False, "torch_empty_cache": False,
+}  # fmt: skip
+# Path -> (method, body: name -> whether it is needed).
+SGLANG_ROUTES: dict[str, tuple[str, dict[str, bool]]] = {
+    "/server_info": ("GET", {}),
+    "/model_info": ("GET", {}),
+    "/generate": ("POST", dict.fromkeys(SGLANG_GENERATE, False)),
+    "/pause_generation": ("POST", SGLANG_BASE | {"mode": False}),
+    "/continue_generation": ("POST", SGLANG_BASE | {"torch_empty_cache": False}),
+    "/abort_request": ("POST", SGLANG_BASE | dict.fromkeys(("abort_all", "finished_reason", "abort_message"), False)),
+    "/update_weights_from_disk": (
+        "POST",
+        SGLANG_BASE | {
+            "model_path": True, "load_format": False, "abort_all_requests": False, "weight_version": False,
+            "is_async": False, "torch_empty_cache": False, "keep_pause": False, "recapture_cuda_graph": False,
+            "token_step": False, "flush_cache": False, "manifest": False,
+        },
+    ),
+    "/init_weights_update_group": (
+        "POST",
+        SGLANG_BASE | dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), True)
+        | {"group_name": False, "backend": False},
+    ),
+    "/destroy_weights_update_group": ("POST", SGLANG_BASE | {"group_name": False}),
+    "/update_weights_from_distributed": ("POST", SGLANG_UPDATE),
+}  # fmt: skip
+SGLANG_CONTRACTS = {
+    "0.5.20": SGLANG_ROUTES,
+    "0.5.23": SGLANG_ROUTES | {
+        "/begin_weight_update": ("POST", SGLANG_BASE | {"selector": False}),
+        "/end_weight_update": ("POST", SGLANG_BASE),
+        "/update_weights_from_distributed": ("POST", SGLANG_UPDATE | {"selector": False}),
+    },
+}  # fmt: skip
+SGLANG_PAUSE_MODES = {"abort", "retract", "in_place"}
+# What both versions' own parser of the command line has taken, with and without a GPU.
+SGLANG_OPTIONS = {
+    "--model-path", "--dtype", "--tp-size", "--context-length", "--max-running-requests", "--skip-tokenizer-init",
+    "--skip-server-warmup", "--log-level", "--log-level-http", "--disable-radix-cache", "--device",
+    "--attention-backend", "--sampling-backend", "--disable-overlap-schedule", "--mem-fraction-static",
+    "--max-total-tokens", "--sleep-on-idle",
+}  # fmt: skip
+# 0.5.23's answer, as its own class writes it; 0.5.20's has the same names. The kept tokens are what its server adds.
+SGLANG_ANSWER = json.loads(
+    '{"text": "", "meta_info": {"id": "r", "prompt_tokens": 3, "completion_tokens": 3, "finish_reason": '
+    '{"type": "stop", "matched": 1}, "output_token_logprobs": [[-1.5, 9, null], [-0.25, 8, null], [-3.0, 1, null]], '
+    '"input_token_logprobs": [], "e2e_latency": 0.1, "cached_tokens": 0, "reasoning_tokens": 0, "num_retractions": 0, '
+    '"weight_version": "e1/4", "weight_versions": [{"version": "e1/3", "start": 0, "end": 2}, {"version": "e1/4", '
+    '"start": 2, "end": 3}], "output_token_sampling_mask": [[9, 2], [8], [1, 5, 6]], '
+    '"output_token_sampling_logprobs": [-0.5, 0.0, -1.0], "output_token_sampling_mask_length": 3}, '
+    '"output_ids": [9, 8, 1]}'
+)
+# 0.5.23, to a name in sampling_params that it does not know, and to a value of the wrong type.
+SGLANG_REFUSALS = (
+    {"error": "unknown field `top`, expected one of `max_new_tokens`, `stop`, `stop_token_ids`, `stop_regex`"},
+    {"error": "invalid type: floating point `1.5`, expected i64"},
+)
+
+
+# Requests
+
+
+def check_names(body: dict[str, Any], known: dict[str, bool], where: str) -> None:
+    assert body.keys() <= known.keys(), f"{where} does not know {body.keys() - known.keys()}"
+    missing = {name for name, needed in known.items() if needed} - body.keys()
+    assert not missing, f"{where} needs {missing}"
+
+
+def is_a(value: Any, kind: str) -> bool:
+    """As 0.5.23's decoder judges."""
+    if kind == "integers":
+        return isinstance(value, list) and all(is_a(one, "integer") for one in value)
+    if kind == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "integer":
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return isinstance(value, {"boolean": bool, "string": str}[kind])
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_vllm_knows_all_that_it_is_asked(request_: GenerateRequest) -> None:
+    for call in (*VLLM.generate(request_), VLLM.score([5, 6, 7])):
+        body = json.loads(json.dumps(call.body))
+        check_names(body, VLLM_ROUTES[call.path][2], call.path)
+        check_names(body["sampling_params"], dict.fromkeys(VLLM_SAMPLING, False), "sampling_params")
+        assert 0 < len(body.get("cache_salt", "-")) <= VLLM_LONGEST_SALT
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_sglang_admits_all_that_it_is_asked(request_: GenerateRequest) -> None:
+    for call in (*SGLANG.generate(request_), SGLANG.score([5, 6, 7])):
+        body = json.loads(json.dumps(call.body))
+        check_names(body, dict.fromkeys(SGLANG_GENERATE, False), call.path)
+        many = isinstance(body["input_ids"][0], list)
+        assert isinstance(body["sampling_params"], list) is many
+        for name, value in body.items():
+            if (kind := SGLANG_GENERATE[name]) == "sampling":
+                for sampling in value if many else [value]:
+                    check_names(sampling, dict.fromkeys(SGLANG_SAMPLING, False), "sampling_params")
+                    wrong = {key for key, one in sampling.items() if not is_a(one, SGLANG_SAMPLING[key])}
+                    assert not wrong, {key: sampling[key] for key in wrong}
+            else:
+                assert all(is_a(one, kind) for one in (value if name == "input_ids" and many else [value])), name
+
+
+# Orders
+
+
+class Recorder:
+    """In place of an AdminClient: notes what it is asked, and answers as servers of that version do."""
+
+    def __init__(self, version: str):
+        self.version, self.label, self.overlaps = version, "default", False
+        self.calls: list[tuple[str, str, dict[str, Any] | None]] = []
+
+    def call(self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
+        self.calls.append((method, path, None if body is None else json.loads(json.dumps(body))))
+        return {
+            "/version": {"version": self.version},
+            "/openapi.json": {"paths": VLLM_ROUTES},
+            "/get_world_size": {"world_size": 1},
+            "/weight_info": {"weight_version": self.label},
+            "/is_paused": {"is_paused": True},
+            "/reset_prefix_cache": {"success": True},
+            "/inference/v1/generate": VLLM_SCORED,
+            "/server_info": {
+                "version": self.version, "tp_size": 1, "disable_radix_cache": True, "frontend": "python",
+                "disable_overlap_schedule": not self.overlaps, "enable_deterministic_inference": False,
+            },
+            "/model_info": {"weight_version": self.label},
+            "/generate": SGLANG_ANSWER | {
+                "meta_info": SGLANG_ANSWER["meta_info"]
+                | {"input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]}
+            },
+        }.get(urlsplit(path).path, {"success": True, "message": ""})  # fmt: skip
+
+
+class Group:
+    """In place of WeightGroup and NcclWeightGroup."""
+
+    def __init__(self, *arguments: Any):
+        arguments[-1](7 if isinstance(arguments[0], str) else "AAAA")
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EngineOptions:
+    (tmp_path / "config.json").write_text("{}")
+    return EngineOptions(
+        "a", str(tmp_path), "p", "agent", Path("f"), "T", 1, update_timeout_s=5.0, disk_path=str(tmp_path / "versions")
+    )
+
+
+def administer(control: Any, hand_overs: Sequence[Any]) -> None:
+    """All orders that an agent has for an engine."""
+    control.describe()
+    control.check_health(5.0)
+    for mode in ("keep", "abort", "wait"):
+        if mode != "wait" or isinstance(control, VLLMControl):
+            control.pause(mode, 5.0)
+    control.resume()
+    control.is_paused()
+    control.reset_prefix_cache()
+    control.weights_label()
+    control.score([5, 6, 7])
+    for hand_over in hand_overs:
+        hand_over.connected("127.0.0.1:7", "actor-0", "e1", "token")
+        hand_over.prepare(VERSION, LABEL)
+        hand_over.load(VERSION, LABEL)
+        hand_over.close()
+
+
+@pytest.mark.parametrize("version", VLLM_VERSIONS)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_vllm_has_every_route_that_it_is_asked_by(
+    version: str, gpu: bool, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_collective, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(vllm_collective, "WeightGroup", Group)
+    monkeypatch.setattr("torchtitan.inference.agent.nccl_group.NcclWeightGroup", Group)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    recorder = Recorder(version)
+    for kv in ("keep", "recompute"):
+        control = VLLMControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
+        control.client = recorder  # type: ignore[assignment]
+        control.describe()
+        hand_overs = [
+            DirectHandOver(control, "127.0.0.1", 5.0),
+            VLLMDiskHandOver(control, options, ours=True),
+            vllm_collective.CollectiveHandOver(control, options),
+        ]
+        administer(control, hand_overs)
+    for method, path, body in recorder.calls:
+        parts = urlsplit(path)
+        wanted, query, known = VLLM_ROUTES[parts.path]
+        asked = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+        assert method == wanted and asked.keys() <= query
+        assert set(asked.get("mode", [])) <= VLLM_PAUSE_MODES
+        assert set(asked.get("clear_cache", [])) <= {"true", "false"}
+        check_names(body or {}, known, parts.path)
+    meetings, updates = [], []
+    for _, _, body in recorder.calls:
+        if body and "rank_offset" in (info := body.get("init_info", {})):
+            meetings.append(info)
+        if body and "names" in (info := body.get("update_info", {})):
+            updates.append(info)
+    assert {urlsplit(path).path for _, path, _ in recorder.calls} == VLLM_ROUTES.keys()
+    assert len(meetings) == len(updates) == 2
+    for info in meetings:
+        assert info.keys() == VLLM_INIT_INFO - ({"master_address", "master_port"} if gpu else {"nccl_unique_id_b64"})
+    # Empty lists would mean those of the update before.
+    assert all(info.keys() == VLLM_UPDATE_INFO and all(info.values()) for info in updates)
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_sglang_has_every_route_that_it_is_asked_by(
+    version: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_collective, "WeightGroup", Group)
+    recorder = Recorder(version)
+    for kv in ("keep", "recompute"):
+        control = SGLangControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
+        control.client = recorder  # type: ignore[assignment]
+        administer(
+            control, [SGLangDiskHandOver(control, options), sglang_collective.CollectiveHandOver(control, options)]
+        )
+    routes = SGLANG_CONTRACTS[version]
+    for method, path, body in recorder.calls:
+        assert method == routes[path][0]
+        check_names(body or {}, routes[path][1], path)
+        if path == "/pause_generation":
+            assert (body or {})["mode"] in SGLANG_PAUSE_MODES - {"abort"}
+    assert {path for _, path, _ in recorder.calls} == routes.keys()
+
+
+@pytest.mark.parametrize("version", SGLANG_VERSIONS)
+def test_an_sglang_that_overlaps_its_steps_may_not_keep_caches_over_a_pause(version: str) -> None:
+    recorder = Recorder(version)
+    recorder.overlaps = True
+    keeps, recomputes = (SGLangControl("http://127.0.0.1:1", "", 5.0, kv) for kv in ("keep", "recompute"))  # type: ignore[arg-type]
+    keeps.client = recomputes.client = recorder  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="--disable-overlap-schedule, or take .*recompute"):
+        keeps.describe()
+    assert recomputes.describe().capabilities.version == version
+
+
+def option_names(words: Sequence[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_engines_know_the_options_that_they_are_started_with(
+    gpu: bool, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
+    changes = itertools.product(("direct", "agent", "engine"), ("keep", "recompute"))
+    for route, kv in changes:
+        asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5})
+        words, environment = vllm_engine.ENGINE.command(asked)
+        theirs = [*serve.OWN_OPTIONS, *serve.DIRECT_OPTIONS, *words[words.index("--") + 1 :]]
+        assert option_names(theirs) <= VLLM_OPTIONS
+        assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+        words, environment = sglang_engine.ENGINE.command(asked)
+        theirs = words[words.index("--") + 1 :]
+        assert option_names(theirs) <= SGLANG_OPTIONS
+        # Neither the weights nor the labels of a step that is under way may change.
+        assert ("--disable-overlap-schedule" in theirs) is (not gpu or kv == "keep")
+        assert environment["SGLANG_RUST_SERVER"] == "0"
+        # A CPU is also the trainer's.
+        assert ("--sleep-on-idle" in theirs) is (not gpu)
+
+
+# Answers
+
+
+def test_vllms_answers_are_understood() -> None:
+    (completion,) = VLLM.completions(REQUESTS[1], [VLLM_ANSWER])
+    assert (completion.token_ids, completion.log_probs, completion.kept_token_ids) == ([9], [-1.5], [[9, 2]])
+    assert completion.spans == [VersionSpan("e1", 3, 0, 1)] and completion.finish_reason == "stop"
+    scored = VLLM.scored([5, 6, 7], VLLM_SCORED)
+    assert (scored.log_probs, scored.version) == ([-2.0, -0.5], 4)
+
+
+def test_sglangs_answers_are_understood() -> None:
+    (completion,) = SGLANG.completions(REQUESTS[1], [[SGLANG_ANSWER]])
+    assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-0.5, 0.0, -1.0]
+    assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.finish_reason == "stop"
+    assert completion.spans == [VersionSpan("e1", 3, 0, 2), VersionSpan("e1", 4, 2, 3)]
+    aborted = {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
+    answer = SGLANG_ANSWER | {"meta_info": SGLANG_ANSWER["meta_info"] | {"finish_reason": aborted}}
+    assert SGLANG.completions(REQUESTS[1], [[answer]])[0].finish_reason == "abort"
+
+
+@pytest.fixture
+def answering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """URL of a server that gives the answer of the test's parameter: (status, body)."""
+    answer = request.param
+    with serving(lambda path, body: answer) as url:
+        yield url
+
+
+def ask(dialect: Any, url: str) -> Any:
+    """Have an engine at `url` sample."""
+
+    async def generate() -> Any:
+        handler = AgentClient(dialect, "http://127.0.0.1:1", "")
+        handler._engine, handler._capabilities = JsonClient(url, ""), Capabilities(dialect.name)
+        try:
+            return await handler.generate(REQUESTS[0], 5.0)
+        finally:
+            await handler.close()
+
+    return asyncio.run(generate())
+
+
+@pytest.mark.parametrize("answering", [(503, VLLM_PAUSED)], indirect=True)
+def test_a_request_that_a_paused_vllm_sends_away_is_no_failure_of_the_actor(answering: str) -> None:
+    with pytest.raises(ActorNotReady, match="Generation is paused"):
+        ask(VLLM, answering)
+
+
+@pytest.mark.parametrize("answering", [(400, refusal) for refusal in SGLANG_REFUSALS], indirect=True)
+def test_what_sglangs_decoder_refuses_is_the_requests_fault(answering: str) -> None:
+    with pytest.raises(RequestRefused, match="expected"):
+        ask(SGLANG, answering)
+
+
+def test_the_tables_bite() -> None:
+    body = Call("/generate", {"input_ids": [1], "return_logprobs": True}).body
+    with pytest.raises(AssertionError, match="return_logprobs"):
+        check_names(body, dict.fromkeys(SGLANG_GENERATE, False), "/generate")
+    with pytest.raises(AssertionError, match="needs"):
+        check_names({}, VLLM_ROUTES["/update_weights"][2], "/update_weights")
+    assert not is_a(1.5, "integer") and not is_a(True, "number") and not is_a([1, None], "integers")

@@ -1,0 +1,543 @@
+"""Our side of vLLM without vLLM: dialect, mailbox, token, spread over ranks, adopted weights, command lines."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
+from torchtitan.inference.agent.client import Malformed, NoVersion
+from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.client import RequestRefused
+from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.vllm import serve
+from torchtitan.inference.vllm.dialect import DIALECT
+from torchtitan.inference.vllm.engine import ENGINE
+from torchtitan.inference.vllm.mailbox import Mailbox
+from torchtitan.inference.vllm.middleware import TOKEN_ENV_VARIABLE, TokenMiddleware
+from torchtitan.inference.vllm.spreading import Spread
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+# Dialect
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest("r-7", [5, 6, 7], SamplingParameters(**{"max_tokens": 4, **sampling}))
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    """As vLLM 0.32 answers."""
+    rows = [
+        {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": []} for token, value in ((9, -1.5), (1, -0.5))
+    ]
+    spans = [{"version": "e1/3", "start": 0, "end": 1}, {"version": "e1/4", "start": 1, "end": 2}]
+    answer = {
+        "index": 0, "finish_reason": "stop", "stop_reason": 1, "token_ids": [9, 1], "routed_experts": None,
+        "sampling_mask": None, "weight_versions": spans, "logprobs": {"content": rows},
+    }  # fmt: skip
+    return {**answer, **changes}
+
+
+def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
+    (call,) = DIALECT.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1], top_k=20))
+    assert call.path == "/inference/v1/generate"
+    assert call.body["token_ids"] == [5, 6, 7] and call.body["cache_salt"] == call.body["request_id"] == "r-7"
+    sampling = call.body["sampling_params"]
+    assert (sampling["n"], sampling["seed"], sampling["top_k"], sampling["stop_token_ids"]) == (3, 5, 20, [1])
+    assert sampling["ignore_eos"] is True and sampling["logprobs"] == 0
+
+
+def test_completions_have_log_probs_and_spans_in_the_order_of_samples() -> None:
+    other = choice(index=1, finish_reason="length", weight_versions=[{"version": "e1/4", "start": 0, "end": 2}])
+    first, second = DIALECT.completions(request(n=2), [{"choices": [other, choice()]}])
+    assert first.token_ids == [9, 1] and first.log_probs == [-1.5, -0.5] and first.finish_reason == "stop"
+    assert first.spans == [VersionSpan("e1", 3, 0, 1), VersionSpan("e1", 4, 1, 2)]
+    assert second.finish_reason == "length" and second.spans == [VersionSpan("e1", 4, 0, 2)]
+    aborted = DIALECT.completions(
+        request(), [{"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]}]
+    )
+    assert aborted[0].finish_reason == "abort" and aborted[0].token_ids == []
+
+
+def test_answers_that_cannot_be_used() -> None:
+    def answer(**changes: Any) -> list[Any]:
+        return DIALECT.completions(request(), [{"choices": [choice(**changes)]}])
+
+    with pytest.raises(NoVersion, match="default"):
+        answer(weight_versions=[{"version": "default", "start": 0, "end": 2}])
+    with pytest.raises(Malformed, match="2 tokens"):
+        answer(weight_versions=None)
+    with pytest.raises(Malformed, match="other tokens"):
+        answer(token_ids=[9, 2])
+    with pytest.raises(KeyError):
+        DIALECT.completions(request(), [{"error": "?"}])
+
+
+def test_truncated_samples_need_what_was_kept() -> None:
+    truncated = request(top_p=0.9)
+    with pytest.raises(RequestRefused, match="--return-sampling-mask"):
+        DIALECT.completions(truncated, [{"choices": [choice()]}])
+    (completion,) = DIALECT.completions(truncated, [{"choices": [choice(sampling_mask=[[9, 8], [1]])]}])
+    assert completion.kept_token_ids == [[9, 8], [1]]
+
+
+def test_scores_are_read_with_their_version() -> None:
+    rows = [None, {"6": {"logprob": -2.0, "rank": 3}}, {"7": {"logprob": -0.5, "rank": 1}, "3": {"logprob": -0.1}}]
+    one = choice(token_ids=[4], logprobs=None, weight_versions=[{"version": "e1/4", "start": 0, "end": 1}])
+    scored = DIALECT.scored([5, 6, 7], {"choices": [one], "prompt_logprobs": rows})
+    assert (scored.log_probs, scored.epoch, scored.version) == ([-2.0, -0.5], "e1", 4)
+    assert DIALECT.score([5, 6, 7]).body["sampling_params"]["prompt_logprobs"] == 0
+    with pytest.raises(Malformed):
+        DIALECT.scored([5, 6, 7, 8], {"choices": [one], "prompt_logprobs": rows})
+    assert DIALECT.refused(400, "") and not DIALECT.refused(500, "")
+
+
+# Mailbox
+
+VERSION = StagedVersion("e1", 3, "d3", {"w": torch.zeros(2)})
+# More than a test may take.
+LONG_SECONDS = 1000.0
+
+
+def offering(mailbox: Mailbox, **deadlines: float) -> tuple[threading.Thread, list[BaseException | None]]:
+    ends: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            mailbox.offer(VERSION, deadlines.get("pickup", 10.0), deadlines.get("load", 10.0))
+            ends.append(None)
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, ends
+
+
+@pytest.mark.parametrize("error", [None, "half of it"])
+def test_what_is_offered_is_taken_and_its_end_comes_back(error: str | None) -> None:
+    mailbox = Mailbox()
+    thread, ends = offering(mailbox)
+    assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
+    assert thread.is_alive()
+    assert mailbox.finish(error)
+    thread.join(PATIENCE_S)
+    assert ends == [None] if error is None else isinstance(ends[0], RuntimeError) and error in str(ends[0])
+
+
+def test_what_nobody_takes_is_refused_and_cannot_be_taken_later() -> None:
+    mailbox = Mailbox()
+    thread, ends = offering(mailbox, pickup=0.05)
+    thread.join(PATIENCE_S)
+    assert isinstance(ends[0], WeightsRefused)
+    with pytest.raises(LookupError, match="version 3"):
+        mailbox.take("e1", 3, "d3", 0.05)
+
+
+def test_what_is_refused_is_not_waited_for() -> None:
+    mailbox = Mailbox()
+    mailbox.refuse(VERSION, "it does not fit")
+    with pytest.raises(LookupError, match="does not fit"):
+        mailbox.take("e1", 3, "d3", LONG_SECONDS)
+    # The same version may fit another time.
+    thread, ends = offering(mailbox)
+    assert mailbox.take("e1", 3, "d3", 10.0) is VERSION
+    mailbox.finish(None)
+    thread.join(PATIENCE_S)
+    assert ends == [None]
+
+
+def test_another_version_is_not_taken() -> None:
+    mailbox = Mailbox()
+    thread, ends = offering(mailbox, pickup=0.5)
+    for wanted in (("e2", 3, "d3"), ("e1", 4, "d3"), ("e1", 3, "d4")):
+        with pytest.raises(LookupError):
+            mailbox.take(*wanted, 0.02)
+    thread.join(PATIENCE_S)
+    assert isinstance(ends[0], WeightsRefused)
+
+
+def test_a_load_that_does_not_end_is_no_refusal() -> None:
+    mailbox = Mailbox()
+    thread, ends = offering(mailbox, load=0.1)
+    mailbox.take("e1", 3, "d3", 10.0)
+    thread.join(PATIENCE_S)
+    assert isinstance(ends[0], RuntimeError) and not isinstance(ends[0], WeightsRefused)
+    assert not mailbox.finish(None)  # too late: nobody waits, and the next one is not taken for this one
+    thread, ends = offering(mailbox)
+    mailbox.take("e1", 3, "d3", 10.0)
+    time.sleep(0.05)
+    assert thread.is_alive()
+    mailbox.finish(None)
+    thread.join(PATIENCE_S)
+    assert ends == [None]
+
+
+def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:
+    mailbox = Mailbox()
+    thread, _ = offering(mailbox, load=0.05)
+    mailbox.take("e1", 3, "d3", 10.0)
+    thread.join(PATIENCE_S)
+    thread, ends = offering(mailbox)
+    while mailbox._staged is None:
+        time.sleep(0.001)
+    assert not mailbox.finish(None), "what was taken was given up, and what is offered was not taken"
+    mailbox.take("e1", 3, "d3", 10.0)
+    time.sleep(0.05)
+    assert thread.is_alive(), "it is not loaded yet"
+    assert mailbox.finish(None)
+    thread.join(PATIENCE_S)
+    assert ends == [None]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_closing_tells_who_waits(taken: bool) -> None:
+    mailbox = Mailbox()
+    thread, ends = offering(mailbox)
+    if taken:
+        mailbox.take("e1", 3, "d3", 10.0)
+    mailbox.close("it ends")
+    thread.join(PATIENCE_S)
+    assert "it ends" in str(ends[0]) and isinstance(ends[0], WeightsRefused) is not taken
+    with pytest.raises(WeightsRefused):
+        mailbox.offer(VERSION, 10.0, 10.0)
+
+
+# Token
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> TokenMiddleware:
+    monkeypatch.setenv(TOKEN_ENV_VARIABLE, "MY_TOKEN")
+    monkeypatch.setenv("MY_TOKEN", "secret")
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "let in"})
+
+    return TokenMiddleware(application)
+
+
+@pytest.mark.parametrize(
+    ("kind", "headers", "answer"),
+    [
+        ("http", [(b"authorization", b"Bearer secret")], "let in"),
+        ("http", [], "http.response.start"),
+        ("http", [(b"authorization", b"Bearer secreT")], "http.response.start"),
+        ("http", [(b"authorization", b"Bearer secret"), (b"authorization", b"Bearer x")], "http.response.start"),
+        ("websocket", [(b"authorization", b"Bearer secret")], "let in"),
+        ("websocket", [], "websocket.close"),
+        ("lifespan", [], "let in"),
+    ],
+)
+def test_only_who_knows_the_token_gets_in(
+    guarded: TokenMiddleware, kind: str, headers: list[tuple[bytes, bytes]], answer: str
+) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    asyncio.run(guarded({"type": kind, "headers": headers}, receive, send))
+    assert sent[0]["type"] == answer
+    assert sent[0].get("status", 401) == 401
+
+
+def test_a_server_without_a_token_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV_VARIABLE, "NOT_SET")
+    with pytest.raises(KeyError):
+        TokenMiddleware(lambda *_: None)  # type: ignore[arg-type, return-value]
+
+
+# Spread over ranks
+
+
+class Group:
+    """What Spread uses of vLLM's GroupCoordinator."""
+
+    def __init__(self) -> None:
+        self.rank_in_group, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.ranks = list(range(self.world_size))
+        self.cpu_group = self.device_group = dist.group.WORLD
+
+
+def spread_on_ranks() -> dict[str, Any]:
+    """One rank's view."""
+    group: Any = Group()
+    tensors = {f"p{i}": torch.full((i + 2, 3), float(i), dtype=torch.bfloat16) for i in range(4)}
+    # All but the first rank bring nothing.
+    spread = Spread(group, torch.device("cpu"), tensors if group.rank_in_group == 0 else None)
+    got = dict(spread)
+    equal = got.keys() == tensors.keys() and all(torch.equal(got[name], tensors[name]) for name in tensors)
+    places = len({tensor.data_ptr() for tensor in got.values()})
+    agreed = spread.agree(None)
+
+    # The second rank fails in the middle; nobody waits for it, and all hear of it.
+    spread = Spread(group, torch.device("cpu"), tensors if group.rank_in_group == 0 else None)
+    error = None
+    for number, _ in enumerate(spread):
+        if number == 1 and group.rank_in_group == 1:
+            error = "no memory"
+            break
+    spread.drain()
+    failed = spread.agree(error)
+
+    nothing = ""
+    try:
+        Spread(group, torch.device("cpu"), None, "it is not staged" if group.rank_in_group == 0 else "")
+    except RuntimeError as problem:
+        nothing = str(problem)
+    return {"equal": equal, "places": places, "agreed": agreed, "failed": failed, "nothing": nothing}
+
+
+def test_all_ranks_get_every_tensor_or_hear_of_the_failure() -> None:
+    first, second = run_distributed("tests.unit_tests.inference.test_vllm_parts:spread_on_ranks", 2)
+    for view in (first, second):
+        assert view["equal"] and view["places"] == 4 and view["agreed"] is None
+        assert view["nothing"] == "it is not staged"
+    assert "rank 1" in first["failed"] and second["failed"] == "no memory"
+
+
+def test_one_rank_needs_no_collectives() -> None:
+    group: Any = SimpleNamespace(rank_in_group=0, world_size=1)
+    tensors = {"w": torch.ones(2)}
+    spread = Spread(group, torch.device("cpu"), tensors)
+    assert dict(spread)["w"] is tensors["w"] and spread.agree("x") == "x"
+    with pytest.raises(RuntimeError, match="lost"):
+        Spread(group, torch.device("cpu"), None, "lost")
+
+
+# Adopted weights
+
+
+class Linear(torch.nn.Module):
+    """As vLLM's: its weight's loader is a method of its own, and is kept while the weight is not there."""
+
+    tp_size = 1
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(rows, 4), requires_grad=False)
+        self.weight.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        self.quant_method = Unquantized()
+
+    def weight_loader(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        raise AssertionError("nothing was to be copied")
+
+
+class Unquantized:
+    pass
+
+
+def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
+    info.materialized = True
+
+
+def vllm_with(materialize: Any) -> dict[str, Any]:
+    """Modules of a vLLM, as far as adopting.py knows them."""
+    layers, reload = "vllm.model_executor.layers", "vllm.model_executor.model_loader.reload"
+    names = ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+    layerwise = SimpleNamespace(_get_original_loader=lambda weight: weight.weight_loader)
+    if materialize is not None:
+        layerwise.materialize_layer = materialize
+    other = type("Other", (), {})
+    return {
+        f"{layers}.linear": SimpleNamespace(
+            **dict.fromkeys(names, Linear), RowParallelLinear=other, UnquantizedLinearMethod=Unquantized
+        ),
+        f"{layers}.vocab_parallel_embedding": SimpleNamespace(
+            UnquantizedEmbeddingMethod=other, VocabParallelEmbedding=other
+        ),
+        reload: SimpleNamespace(layerwise=layerwise),
+        f"{reload}.layerwise": layerwise,
+        "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace()),
+    }
+
+
+def adopting_in(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchtitan.inference.vllm.adopting as it is imported in this vLLM."""
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "torchtitan.inference.vllm.adopting"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    specification = importlib.util.find_spec(name)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def waiting_for(layer: Linear, *pieces: tuple[Any, torch.Tensor]) -> SimpleNamespace:
+    """vLLM's record of a layer that all has come for."""
+    bind = inspect.signature(layer.weight_loader).bind
+    return SimpleNamespace(loaded_weights=[("weight", bind(layer.weight, piece, shard)) for shard, piece in pieces])
+
+
+def test_a_layer_takes_what_lies_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = vllm_with(materialize_layer)
+    adopting = adopting_in(modules, monkeypatch)
+    layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
+    area = torch.arange(32.0).view(8, 4)
+    layer = Linear(8)
+    info = waiting_for(layer, ("k", area[4:6]), ("v", area[6:]), ("q", area[:4]))
+    with adopting.adopting_weights():
+        layerwise.materialize_layer(layer, info)
+    assert layerwise.materialize_layer is materialize_layer
+    assert info.materialized and info.loaded_weights == [] and layer.weight.data_ptr() == area.data_ptr()
+    assert torch.equal(layer.weight, area)
+
+
+def other_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    param.copy_(loaded_weight.flip(0))
+
+
+def use_other_loader(layer: Linear) -> None:
+    layer.weight.weight_loader = other_loader  # type: ignore[attr-defined]
+
+
+def use_other_layers_loader(layer: Linear) -> None:
+    layer.weight.weight_loader = Linear(8).weight_loader  # type: ignore[attr-defined]
+
+
+def be_split(layer: Linear) -> None:
+    layer.tp_size = 2
+
+
+def have_more_rows(layer: Linear) -> None:
+    layer.weight.data = torch.zeros(16, 4)
+
+
+def have_another_type(layer: Linear) -> None:
+    layer.weight.data = torch.zeros(8, 4, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "change", [use_other_loader, use_other_layers_loader, be_split, have_more_rows, have_another_type]
+)
+def test_other_layers_are_loaded_by_their_loaders(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopting = adopting_in(vllm_with(materialize_layer), monkeypatch)
+    layer = Linear(8)
+    info = waiting_for(layer, (None, torch.ones(8, 4)))
+    change(layer)
+    assert not adopting._adopt(layer, info)
+    assert len(info.loaded_weights) == 1 and not bool(layer.weight.any())
+
+
+@pytest.mark.parametrize(
+    ("materialize", "why"),
+    [(None, "materialize_layer"), (lambda layer: None, "takes \\['layer'\\]")],
+    ids=["not there", "other arguments"],
+)
+def test_a_vllm_that_loads_otherwise_is_left_as_it_is(
+    materialize: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    modules = vllm_with(materialize)
+    adopting = adopting_in(modules, monkeypatch)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            with adopting.adopting_weights():
+                layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
+                assert getattr(layerwise, "materialize_layer", None) is materialize
+    (record,) = caplog.records
+    assert record.levelname == "INFO" and re.search(why, record.getMessage())
+
+
+# Command lines
+
+
+def options(**changes: Any) -> EngineOptions:
+    values: dict[str, Any] = {
+        "name": "actor-0", "model": "/m", "python": "/p", "route": "direct", "port_file": Path("/f"),
+        "token_env": "T", "parent_pid": 7, "tensor_parallel_size": 2, "arguments": ("--max-model-len", "9"),
+    }  # fmt: skip
+    return EngineOptions(**{**values, **changes})
+
+
+def test_what_is_passed_through_comes_last() -> None:
+    command, environment = ENGINE.command(options(memory_gb=0.5))
+    assert command[:3] == ["/p", "-m", "torchtitan.inference.vllm.serve"] and command[-2:] == ["--max-model-len", "9"]
+    theirs = command[command.index("--") + 1 :]
+    assert theirs[theirs.index("--tensor-parallel-size") + 1] == "2"
+    assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert "--stock" not in command and "--stock" in ENGINE.command(options(route="agent"))[0]
+    assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_serve_separates_its_options_from_vllms(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("T", "secret")
+    arguments, theirs = serve.parse_arguments(["--token-env", "T", "--", "--port", "1", "--stock"])
+    assert theirs == ["--port", "1", "--stock"] and arguments.port == 0 and not arguments.stock
+    monkeypatch.delenv("T")
+    with pytest.raises(SystemExit):
+        serve.parse_arguments(["--token-env", "T"])
+    assert "not set" in capsys.readouterr().err
+
+
+@pytest.fixture
+def reserved() -> Iterator[socket.socket]:
+    with serve.reserve("127.0.0.1", 0) as holding:
+        yield holding
+
+
+def test_a_reserved_port_is_vllms_and_nobody_elses(reserved: socket.socket) -> None:
+    address = reserved.getsockname()
+    with socket.socket() as server, socket.socket() as stranger:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen()
+        with pytest.raises(OSError):
+            stranger.bind(address)
+        with socket.create_connection(address, 5):
+            pass
+
+
+def test_the_entry_point_names_a_function() -> None:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    module, name = project["entry-points"]["vllm.general_plugins"]["torchtitan"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_what_runs_inside_vllm_imports_little() -> None:
+    """Our modules there need nothing that vLLM's environment may lack."""
+    import subprocess
+
+    code = (
+        "import sys, torchtitan.inference.vllm.mailbox, torchtitan.inference.vllm.spreading, "
+        "torchtitan.inference.vllm.middleware, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
+        "torchtitan.inference.base_weights, torchtitan.utils.freed_memory\n"
+        # This one registers our backend as soon as it is imported.
+        "from unittest import mock\n"
+        "factory = 'vllm.distributed.weight_transfer.factory'\n"
+        "with mock.patch.dict(sys.modules, {factory: mock.MagicMock()}):\n"
+        "    import torchtitan.inference.vllm.extension\n"
+        "    del sys.modules[factory]\n"
+        "    imported = list(sys.modules)\n"
+        "ours = {m.split('.')[0] for m in imported}\n"
+        "print(sorted(ours & {'transformers', 'aiohttp', 'tyro', 'safetensors', 'rich', 'matplotlib', 'vllm'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.strip() == "[]", os.linesep + done.stdout

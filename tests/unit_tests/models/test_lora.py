@@ -1,0 +1,458 @@
+"""Low-rank adapters: against merged weights, PEFT and transformers, over layouts, and through the engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed_launcher import run_distributed
+from tests.roundings import forward_rounding
+from torchtitan.config.job_config import JobConfig, Lora
+from torchtitan.distributed import collectives, device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.errors import UserError
+from torchtitan.inference.embedded.adapters import AdapterNotApplied
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.models import export_policy, load_policy
+from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import load_into, read_model_args
+from torchtitan.models.lora import (
+    adapted_modules,
+    adapters_off,
+    add_adapters,
+    base_parameters,
+    initialize_adapters,
+    merged_weight,
+    synced_parameters,
+)
+from torchtitan.models.low_rank import ALPHA, is_factor
+from torchtitan.models.parallelize import build_policy
+from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
+from torchtitan.preflight.validate import validate
+from torchtitan.trainer.checkpoint_tensors import collect
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.reference_policy import build_reference
+from torchtitan.weight_sync.staging import WeightsRefused
+
+TOKENS = torch.arange(3, 31)
+LENGTHS = [9, 12, 7]
+ALONE = ParallelDims(1, 1, 1, world_size=1)
+EVERYTHING = [*Lora().target_modules, "lm_head", "embed_tokens"]
+
+
+def fill(policy: Decoder, seed: int = 0) -> None:
+    """Adapters that change something, the same on any layout."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in policy.named_parameters():
+        if is_factor(name):
+            copy_full_(parameter, 0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def adapted(directory: Path, targets: list[str] = EVERYTHING, **settings: Any) -> Decoder:
+    policy = load_policy(directory)
+    add_adapters(policy, Lora(rank=3, alpha=4.5, target_modules=targets, **settings))
+    initialize_adapters(policy, 0)
+    fill(policy)
+    return policy
+
+
+def merged(policy: Decoder, directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A plain policy of the same weights."""
+    plain = load_policy(directory).to(dtype)
+    for name, parameter in plain.named_parameters():
+        copy_full_(parameter, merged_weight(policy, name))
+    return plain
+
+
+def hidden_states(policy: Decoder) -> torch.Tensor:
+    layout = PackedLayout(LENGTHS)
+    return policy.model(TOKENS, layout.positions, PackedAttention(layout))
+
+
+def log_probs(policy: Decoder) -> torch.Tensor:
+    return policy(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))[0]
+
+
+@pytest.fixture(scope="module")
+def untied(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("qwen2", False)
+
+
+def test_base_names_stay_and_only_adapters_are_trained(untied: Path) -> None:
+    plain, policy = load_policy(untied), load_policy(untied)
+    add_adapters(policy, Lora(rank=2, target_modules=["q_proj", "lm_head"], modules_to_save=["norm"]))
+    initialize_adapters(policy, 0)
+    assert base_parameters(policy).keys() == dict(plain.named_parameters()).keys()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    modules = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head"]
+    factors = {f"{module}.lora_{letter}.weight" for module in modules for letter in "AB"}
+    assert trained == factors | {"model.norm.weight"}
+    load_into(policy, untied)
+    torch.testing.assert_close(log_probs(policy), log_probs(plain), rtol=0, atol=0)
+    optimizer = build_optimizer(policy, JobConfig().optimizer)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trained)
+    assert {name for name in collect(policy, optimizer, 0) if name.startswith("model.")} == {
+        f"model.{name}" for name in trained
+    }
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_forward_equals_merged_weights_in_float64(untied: Path, dropout: float) -> None:
+    policy = adapted(untied, dropout=dropout).double()
+    plain = merged(policy, untied, torch.float64)
+    policy.eval()
+    torch.testing.assert_close(hidden_states(policy), hidden_states(plain), rtol=1e-12, atol=1e-12)
+    # The head works in fp32.
+    torch.testing.assert_close(log_probs(policy), log_probs(plain), rtol=1e-5, atol=1e-5)
+    policy.train()
+    assert torch.equal(hidden_states(policy), hidden_states(policy)) == (dropout == 0)
+    with adapters_off(policy):
+        base = hidden_states(policy)
+    torch.testing.assert_close(base, hidden_states(load_policy(untied).double()), rtol=0, atol=0)
+
+
+def test_gradients_of_the_factors_follow_from_the_merged_weights(untied: Path) -> None:
+    """W = W0 + s B A gives ∂B = s ∂W Aᵀ and ∂A = s Bᵀ ∂W."""
+    policy = adapted(untied)
+    plain = merged(policy, untied)
+    weights = torch.randn(len(TOKENS), generator=torch.Generator().manual_seed(1))
+    for one in (policy, plain):
+        (one(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))[0] * weights).sum().backward()
+    for name, module, adapter in adapted_modules(policy):
+        a, b = module.get_parameter("lora_A.weight"), module.get_parameter("lora_B.weight")
+        gradient = plain.get_parameter(f"{name}.weight").grad
+        assert gradient is not None and a.grad is not None and b.grad is not None
+        torch.testing.assert_close(b.grad, adapter.scale * gradient @ a.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.grad, adapter.scale * b.T @ gradient, rtol=1e-4, atol=1e-4)
+    assert all(parameter.grad is None for parameter in base_parameters(policy).values())
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"parallelism.tensor_parallel_degree": 2},
+    {"parallelism.tensor_parallel_degree": 2, "activation_checkpoint.mode": "full", "compile.enable": True},
+    {"activation_checkpoint.mode": "full", "training.dtype": "bfloat16", "compile.enable": True},
+]
+
+
+# AdamW with an epsilon of the size of the gradients: its first step is lr · g / (|g| + epsilon), whose slope is at most
+# lr / epsilon. With a small epsilon an element whose gradient is nothing but rounding would go either way by lr.
+LR, EPSILON = 1e-2, 1.0
+# Of the log-probs in `step`.
+LARGEST_LOG_PROB = 25
+
+
+def _config(directory: str, layout: dict[str, Any]) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = directory
+    config.compile.backend = "aot_eager"
+    config.lora.rank, config.lora.target_modules = 3, [*Lora().target_modules, "lm_head"]
+    for key, value in layout.items():
+        section, name = key.split(".")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]:
+    """Loss and norm of the gradient, of a policy laid out over the ranks there are.
+
+    Its exports after a step lie in `scratch`, and the gradient's largest element is written there.
+    """
+    config = _config(directory, layout)
+    dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+    policy = build_policy(config, dims)
+    assert {p.dtype for n, p in policy.named_parameters() if is_factor(n)} == {torch.float32}
+    fill(policy)
+    optimizer = build_optimizer(policy, config.optimizer)
+    rows = [0, 1] if dims.dp_size == 1 else [dims.dp_rank]
+    tokens = torch.cat([torch.arange(3, 17) + 14 * row for row in rows])
+    targets = tokens.view(-1, 14).roll(-1, 1).flatten()
+    loss = -policy(tokens, PackedLayout([14] * len(rows)), targets)[0].sum() / 28
+    loss.backward()
+    total = collectives.all_reduce_sum(loss.detach()) / dims.tp_size
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    norm, _ = collectives.gradient_norm_and_votes(trained, torch.zeros(1))
+    largest = max(full_tensor(parameter.grad).abs().max().item() for parameter in trained if parameter.grad is not None)
+    optimizer.param_groups[0].update(lr=LR, eps=EPSILON)
+    optimizer.step()
+    folder = Path(scratch)
+    export_policy(policy, folder / "merged")
+    save_adapter(policy, folder / "adapter")
+    (folder / "largest").write_text(str(largest))
+    return {"loss": total.item(), "norm": norm.item()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, compiled, bfloat16"])
+def test_layouts_agree(untied: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    alone = {key: value for key, value in layout.items() if key == "training.dtype"}
+    expected = step(str(untied), alone, str(tmp_path / "alone"))
+    assert expected["norm"] > 0.1
+    results = run_distributed(
+        "tests.unit_tests.models.test_lora:step", 2, directory=str(untied), layout=layout, scratch=str(tmp_path / "two")
+    )
+    tolerance = 2e-2 if alone else 1e-4
+    for result in results:
+        assert result == pytest.approx(expected, rel=tolerance)
+    # What rounding adds to a logit changes its gradient by that share, and a step by lr / epsilon times as much.
+    share = tolerance if alone else forward_rounding(read_model_args(untied), LARGEST_LOG_PROB)
+    factor = LR / EPSILON * share * float((tmp_path / "alone" / "largest").read_text())
+    # An element of scale · B A has 2 · rank products with an element that is off.
+    saved = load_file(tmp_path / "alone" / "adapter" / "adapter_model.safetensors")
+    lora = _config(str(untied), layout).lora
+    products = lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(one.abs().max().item() for one in saved.values())
+    of_merged = min(products * factor, 3e-2)
+    files = {"adapter/adapter_model.safetensors": factor, "merged/model.safetensors": of_merged}
+    for file, rounding in files.items():
+        ours, theirs = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance if alone else 0, atol=rounding)
+
+
+# PEFT
+
+
+def peft_log_probs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits = torch.cat([model(row[None]).logits[0] for row in TOKENS.split(LENGTHS)])
+    return logits.float().log_softmax(-1).gather(1, TOKENS.roll(-1)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("saved", [[], ["norm"]])
+def test_peft_loads_what_we_save_and_we_load_what_it_saves(untied: Path, tmp_path: Path, saved: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    policy = adapted(untied, modules_to_save=saved)
+    if saved:
+        copy_full_(policy.model.norm.weight, torch.linspace(0.5, 1.5, 64))
+    ours = log_probs(policy).detach()
+    rounding = forward_rounding(policy.args, ours.abs().max().item())
+    save_adapter(policy, tmp_path / "ours", base_model=str(untied))
+    base = transformers.AutoModelForCausalLM.from_pretrained(untied)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    torch.testing.assert_close(peft_log_probs(model), ours, rtol=0, atol=rounding)
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.7)
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = peft_log_probs(model)
+    assert (theirs - ours).abs().max() > 1e-3
+    again = adapted(untied, modules_to_save=saved)
+    load_adapter(again, tmp_path / "theirs")
+    torch.testing.assert_close(log_probs(again).detach(), theirs, rtol=0, atol=rounding)
+    # Merged, it is a checkpoint like any other.
+    export_policy(again, tmp_path / "merged")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(peft_log_probs(plain), theirs, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama3", False), ("qwen2", True), ("qwen3", True)])
+def test_merged_export_equals_base_and_adapter_in_transformers(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, tied: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    directory = tiny_checkpoint(family, tied)
+    policy = adapted(directory, Lora().target_modules if tied else EVERYTHING)
+    save_adapter(policy, tmp_path / "adapter", base_model=str(directory))
+    export_policy(policy, tmp_path / "merged")
+
+    def load(path: Path) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(TOKENS[None]).logits[0]
+
+    base = logits(load(directory))
+    with_adapter = peft.PeftModel.from_pretrained(load(directory), tmp_path / "adapter")
+    expected = logits(with_adapter)
+    assert (expected - base).abs().max() > 0.1
+    # Both compute in float64: all that is rounded to fp32, and once, are the merged weights of the first.
+    rounding = forward_rounding(policy.args, expected.abs().max().item()) / 2
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), expected, rtol=0, atol=rounding)
+    torch.testing.assert_close(logits(with_adapter.merge_and_unload()), expected, rtol=0, atol=rounding)
+
+
+def test_adapters_that_do_not_fit_are_refused(untied: Path, tmp_path: Path) -> None:
+    policy = adapted(untied, ["q_proj"])
+    save_adapter(policy, tmp_path / "q")
+    with pytest.raises(UserError, match="lacks .*lora.target_modules"):
+        load_adapter(adapted(untied, ["q_proj", "k_proj"]), tmp_path / "q")
+    save_adapter(adapted(untied, ["q_proj", "k_proj"]), tmp_path / "both")
+    with pytest.raises(UserError, match="has .*lora.target_modules"):
+        load_adapter(policy, tmp_path / "both")
+    config = tmp_path / "q" / "adapter_config.json"
+    for change, text in (
+        ({"r": 8}, "set lora.rank = 8"),
+        ({"lora_alpha": 9}, "lora.alpha = 9"),
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type"),
+    ):
+        before = config.read_text()
+        config.write_text(json.dumps(json.loads(before) | change))
+        with pytest.raises(UserError, match=text):
+            load_adapter(policy, tmp_path / "q")
+        config.write_text(before)
+
+
+# The engine
+
+
+def synced(policy: Decoder) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in synced_parameters(policy).items()}
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in engine.policy.named_parameters()}
+
+
+def assert_holds(engine: Engine, policy: Decoder) -> None:
+    for name, parameter in engine.policy.named_parameters():
+        torch.testing.assert_close(parameter, merged_weight(policy, name), rtol=0, atol=1e-6, msg=name)
+
+
+def test_engine_merges_adapters_and_never_accumulates(untied: Path) -> None:
+    engine = Engine(load_policy(untied), 8, 64)
+    first, second = adapted(untied), adapted(untied, ["q_proj", "down_proj"], modules_to_save=["norm"])
+    copy_full_(second.model.norm.weight, torch.linspace(0.5, 1.5, 64))
+    seconds = engine.apply_weights("epoch", 1, synced(first))
+    assert seconds > 0 and engine.version == 1
+    assert_holds(engine, first)
+    figures = engine.adapter_figures
+    norm = sum((merged_weight(first, n) - p).square().sum() for n, p in load_policy(untied).named_parameters()) ** 0.5
+    assert figures["adapter_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert figures["adapter_applied_norm"] == pytest.approx(float(norm), rel=1e-4)
+    once = weights(engine)
+    # Other targets: what the first version had adapted is the base's again.
+    engine.apply_weights("epoch", 2, synced(second))
+    assert_holds(engine, second)
+    engine.apply_weights("epoch", 3, synced(first))
+    assert all(torch.equal(once[name], tensor) for name, tensor in weights(engine).items())
+    # Fewer bytes by far than all weights.
+    small = sum(tensor.numel() for tensor in synced(adapted(untied, ["q_proj"])).values())
+    assert small < 0.05 * sum(parameter.numel() for parameter in base_parameters(first).values())
+
+
+def test_engine_refuses_adapters_that_do_not_fit(untied: Path) -> None:
+    engine = Engine(load_policy(untied), 8, 64)
+    good = synced(adapted(untied))
+    before = weights(engine)
+    name = "model.layers.0.mlp.up_proj.lora_B.weight"
+    bad = [
+        {k: v for k, v in good.items() if k != name},
+        {k: v for k, v in good.items() if k != name.replace("_B", "_A")},
+        good | {name: torch.zeros(95, 3)},
+        good | {"model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(3, 64)},
+        good | {"model.norm.weight": torch.zeros(3)},
+        {ALPHA: good[ALPHA]},
+    ]
+    for tensors in bad:
+        with pytest.raises(WeightsRefused):
+            engine.apply_weights("epoch", 1, tensors)
+        assert not engine.poisoned and all(torch.equal(before[n], t) for n, t in weights(engine).items())
+    # A whole version takes the base away.
+    engine.apply_weights("epoch", 1, before)
+    with pytest.raises(WeightsRefused, match="restart this actor"):
+        engine.apply_weights("epoch", 2, good)
+
+
+def test_engine_notices_an_adapter_that_is_not_in_its_weights(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(load_policy(untied), 8, 64)
+    good = synced(adapted(untied))
+    lost = engine.policy.model.layers[1].mlp.down_proj
+    with monkeypatch.context() as patch:
+        # The engine's forward uses another tensor than the one that is written to.
+        aliases = dict(engine._aliases)
+        parameters = {
+            name: parameter.clone() if parameter is lost.weight else parameter for name, parameter in aliases.items()
+        }
+
+        class Unwritten(torch.Tensor):
+            def copy_(self, *arguments: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+                return self
+
+        parameters["model.layers.1.mlp.down_proj.weight"] = lost.weight.detach().clone().as_subclass(Unwritten)
+        patch.setattr(engine._merger, "_parameters", parameters)
+        with pytest.raises(AdapterNotApplied, match="layers.1.mlp.down_proj.weight: .* differs from base"):
+            engine.apply_weights("epoch", 1, good)
+    assert engine.poisoned
+
+
+def test_bfloat16_carries_alpha_and_merges(untied: Path) -> None:
+    policy = adapted(untied)
+    policy.lora = Lora(rank=3, alpha=100 / 7)
+    sent = {name: tensor.bfloat16() for name, tensor in synced(policy).items()}
+    assert float(sent[ALPHA].double().sum()) == pytest.approx(100 / 7, rel=1e-7)
+    engine = Engine(load_policy(untied, torch.bfloat16), 8, 64)
+    engine.apply_weights("epoch", 1, sent)
+    figures = engine.adapter_figures
+    assert figures["adapter_applied_norm"] == pytest.approx(figures["adapter_norm"], rel=0.01)
+
+
+# The reference, and the configuration
+
+
+def test_reference_is_the_base_model(untied: Path) -> None:
+    config = _config(str(untied), {})
+    policy = build_policy(config, ALONE)
+    fill(policy)
+    ours = log_probs(policy)
+    plain = log_probs(load_policy(untied))
+    reference = build_reference(config, ALONE, policy)
+    assert reference.policy is policy and not reference.follows
+    with reference.active():
+        torch.testing.assert_close(log_probs(reference.policy), plain, rtol=0, atol=0)
+    torch.testing.assert_close(log_probs(policy), ours, rtol=0, atol=0)
+    # What is trained whole cannot be switched off.
+    config.lora.modules_to_save = ["norm"]
+    second = build_reference(config, ALONE, policy)
+    assert second.policy is not policy and second.policy.lora is None
+    assert config.lora.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora.target_modules": ["q_proj", "v_porj"]}, "lora.target_modules.*nearest: v_proj"),
+        ({"lora.target_modules": []}, "at least one of"),
+        ({"lora.target_modules": ["q_proj", "q_proj"]}, "named once"),
+        ({"lora.modules_to_save": ["q_proj"]}, "is in lora.target_modules"),
+        ({"lora.modules_to_save": ["lm_head"]}, "ties lm_head"),
+        ({"lora.modules_to_save": ["norm"], "training.dtype": "bfloat16"}, "training.dtype = float32"),
+        ({"lora.dropout": 0.1, "parallelism.tensor_parallel_degree": 2}, "lora.dropout"),
+        ({"lora.adapter_path": "nowhere"}, "no adapter_config.json"),
+        ({"lora.alpha": 0.0}, "lora.alpha"),
+        ({"grpo.kl_coefficient": 0.1, "grpo.reference_ema_decay": 0.9}, "grpo.reference_ema_decay"),
+        ({}, None),
+    ],
+)
+def test_configuration(tmp_path: Path, changes: dict[str, Any], said: str | None, tiny_checkpoint: Any) -> None:
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint("qwen3", True), directory)
+    (directory / "tokenizer.json").touch()
+    config = _config(str(directory), {"lora.target_modules": ["q_proj"]} | changes)
+    texts = [problem.text for problem in validate(config)]
+    about = [text for text in texts if "lora" in text or "reference_ema" in text]
+    if said is None:
+        assert not about
+        return
+    assert any(re.search(said, text) for text in about), texts
+    config.lora = Lora()
+    assert not [problem.text for problem in validate(config) if "lora" in problem.text]

@@ -1,0 +1,459 @@
+"""The producer with scripted actors in this process: pace, gate, drops, failures, and resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.patience import PATIENCE_S
+from tests.unit_tests.rollout.test_datasets import Characters
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
+from torchtitan.rollout.producer import RolloutProducer
+from torchtitan.rollout.rewards.pool import Score
+from torchtitan.rollout.staleness import Pace, sample_version
+from torchtitan.rollout.types import Batch, Prompt
+
+GROUP_SIZE, BATCH_GROUPS = 2, 4
+
+
+class FakeActors:
+    """Serves requests after `delay(request)` seconds under `version`, which the test moves; keeps count."""
+
+    def __init__(self, delay: Callable[[GenerateRequest], float] = lambda request: 0.0):
+        self.delay = delay
+        self.version = 0
+        self.epoch = "now"
+        self.served: list[tuple[str, int]] = []
+        self.stop_token_ids: set[tuple[int, ...]] = set()
+        self.running = self.most_running = 0
+        self.failure: Exception | None = None
+        self.slept, self.woken = 0, list[str]()
+        self.statistics = {"evictions": 0}
+        self.actors = {"actor-0": "ready"}
+
+    async def start(self) -> None:
+        pass
+
+    async def redo_elsewhere(self, actor: str, reason: str) -> None:
+        raise AssertionError("nobody was evicted")
+
+    async def connect_weights(self, coordinator: str) -> None:
+        self.coordinator = coordinator
+
+    async def sleep(self) -> None:
+        self.slept += 1
+
+    async def wake(self, tag: str) -> None:
+        self.woken.append(tag)
+
+    async def close(self) -> None:
+        pass
+
+    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+        while self.version < min_version:  # noqa: ASYNC110 (the test's thread moves it)
+            await asyncio.sleep(0.001)
+        if self.failure is not None:
+            raise self.failure
+        self.stop_token_ids.add(tuple(request.sampling.stop_token_ids))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        version = self.version
+        try:
+            await asyncio.sleep(self.delay(request))
+        finally:
+            self.running -= 1
+        self.served.append((request.request_id, version))
+        spans = [VersionSpan(self.epoch, version, 0, 1), VersionSpan(self.epoch, max(version, self.version), 1, 2)]
+        return [Completion([48 + i, 1], [-0.5, -0.1], "stop", spans) for i in range(request.sampling.n)]
+
+
+class FakeRewards:
+    """Rewards 0 and 1 in every group; `equal(prompt)` makes them equal, `lost(prompt)` None."""
+
+    def __init__(self) -> None:
+        self.statistics = {"failures": 0}
+        self.last_failure = "it was lost"
+        self.equal: Callable[[Prompt], bool] = lambda prompt: False
+        self.lost: Callable[[Prompt, int], bool] = lambda prompt, i: False
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def score(
+        self, prompt: Prompt, completions: Sequence[tuple[Completion, str]], functions: Sequence[str] | None = None
+    ) -> list[Score]:
+        name = functions[0] if functions else "arithmetic"
+        values = [
+            None if self.lost(prompt, i) else 0.0 if self.equal(prompt) else float(i) for i in range(len(completions))
+        ]
+        return [(value, {name: value}) for value in values]
+
+
+def make_config(max_staleness: int = 1, **rollout: Any) -> JobConfig:
+    config = JobConfig()
+    config.training.seq_len, config.rollout.max_completion_tokens = 16, 4
+    config.training.global_batch_size = GROUP_SIZE * BATCH_GROUPS
+    config.grpo.group_size = GROUP_SIZE
+    config.rollout.max_staleness = max_staleness
+    config.rollout.data_timeout_s = 20.0
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+@contextmanager
+def running(
+    config: JobConfig, actors: FakeActors, rewards: FakeRewards | None = None, state: bytes = b"", version: int = 0
+) -> Iterator[RolloutProducer]:
+    producer = RolloutProducer(config, actors, rewards or FakeRewards(), Characters(), None, "now")
+    producer.launch()
+    try:
+        producer.restore_state(state)
+        producer.start(version)
+        yield producer
+    finally:
+        producer.close()
+
+
+def take(producer: RolloutProducer, version: int, timeout: float = 10.0) -> Batch:
+    batch = producer.next_batch(version, timeout)
+    assert batch is not None
+    return batch
+
+
+def indices(*batches: Batch) -> list[int]:
+    return [group.prompt_index for batch in batches for group in batch.groups]
+
+
+def settle(actors: FakeActors) -> None:
+    """Wait until the producer has nothing under way any more."""
+    deadline = time.monotonic() + PATIENCE_S
+    quiet = 0
+    while quiet < 10:
+        assert time.monotonic() < deadline
+        before = len(actors.served)
+        time.sleep(0.005)
+        quiet = quiet + 1 if actors.running == 0 and len(actors.served) == before else 0
+
+
+def test_batches_hold_whole_groups_in_order_with_their_figures() -> None:
+    actors = FakeActors(delay=lambda request: random.random() / 50)
+    with running(make_config(), actors) as producer:
+        batch = take(producer, 0)
+    assert indices(batch) == sorted(indices(batch))
+    assert [len(group.samples) for group in batch.groups] == [GROUP_SIZE] * BATCH_GROUPS
+    assert batch.statistics["reward/mean"] == batch.statistics["reward/std"] == 0.5
+    assert batch.statistics["completion/length_mean"] == 2.0
+    assert batch.statistics["staleness/max"] == 0.0
+    assert batch.statistics["inference/evictions"] == 0.0
+    sample = batch.samples[1]
+    assert (sample.completion_ids, sample.log_probs, sample.reward) == ([49, 1], [-0.5, -0.1], 1.0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_only_what_can_be_used_is_generated(max_staleness: int) -> None:
+    actors = FakeActors()
+    with running(make_config(max_staleness), actors) as producer:
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS * (max_staleness + 1)
+        take(producer, 0)
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS * (max_staleness + 1)
+        actors.version = 1
+        producer.set_version(1)
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS * (max_staleness + 2)
+
+
+def test_without_staleness_training_is_on_policy() -> None:
+    actors = FakeActors(delay=lambda request: 0.002)
+    with running(make_config(0), actors) as producer:
+        for version in range(5):
+            batch = take(producer, version)
+            assert {span.version for sample in batch.samples for span in sample.spans} == {version}
+            producer.set_version(version + 1)
+            time.sleep(0.01)  # the actors get the new version a little later
+            actors.version = version + 1
+        settle(actors)
+    assert all(version <= 5 for _, version in actors.served)
+    assert len(actors.served) == 6 * BATCH_GROUPS  # nothing was thrown away
+
+
+def test_actors_that_lag_never_break_the_gate_and_nothing_is_wasted_on_them() -> None:
+    actors = FakeActors()
+    staleness = []
+    with running(make_config(2), actors) as producer:
+        for version in range(12):
+            actors.version = max(0, version - version % 3)  # the actors get every third version
+            batch = take(producer, version)
+            staleness += [version - sample_version(sample.spans) for sample in batch.samples]
+            assert batch.statistics["staleness/max"] <= 2
+            assert batch.statistics["rollout/admission_rate"] == 1.0
+            producer.set_version(version + 1)
+    assert max(staleness) == 2
+
+
+def test_groups_that_have_grown_too_old_are_dropped_and_counted() -> None:
+    hold = {"on": True}
+
+    class Slow(FakeActors):
+        async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+            result = await super().generate(request, min_version)
+            while hold["on"] and request.request_id == "now-1":  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            return result
+
+    actors = Slow()
+    with running(make_config(1), actors) as producer:
+        first = take(producer, 0)
+        assert 1 not in indices(first)
+        for version in (1, 2):
+            actors.version = version
+            producer.set_version(version)
+            if version == 2:
+                hold["on"] = False  # group 1 arrives now, sampled under version 0
+                settle(actors)
+            batch = take(producer, version)
+            assert 1 not in indices(batch)
+    assert batch.statistics["rollout/groups_stale"] == 1.0
+    assert batch.statistics["rollout/admission_rate"] == 4 / 5
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_groups_with_equal_rewards_do_not_count_for_the_batch(drop: bool) -> None:
+    config = make_config()
+    config.grpo.drop_zero_variance = drop
+    rewards = FakeRewards()
+    rewards.equal = lambda prompt: prompt.index % 2 == 0
+    with running(config, FakeActors(), rewards) as producer:
+        batch = take(producer, 0)
+        assert len(batch.groups) == BATCH_GROUPS
+        if drop:
+            assert all(index % 2 for index in indices(batch))
+            assert 0.3 < batch.statistics["groups/zero_variance_fraction"] < 0.7
+            assert batch.statistics["reward/mean"] < 0.4  # the dropped groups' zeros are in it
+        else:
+            assert indices(batch) == [0, 1, 2, 3]
+            assert batch.statistics["groups/zero_variance_fraction"] == 0.0
+
+
+def test_samples_without_any_reward_are_left_out_and_counted() -> None:
+    config = make_config()
+    config.grpo.group_size, config.training.global_batch_size = 3, 3 * BATCH_GROUPS
+    rewards = FakeRewards()
+    # group 0 keeps two samples; group 1 keeps one, which has nothing to be compared with
+    rewards.lost = lambda prompt, i: (prompt.index == 0 and i == 0) or (prompt.index == 1 and i < 2)
+    with running(config, FakeActors(), rewards) as producer:
+        batch = take(producer, 0)
+    assert indices(batch) == [0, 2, 3, 4]
+    assert [len(group.samples) for group in batch.groups] == [2, 3, 3, 3]
+    assert batch.statistics["rollout/samples_unscored"] == 3.0
+    assert batch.statistics["groups/unscored"] == 1.0
+
+
+def test_rewards_that_always_fail_stop_the_run() -> None:
+    rewards = FakeRewards()
+    rewards.lost = lambda prompt, i: True
+    with running(make_config(), FakeActors(), rewards) as producer, pytest.raises(UserError, match="it was lost"):
+        take(producer, 0)
+
+
+def test_no_batch_in_time_is_none_and_too_long_is_an_error() -> None:
+    actors = FakeActors(delay=lambda request: 60.0)
+    with running(make_config(data_timeout_s=1.0), actors) as producer:
+        assert producer.next_batch(0, 0.0) is None
+        assert producer.next_batch(0, 0.05) is None
+        with pytest.raises(UserError, match=r"no completion arrived for 1 s.*actor-0 ready"):
+            while True:
+                assert producer.next_batch(0, 0.1) is None
+
+
+def test_completions_without_a_usable_group_are_an_error_too() -> None:
+    rewards = FakeRewards()
+    rewards.equal = lambda prompt: True
+    actors = FakeActors(delay=lambda request: 0.005)
+    with (
+        running(make_config(data_timeout_s=0.3), actors, rewards) as producer,
+        pytest.raises(UserError, match="had equal rewards"),
+    ):
+        while True:
+            assert producer.next_batch(0, 0.1) is None
+
+
+def test_a_failure_of_the_actors_reaches_the_trainer() -> None:
+    actors = FakeActors()
+    actors.failure = UserError("no inference actor is left")
+    with running(make_config(), actors) as producer, pytest.raises(UserError, match="no inference actor is left"):
+        take(producer, 0)
+
+
+def test_groups_in_flight_can_be_bounded() -> None:
+    actors = FakeActors(delay=lambda request: 0.01)
+    with running(make_config(4, max_groups_in_flight=5), actors) as producer:
+        for version in range(3):
+            actors.version = version
+            take(producer, version)
+            producer.set_version(version + 1)
+    assert actors.most_running <= 5
+
+
+def test_evaluation_goes_through_the_same_actors() -> None:
+    actors = FakeActors()
+    config = make_config(0)
+    config.rollout.stop_token_ids = [10]
+    with running(config, actors) as producer:
+        producer.connect_weights("127.0.0.1:1234")
+        assert actors.coordinator == "127.0.0.1:1234"
+        prompts = producer.held_out_prompts()
+        assert len(prompts) == 128
+        training = take(producer, 0)
+        maker = producer._groups
+        requests = [maker.request(prompt) for prompt in prompts[:3]]
+        for request in requests:
+            request.sampling.stop_token_ids = []
+        completions = producer.generate(requests, 5.0)
+        assert [len(group) for group in completions] == [GROUP_SIZE] * 3
+        assert actors.stop_token_ids == {(10, 1)}
+        with pytest.raises(TimeoutError):
+            producer.generate(requests, 0.05, min_version=1)
+        assert producer.score(prompts[:3], completions, 5.0) == [[0.0, 1.0]] * 3
+        trained = {tuple(sample.prompt_ids) for sample in training.samples}
+        assert not trained & {tuple(prompt.token_ids) for prompt in prompts}
+        actors.delay = lambda request: 30.0
+        with pytest.raises(TimeoutError, match="not done within"):
+            producer.generate(requests, 0.05)
+
+
+def test_a_group_that_is_redone_asks_for_the_same_random_numbers() -> None:
+    def seeds(job_seed: int) -> list[int]:
+        config = make_config()
+        config.training.seed = job_seed
+        producer = RolloutProducer(config, FakeActors(), FakeRewards(), Characters(), None, "any")
+        return [producer._groups.request(Prompt(i, "", [1], {})).sampling.seed for i in range(50)]
+
+    assert seeds(0) == seeds(0)
+    assert len(set(seeds(0) + seeds(1))) == 100
+
+
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None)
+def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoint: int, seed: int) -> None:
+    chance = random.Random(seed)
+    config = make_config(max_staleness)
+    used: list[int] = []
+    stale = 0.0
+
+    def train(producer: RolloutProducer, actors: FakeActors, versions: range) -> None:
+        nonlocal stale
+        for version in versions:
+            batch = take(producer, version)
+            used.extend(indices(batch))
+            stale += batch.statistics["rollout/groups_stale"]
+            actors.version = version + 1
+            producer.set_version(version + 1)
+
+    actors = FakeActors(delay=lambda request: chance.random() / 100)
+    with running(config, actors) as producer:
+        train(producer, actors, range(checkpoint))
+        time.sleep(chance.random() / 100)
+        state = producer.export_state()
+        held_ready = _ready(state)
+    # The actors are killed here with whatever was under way; a new life begins with the saved state alone.
+    later = FakeActors(delay=lambda request: chance.random() / 100)
+    later.version = checkpoint
+    with running(config, later, state=state, version=checkpoint) as producer:
+        train(producer, later, range(checkpoint, checkpoint + 3))
+        end = producer.export_state()
+    redone = {int(request.rpartition("-")[2]) for request, _ in later.served}
+    assert not redone & held_ready  # finished groups are not generated again
+    assert len(used) == len(set(used))
+    left = _ready(end) | _unfinished(end)
+    assert not set(used) & left
+    assert len(set(range(_position(end))) - set(used) - left) == stale  # dropped, and counted
+
+
+def _ready(state: bytes) -> set[int]:
+    return {index for index, _ in json.loads(state)["ready"]["groups"]}
+
+
+def _unfinished(state: bytes) -> set[int]:
+    return set(json.loads(state)["unfinished"])
+
+
+def _position(state: bytes) -> int:
+    return json.loads(state)["stream"]["position"]
+
+
+def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
+    actors = FakeActors()
+    actors.epoch = "before"
+    with running(make_config(1), actors) as producer:
+        settle(actors)
+        state = producer.export_state()
+    actors = FakeActors()
+    with running(make_config(1), actors, state=state) as producer:
+        batch = take(producer, 0)
+        assert {span.epoch for sample in batch.samples for span in sample.spans} == {"before"}
+    with running(make_config(1), actors, state=state, version=2) as producer:
+        actors.version = 2
+        batch = take(producer, 2)
+        assert {span.epoch for sample in batch.samples for span in sample.spans} == {"now"}
+        assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
+
+
+def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
+    actors = FakeActors()
+    config = make_config(max_staleness=2)
+    config.grpo.async_weight_update, config.inference.sleep_level = False, 1
+    with running(config, actors) as producer:
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS
+        take(producer, 0)
+        producer.sleep()
+        settle(actors)
+        assert len(actors.served) == BATCH_GROUPS and actors.slept == 1
+        actors.version = 1
+        producer.wake("weights")
+        producer.wake("kv_cache")
+        assert actors.woken == ["weights", "kv_cache"]
+        producer.set_version(1)
+        take(producer, 1)
+        assert {version for _, version in actors.served[BATCH_GROUPS:]} == {1}
+
+
+def test_the_mean_version_weighs_tokens() -> None:
+    spans = [VersionSpan("e", 3, 0, 1), VersionSpan("e", 5, 1, 4)]
+    assert sample_version(spans, "oldest") == 3
+    assert sample_version(spans, "mean") == 4.5
+
+
+@given(st.integers(1, 8), st.integers(0, 4), st.integers(0, 20), st.booleans(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(
+    batch: int, max_staleness: int, version: int, handed_out: bool, data: st.DataObject
+) -> None:
+    pace = Pace(batch, max_staleness, 0, version, handed_out)
+    if pace.wanted() == 0:
+        assert max_staleness == 0 and handed_out
+        return
+    position = data.draw(st.integers(0, pace.wanted() - 1))
+    oldest = pace.oldest_useful_version(position)
+    assert 0 <= oldest <= version
+    trained_at = pace.next_version + position // batch
+    # sampled at that version it is admitted in its turn; one version earlier it is not
+    assert trained_at - oldest <= max_staleness
+    assert oldest == 0 or trained_at - (oldest - 1) > max_staleness

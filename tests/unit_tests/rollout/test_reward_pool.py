@@ -1,0 +1,127 @@
+"""The limits of the reward workers: whatever a function does costs its own sample at most."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.types import Prompt
+
+HERE = "tests.unit_tests.rollout.reward_examples"
+
+
+def make_config(*functions: str, **settings: Any) -> JobConfig:
+    config = JobConfig()
+    config.rewards.functions = [name if name in ("arithmetic", "accuracy") else f"{HERE}:{name}" for name in functions]
+    config.rollout.max_completion_tokens = 16
+    config.rewards.timeout_s = 5.0
+    for name, value in settings.items():
+        setattr(config.rewards, name, value)
+    return config
+
+
+def completions_of(*texts: str) -> list[tuple[Completion, str]]:
+    return [(Completion([i, 7], [0.0, 0.0], "stop", [VersionSpan("e", 0, 0, 2)]), text) for i, text in enumerate(texts)]
+
+
+def score(config: JobConfig, *calls: tuple[Prompt, list[tuple[Completion, str]]]) -> tuple[list[Any], dict[str, int]]:
+    async def run() -> tuple[list[Any], dict[str, int]]:
+        pool = RewardPool(config)
+        await pool.start()
+        try:
+            return [await pool.score(*call) for call in calls], dict(pool.statistics)
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+PROMPT = Prompt(0, "2+2", [1], {"answer": "4"})
+
+
+def totals(scores: list[Any]) -> list[float | None]:
+    return [total for total, _ in scores]
+
+
+def test_values_pass_through_and_printing_does_no_harm() -> None:
+    results, statistics = score(make_config("echo"), (PROMPT, completions_of("0.1", "-3.5")))
+    assert totals(results[0]) == [0.1, -3.5]
+    assert statistics == {"failures": 0, "timeouts": 0, "worker_restarts": 0}
+
+
+def test_async_functions_are_awaited_and_weights_apply() -> None:
+    config = make_config("echo", "slow_echo", weights=[1.0, 10.0])
+    results, _ = score(config, (PROMPT, completions_of("1", "2")))
+    assert totals(results[0]) == [11.0, 22.0]
+    assert results[0][1][1] == {f"{HERE}:echo": 2.0, f"{HERE}:slow_echo": 2.0}
+
+
+def test_arguments_follow_trl() -> None:
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], [1], {"level": 3, "answer": "x"})
+    results, _ = score(make_config("seen"), (prompt, completions_of("a", "b")))
+    assert totals(results[0]) == [1.0, 1.0]
+
+
+DIE = ("crash", "segfault", "interrupt")
+FAIL = ("leave", "fault", "endless_recursion", "bomb", "mapped_bomb", "wrong_length", "no_list")
+
+
+@pytest.mark.parametrize("function", [*DIE, *FAIL])
+def test_only_the_bad_sample_is_lost(function: str) -> None:
+    config = make_config(function, memory_limit_mb=256)
+    good = (PROMPT, completions_of("fine", "fine"))
+    results, statistics = score(config, (PROMPT, completions_of("fine", "bad", "fine")), good)
+    assert totals(results[0]) == [1.0, None, 1.0]
+    assert totals(results[1]) == [1.0, 1.0]
+    assert statistics["failures"] == 1
+    assert statistics["worker_restarts"] == (2 if function in DIE else 0)
+
+
+@pytest.mark.parametrize("function", ["hang", "native_hang", "async_hang", "stubborn_bomb"])
+def test_a_hang_ends_at_the_time_limit(function: str) -> None:
+    config = make_config(function, timeout_s=1.0, memory_limit_mb=256)
+    results, statistics = score(config, (PROMPT, completions_of("bad", "fine")), (PROMPT, completions_of("fine")))
+    assert totals(results[0]) == [None, 1.0]
+    assert totals(results[1]) == [1.0]
+    assert statistics == {"failures": 1, "timeouts": 2, "worker_restarts": 2}
+
+
+@pytest.mark.parametrize("text", ["bad", "worse"])
+def test_a_hang_with_a_forked_child_ends_too(text: str) -> None:
+    config = make_config("hang_with_child", timeout_s=1.0)
+    results, statistics = score(config, (PROMPT, completions_of(text)), (PROMPT, completions_of("fine")))
+    assert [totals(result) for result in results] == [[None], [1.0]]
+    assert statistics == {"failures": 1, "timeouts": 1, "worker_restarts": 1}
+
+
+def test_values_that_are_no_rewards_are_counted_and_none_is_not() -> None:
+    results, statistics = score(make_config("odd_values"), (PROMPT, completions_of("nan", "true", "text", "none")))
+    assert totals(results[0]) == [None, 1.0, None, None]
+    assert statistics["failures"] == 2
+    for text in ("infinite", "huge"):
+        results, statistics = score(make_config("odd_values"), (PROMPT, completions_of(text)))
+        assert totals(results[0]) == [None]
+        assert statistics["failures"] == 1
+
+
+def test_one_function_without_opinion_does_not_spoil_the_sum() -> None:
+    config = make_config("odd_values", "wrong_length")
+    results, _ = score(config, (PROMPT, completions_of("none", "true")))
+    assert totals(results[0]) == [1.0, 2.0]
+
+
+def test_math_verify_works_in_the_worker() -> None:
+    prompt = Prompt(0, "half", [1], {"answer": r"\frac{1}{2}"})
+    results, _ = score(make_config("accuracy"), (prompt, completions_of(r"\boxed{0.5}", r"\boxed{\frac{2}{3}}")))
+    assert totals(results[0]) == [1.0, 0.0]
+
+
+def test_the_pool_refuses_unknown_functions_at_once() -> None:
+    with pytest.raises(UserError, match="crash"):
+        RewardPool(make_config("crush"))

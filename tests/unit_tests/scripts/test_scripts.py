@@ -1,0 +1,254 @@
+"""Scripts for engines and clusters, as far as they go without either: what they would start, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.judge_runs import main as judge
+from tests.patience import PATIENCE_S
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.devices import engine_devices
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/engines/*.sh")])
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "scripts/grpo_multinode.slurm"], ids=lambda path: path.name)
+def test_every_script_can_be_read_by_bash(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def run(command: list[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    everything = {name: value for name, value in os.environ.items() if name != "TORCHTITAN_ACTOR_TOKEN"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT, env={**everything, **environment}
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    from torchtitan.models.flavors import find_flavor
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(find_flavor("qwen3", "debug").to_hf_config()))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_is_our_agent_with_the_engines_options_behind(engine: str, model: Path) -> None:
+    from torchtitan.inference.agent.__main__ import parse_arguments
+
+    script = ROOT / f"scripts/launch_{engine}_server.sh"
+    words: list[str | Path] = [script, "--dry-run", "--model", model, "--port=8123", "--dtype", "bfloat16", "--"]
+    done = run([*words, "--seed", "3", "--some-json", '{"a": 1}'])
+    assert done.returncode == 0, done.stderr
+    command = shlex.split(done.stderr.removeprefix(f"[{engine}]"))
+    arguments = command[command.index("torchtitan.inference.agent") + 1 :]
+    os.environ["TORCHTITAN_ACTOR_TOKEN"] = "x"
+    try:
+        parsed = parse_arguments(arguments)
+    finally:
+        del os.environ["TORCHTITAN_ACTOR_TOKEN"]
+    assert (parsed.engine, parsed.model, parsed.port, parsed.dtype) == (engine, str(model), 8123, "bfloat16")
+    assert parsed.passed == ["--seed", "3", "--some-json", '{"a": 1}']
+    # The token is no part of a command line, which everybody can read.
+    assert "x" not in arguments and parsed.token_env == "TORCHTITAN_ACTOR_TOKEN"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "/nowhere"], "must be a Hugging Face checkpoint directory"),
+        (["--model"], "--model needs a value"),
+        ([], "--model (nothing)"),
+        (["--model", "MODEL", "--host", "0.0.0.0"], "lets other machines in: set TORCHTITAN_ACTOR_TOKEN"),
+    ],
+)
+def test_a_server_that_cannot_or_must_not_be_started(words: list[str], said: str, model: Path) -> None:
+    given = [str(model) if word == "MODEL" else word for word in words]
+    done = run([ROOT / "scripts/launch_vllm_server.sh", "--dry-run", *given])
+    assert done.returncode == 2 and said in done.stderr
+
+
+SRUN = """#!/usr/bin/env python3
+# Notes its words, and stays until it is told to go where it runs a server.
+import os, signal, sys, time
+with open(os.environ["CALLS"], "a") as file:
+    file.write(repr([sys.argv[1:], os.environ.get("TORCHTITAN_ACTOR_TOKEN", "")]) + "\\n")
+if any("launch_" in word for word in sys.argv):
+    def leave(*_):
+        with open(os.environ["CALLS"], "a") as file:
+            file.write("stopped\\n")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, leave)
+    time.sleep(60)
+time.sleep(1.5)
+sys.exit(int(os.environ.get("SRUN_EXIT", "0")))
+"""
+
+
+def slurm(folder: Path, words: list[str], **environment: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    """Run the batch script with an srun that only notes its words; what was noted."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "srun").write_text(SRUN)
+    (programs / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    variables = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+        "PYTHON": sys.executable,
+        "LOG_FOLDER": str(folder / "logs"),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "gpu1,gpu2,gpu3",
+        "GPUS_PER_NODE": "4",
+    }
+    done = run(["bash", ROOT / "scripts/grpo_multinode.slurm", *words], **{**variables, **environment})
+    calls = folder / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return done, [line if line == "stopped" else eval(line) for line in lines]
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    file = tmp_path / "job.toml"
+    batch = "global_batch_size = 64\nseq_len = 64\ntokens_per_micro_batch = 256"
+    file.write_text(
+        f'[model]\nhf_assets_path = "{model}"\n[training]\n{batch}\n[rollout]\nmax_completion_tokens = 32\n'
+        "[grpo]\nrecompute_old_log_probs = true\n"
+    )
+    return file
+
+
+def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, model: Path, config: Path) -> None:
+    done, calls = slurm(
+        tmp_path, ["--training.steps", "9"], CONFIG_FILE=str(config), MODEL=str(model), TRAIN_NODES="2",
+        SERVERS_PER_NODE="2", ENGINE="sglang", ENGINE_ARGS="--seed 3", AGENT_ARGS="--dtype bfloat16",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # The servers' steps are told to end when the training has, and nothing else is.
+    assert calls.count("stopped") == 2
+    words = [call for call in calls if call != "stopped"]
+    assert len({token for _, token in words}) == 1 and len(words[0][1]) > 20
+    servers = sorted(
+        (one for one, _ in words if "scripts/launch_sglang_server.sh" in one),
+        key=lambda one: one[one.index("--port") + 1],
+    )
+    for number, one in enumerate(servers):
+        assert one[one.index("--nodelist") + 1] == one[one.index("--host") + 1] == "gpu3"
+        assert one[one.index("--port") + 1] == str(8000 + number)
+        assert f"CUDA_VISIBLE_DEVICES={['0,1', '2,3'][number]}" in one
+        assert one[one.index("--tensor-parallel-size") + 1] == "2"
+        assert one[-2:] == ["--seed", "3"] and one[one.index("--dtype") + 1] == "bfloat16"
+    (training,) = [one for one, _ in words if "torchtitan.grpo_train" in one]
+    assert training[training.index("--nodelist") + 1] == "gpu1,gpu2"
+    assert training[training.index("--nnodes") + 1] == "2" and training[training.index("--nproc-per-node") + 1] == "4"
+    assert training[training.index("--rdzv-endpoint") + 1] == "gpu1:29400"
+    options = training[training.index("torchtitan.grpo_train") + 1 :]
+    assert options[options.index("--inference.servers") + 1] == "slurm:gpu3:8000-8001"
+    assert options[-2:] == ["--training.steps", "9"] and options[options.index("--weight_sync.host") + 1] == "gpu1"
+
+
+def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
+    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), MODEL=str(model), SRUN_EXIT="7")
+    assert done.returncode == 7 and calls.count("stopped") == 1
+
+
+def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path) -> None:
+    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), TRAIN_NODES="3")
+    assert done.returncode == 0, done.stderr
+    ((training, token),) = calls
+    assert training[training.index("--nodes") + 1] == "3" and "--inference.servers" not in training and token == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        (["--grpo.group_size", "7"], {}, "group_size = 7"),
+        ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4, and the allocation has 3"),
+        ([], {"SERVERS_PER_NODE": "3"}, "does not divide GPUS_PER_NODE=4"),
+        ([], {"MODEL": ""}, "MODEL"),
+    ],
+)
+def test_mistakes_end_the_job_before_anything_is_started(
+    words: list[str], environment: dict[str, str], said: str, tmp_path: Path, model: Path, config: Path
+) -> None:
+    done, calls = slurm(tmp_path, words, **{"CONFIG_FILE": str(config), "MODEL": str(model), **environment})
+    assert done.returncode != 0 and said in done.stderr and calls == []
+
+
+def test_nothing_is_ever_killed_by_its_name() -> None:
+    for script in (*SCRIPTS, ROOT / "scripts/grpo_multinode.slurm"):
+        text = script.read_text()
+        assert not any(word in text for word in ("pkill", "killall", "kill -9", "-KILL")), script
+
+
+def write_run(folder: Path, rates: list[float], events: list[dict[str, Any]], probes: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "policy_version": step, "tokens_per_s": rate, "inference/probed_version": probes * (step - 1.0)}
+        for step, rate in enumerate(rates, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = {"kind": "weights_probed", "actor": "actor-0", "version": 0, "difference": 1e-6}
+    broken = {"kind": "parity_guard_failed", "reason": "KeyError(3)"}
+    differs = {"kind": "weights_differ", "actor": "actor-0", "version": 3, "difference": 0.4}
+    waiting = write_run(tmp_path / "waiting", [1, 1, 1, 100, 100, 110, 90, 100, 100, 100], [probed])
+    for name, rates, events, least, code, said in (
+        ("faster", [1, 1, 150, 150, 150], [probed], 1.0, 0, "gain of not waiting: 1.50×"),
+        ("slower", [90] * 5, [probed], 1.0, 1, "0.90× (at least 1: NO)"),
+        ("slower is allowed", [90] * 5, [probed], 0.0, 0, "weights right"),
+        ("stale", [150] * 5, [probed, differs], 1.0, 1, "actor-0 did not hold version 3"),
+        ("no guard", [150] * 5, [probed, broken], 1.0, 1, "the comparison failed: KeyError(3)"),
+        ("the first only", [150] * 5, [probed], 1.0, 1, "no version after the first"),
+        ("never asked", [150] * 5, [], 1.0, 1, "no actor was ever compared"),
+    ):
+        rates = [float(rate) for rate in rates]
+        run_folder = write_run(tmp_path / name, rates, events, probes=name != "the first only")
+        arguments = ["--waiting", str(waiting), "--not-waiting", str(run_folder), "--least-gain", str(least)]
+        assert judge(arguments) == code, name
+        assert said in capsys.readouterr().out
+
+
+def test_started_engines_get_the_gpus_that_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    config.inference.backend, config.inference.tensor_parallel_size = "vllm", 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6,7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
+    assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["2,3", "6,7"]
+    with pytest.raises(UserError, match="2 ranks and 2 engines on 2 GPUs each need 6 GPUs, and there are 5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6")
+        engine_devices(config, 1)
+    config.weight_sync.route = "engine"  # its agent is a rank of the engine's group
+    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "2,3,6"}
+    config.weight_sync.route = "auto"
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
+    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert engine_devices(config, 0) == {}
+    config.inference.backend = "embedded"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert engine_devices(config, 0) == {}

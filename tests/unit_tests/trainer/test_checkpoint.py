@@ -1,0 +1,264 @@
+"""Checkpoints: bit-identical resume, atomicity, limits on what is read back, other layouts."""
+
+from __future__ import annotations
+
+import enum
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed_launcher import run_distributed
+from tests.patience import PATIENCE_S
+from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
+from torchtitan.errors import UserError
+from torchtitan.trainer import checkpoint_folder
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+
+
+class Policy(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, width)
+        self.outer = nn.Linear(width, 3)
+        self.dropout = nn.Dropout(0.5)  # makes training depend on the random state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.dropout(self.inner(x).tanh()))
+
+
+class Run:
+    """A tiny training run whose every bit depends on everything that a checkpoint holds."""
+
+    def __init__(self, run_dir: Path, seed: int = 0, width: int = 6, **settings: object) -> None:
+        torch.manual_seed(seed)
+        self.policy = Policy(width)
+        self.attach(run_dir, **settings)
+
+    def attach(self, run_dir: Path, **settings: object) -> None:
+        self.optimizer = build_optimizer(self.policy, Optimizer(lr=0.05, weight_decay=0.1))
+        self.scheduler = build_lr_scheduler(
+            self.optimizer, LRScheduler(warmup_steps=3, decay_type="cosine"), total_batches=20
+        )
+        config = Checkpoint(enable=True, interval=2, **settings)  # type: ignore[arg-type]
+        self.checkpointer = Checkpointer(config, run_dir, self.policy, self.optimizer, self.scheduler)
+
+    def train(self, steps: int, without_dropout: bool = False) -> list[float]:
+        self.policy.train(not without_dropout)
+        losses = []
+        for _ in range(steps):
+            loss = self.policy(torch.randn(4, 5)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, step: int) -> None:
+        self.checkpointer.save(step, step, {"position": step * 10}, rollout=b"unused groups \x00\xff")
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_resumed_run_is_bit_identical(tmp_path: Path, async_mode: str) -> None:
+    run = Run(tmp_path, async_mode=async_mode)
+    run.train(3)
+    run.save(3)
+    expected = run.train(4)  # in async mode the save goes on meanwhile
+    run.checkpointer.close()
+    resumed = Run(tmp_path, seed=99)
+    restored = resumed.checkpointer.load()
+    assert (restored.step, restored.version, restored.data) == (3, 3, {"position": 30})
+    assert restored.rollout == b"unused groups \x00\xff"
+    assert resumed.train(4) == expected
+    for ours, theirs in zip(resumed.policy.parameters(), run.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.checkpointer.save(0, 0, {})
+    expected = run.train(3)
+    resumed = Run(tmp_path, seed=99)
+    assert resumed.checkpointer.load().rollout is None
+    assert resumed.train(3) == expected
+
+
+def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, async_mode="async")
+    run.train(2)
+    expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
+    go_on = threading.Event()
+    begin = checkpoint_folder.begin
+    monkeypatch.setattr(checkpoint_folder, "begin", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
+    run.save(2)
+    run.train(3)  # changes every parameter before anything is written
+    assert checkpoint_folder.whole_steps(run.checkpointer.folder) == []
+    go_on.set()
+    run.checkpointer.wait()
+    resumed = Run(tmp_path, seed=1)
+    resumed.checkpointer.load()
+    for ours, theirs in zip(resumed.policy.parameters(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_latest_k=2)
+    saved = {}
+    for step in (1, 2, 3):
+        run.train(1)
+        run.save(step)
+        saved[step] = run.policy.inner.weight.detach().clone()
+    folder = run.checkpointer.folder
+    assert checkpoint_folder.whole_steps(folder) == [2, 3]
+    with pytest.raises(UserError, match=r"no whole checkpoint of step 1 .*there are: \[2, 3\]"):
+        Run(tmp_path).checkpointer.load(1)
+    resumed = Run(tmp_path, keep_latest_k=2)
+    assert resumed.checkpointer.load(2).step == 2
+    assert torch.equal(resumed.policy.inner.weight, saved[2])
+    # The way not taken must not be what the next resume finds as the newest.
+    assert checkpoint_folder.whole_steps(folder) == [2]
+    assert (folder / "abandoned-step-3" / "state.json").is_file()
+
+
+def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_latest_k=1)
+    run.train(1)
+    run.save(1)
+    folder = run.checkpointer.folder
+    for name in ("step-7.tmp", "step-9", "step-5.removed"):  # cut off: while writing, without marker, while deleting
+        (folder / name).mkdir()
+        (folder / name / "state.json").write_text("{}")
+    assert checkpoint_folder.whole_steps(folder) == [1]
+    assert Run(tmp_path).checkpointer.load().step == 1
+    assert [entry.name for entry in folder.iterdir()] == ["step-1"]
+
+
+def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("disabled", "async"):
+        run = Run(tmp_path / mode, keep_latest_k=1, async_mode=mode)
+        run.train(1)
+        run.save(1)
+        run.checkpointer.wait()
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError("No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("torchtitan.trainer.checkpoint.FileSystemWriter.write_data", fail)
+            with pytest.raises(UserError, match="No space left"):
+                run.save(2)
+                run.checkpointer.wait()
+        assert checkpoint_folder.whole_steps(run.checkpointer.folder) == [1]
+        run.save(2)  # the next attempt is not stopped by the remains of the failed one
+        run.checkpointer.wait()
+        assert checkpoint_folder.whole_steps(run.checkpointer.folder) == [2]
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    run.save(1)
+    with pytest.raises(UserError, match=r"another model: model.inner.weight should have shape \[7, 5\], found .*6, 5"):
+        Run(tmp_path, width=7).checkpointer.load()
+    with pytest.raises(UserError, match="no whole checkpoint in"):
+        Run(tmp_path / "elsewhere").checkpointer.load()
+
+
+class Payload:
+    """Is pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self._call
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_an_older_python_is_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    path = run.checkpointer.folder / "step-1" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    with path.open("wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert Run(tmp_path, seed=1).checkpointer.load() is not None
+    path.write_bytes(pickle.dumps(Payload(getattr, type(metadata), "__init__")))
+    with pytest.raises(UserError, match="'__init__' of .* has no place"):
+        Run(tmp_path).checkpointer.load()
+
+
+def test_a_crafted_pickle_is_not_executed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    metadata = run.checkpointer.folder / "step-1" / ".metadata"
+    metadata.write_bytes(pickle.dumps(Payload(Path.touch, tmp_path / "executed")))
+    with pytest.raises(UserError, match="cannot be read"):
+        Run(tmp_path).checkpointer.load()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_due_and_repeated_saves(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert [step for step in range(5) if run.checkpointer.due(step)] == [2, 4]
+    run.save(2)
+    written = (run.checkpointer.folder / "step-2" / checkpoint_folder.MARKER).stat().st_mtime_ns
+    run.save(2)
+    marker = run.checkpointer.folder / "step-2" / checkpoint_folder.MARKER
+    assert marker.stat().st_mtime_ns == written and json.loads(marker.read_text())["ranks"] == 1
+
+
+def sharded_run(run_dir: str) -> dict[str, list]:
+    """On every rank: train with FSDP2, save in the background, go on; resume in the same layout and go on alike."""
+    from torch.distributed.fsdp import fully_shard
+
+    def build() -> Run:
+        run = Run.__new__(Run)
+        torch.manual_seed(0)
+        run.policy = Policy(width=7)  # does not divide by two
+        fully_shard(run.policy)
+        run.policy.set_force_sum_reduction_for_comms(True)
+        run.attach(Path(run_dir), async_mode="async")
+        return run
+
+    def full(run: Run) -> dict[str, list]:
+        return {name: parameter.full_tensor().tolist() for name, parameter in run.policy.named_parameters()}
+
+    run = build()
+    run.train(3, without_dropout=True)
+    run.save(3)
+    run.train(2, without_dropout=True)
+    run.checkpointer.close()
+    expected = full(run)
+    resumed = build()
+    restored = resumed.checkpointer.load()
+    assert (restored.rollout is not None) == (resumed.checkpointer.rank == 0)
+    resumed.train(2, without_dropout=True)
+    assert full(resumed) == expected
+    return expected
+
+
+def test_two_ranks_to_one(tmp_path: Path) -> None:
+    first, second = run_distributed("tests.unit_tests.trainer.test_checkpoint:sharded_run", 2, run_dir=str(tmp_path))
+    assert first == second
+    single = Run(tmp_path, seed=5, width=7)
+    assert single.checkpointer.load().step == 3
+    single.train(2, without_dropout=True)
+    for name, parameter in single.policy.named_parameters():
+        torch.testing.assert_close(parameter.detach(), torch.tensor(first[name]), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,231 @@
+"""Passes over a batch: how many optimizer steps, against which log-probs, on which tokens, in which gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from tests.distributed_launcher import run_distributed
+from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import full_tensor
+from torchtitan.grpo.loss import FixedLogProbs
+from torchtitan.models import fused_head
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.parallelize import build_policy
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference_policy import build_reference
+
+SHARE = 0.4
+
+
+def run_config(checkpoint: str | Path) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = str(checkpoint)
+    config.optimizer.lr = 1e-3
+    config.training.tokens_per_micro_batch = 40
+    config.rollout.max_completion_tokens = LONGEST
+    return config
+
+
+def inner_steps(config: JobConfig, iterations: int) -> JobConfig:
+    config.grpo.recompute_old_log_probs = True
+    config.grpo.num_minibatches, config.grpo.num_iterations = 2, iterations
+    config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+    return config
+
+
+class SpiedTrainer(PolicyTrainer):
+    """Remembers what every optimizer step was given."""
+
+    def __init__(self, config: JobConfig):
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        policy = build_policy(config, dims)
+        optimizer = build_optimizer(policy, config.optimizer)
+        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 10)
+        reference = build_reference(config, dims, policy) if config.grpo.kl_coefficient else None
+        super().__init__(config, policy, optimizer, scheduler, dims, device.device(), reference)
+        self.given: list[tuple[list[MicroBatch], list[FixedLogProbs]]] = []
+
+    def _forward_backward(
+        self, part: list[MicroBatch], fixed: list[FixedLogProbs], *others: Any, **named: Any
+    ) -> torch.Tensor:
+        self.given.append((part, fixed))
+        return super()._forward_backward(part, fixed, *others, **named)
+
+    def train(self, seed: int) -> dict[str, float | None]:
+        return self.train_batch(make_batch(seed), lambda: True, lambda: None).metrics
+
+
+def test_iterations_repeat_the_minibatches_with_old_log_probs_of_the_start(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    trainer = SpiedTrainer(inner_steps(run_config(tiny_checkpoint()), iterations=3))
+    untrained = build_policy(trainer.config, trainer.dims)
+    steps: list[float] = []
+    trainer.optimizer.register_step_post_hook(
+        lambda *_: steps.append(trainer.policy.model.norm.weight.detach().sum().item())
+    )
+    metrics = trainer.train(0)
+    assert len(steps) == len(set(steps)) == metrics["optimizer_steps"] == 3 * 2
+    for place, (part, fixed) in enumerate(trainer.given):
+        first, _ = trainer.given[place % 2]
+        assert part is first and (place == 0 or part is not trainer.given[place - 1][0])
+        for micro_batch, known in zip(part, fixed, strict=True):
+            with torch.no_grad():
+                expected, _ = trainer._forward(untrained, micro_batch)
+            assert known.old is not None and torch.equal(known.old, expected)
+
+
+def train_with_everything(checkpoint: str) -> dict[str, Any]:
+    """Two batches in this process's layout, with a reference that follows and tokens of high entropy only."""
+    config = inner_steps(run_config(checkpoint), iterations=2)
+    config.grpo.entropy_top_share = SHARE
+    config.grpo.kl_coefficient, config.grpo.reference_ema_decay = 0.1, 0.5
+    trainer = SpiedTrainer(config)
+    names = ("loss", "grad_norm", "reference_kl", "entropy", "ratio/max", "mismatch_kl/max")
+    figures = [[metrics[name] for name in names] for metrics in (trainer.train(0), trainer.train(1))]
+    trained: list[tuple[float, float]] = []
+    for part, fixed in trainer.given[:2]:
+        for micro_batch, known in zip(part, fixed, strict=True):
+            assert known.trained is not None
+            # No two tokens have the same: their names.
+            trained += zip(micro_batch.behaviour_log_probs.tolist(), known.trained.tolist(), strict=True)
+    assert trainer.reference is not None
+    tokens = torch.arange(3, 23)
+    with torch.no_grad():
+        log_probs, _ = trainer.reference.policy(tokens[:-1], PackedLayout([19]), tokens[1:])
+    return {"figures": figures, "trained": trained, "reference": log_probs.tolist()}
+
+
+def test_two_ranks_train_the_same_tokens_and_follow_alike(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = str(tiny_checkpoint())
+    alone = train_with_everything(checkpoint)
+    ranks = run_distributed(
+        "tests.unit_tests.trainer.test_policy_trainer:train_with_everything", 2, checkpoint=checkpoint
+    )
+    counts = [len(rank["trained"]) for rank in ranks]
+    assert counts[0] != counts[1]
+    assert sorted(map(tuple, ranks[0]["trained"] + ranks[1]["trained"])) == sorted(alone["trained"])
+    for rank in ranks:
+        for found, expected in zip(rank["figures"], alone["figures"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert rank["reference"] == pytest.approx(alone["reference"], abs=1e-4)
+    # The first loss of all is without divergence; the reference has followed, but is not there yet.
+    assert alone["figures"][1][2] > 1e-6
+    entropies = entropy_of_tokens(checkpoint)
+    kept = [entropies[name] for name, flag in alone["trained"] if flag]
+    left_out = [entropies[name] for name, flag in alone["trained"] if not flag]
+    assert len(left_out) == int((1 - SHARE) * len(entropies)) and min(kept) >= max(left_out)
+
+
+def entropy_of_tokens(checkpoint: str) -> dict[float, float]:
+    trainer = SpiedTrainer(run_config(checkpoint))
+    found: dict[float, float] = {}
+    for micro_batch in trainer._pack(make_batch(0).samples, 0):
+        with torch.no_grad():
+            _, entropy = trainer._forward(trainer.policy, micro_batch)
+        found |= dict(zip(micro_batch.behaviour_log_probs.tolist(), entropy.tolist(), strict=True))
+    return found
+
+
+class Gradients:
+    """What the head's backward returns for its weight, where the weight's gradient lies meanwhile, and the result."""
+
+    def __init__(self, trainer: PolicyTrainer):
+        self.returned: list[bool] = []
+        self.places: list[int] = []
+        self.result = torch.zeros(0)
+        self.weight = trainer.policy.lm_head.weight
+        trainer.policy.register_forward_hook(self._forward)
+        trainer.optimizer.register_step_pre_hook(self._step)
+
+    def _forward(self, policy: Decoder, _: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        outputs[0].grad_fn.register_hook(self._backward)
+
+    def _backward(self, gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+        self.returned.append(any(one is not None and one.shape == self.weight.shape for one in gradients))
+        if self.weight.grad is not None:
+            self.places.append(self.weight.grad.data_ptr())
+
+    def _step(self, *_: Any) -> None:
+        self.places.append(self.weight.grad.data_ptr())
+        self.result = self.weight.grad.clone()
+
+
+def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
+    """One batch of several micro-batches; how often gradients were reduced, and what came of it."""
+    config = run_config(checkpoint)
+    config.parallelism.fsdp_reduce_gradients = reduce  # type: ignore[assignment]
+    trainer = SpiedTrainer(config)
+    places: list[bool] = []
+    find = fused_head._places
+
+    def spied(*arguments: Any) -> list[torch.Tensor | None]:
+        found = find(*arguments)
+        places.append(any(place is not None for place in found))
+        return found
+
+    with (
+        mock.patch.object(fused_head, "_places", spied),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,
+    ):
+        metrics = trainer.train(0)
+    groups = 1 + len(trainer.policy.model.layers)
+    norm = full_tensor(trainer.policy.model.embed_tokens.weight.detach()).norm().item()
+    return {
+        "micro_batches": len(trainer.given[0][0]),
+        "reductions": reductions.call_count / groups,
+        "in_place": places,
+        "figures": [metrics["loss"], metrics["grad_norm"], norm],
+    }
+
+
+def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = str(tiny_checkpoint())
+    alone = train_counting_reductions(checkpoint, "micro_batch")
+    function = "tests.unit_tests.trainer.test_policy_trainer:train_counting_reductions"
+    # The loss is what is left of a sum of terms of both signs and of size 1: there is no share of it to be off by.
+    tokens = sum(len(sample.completion_ids) for sample in make_batch(0).samples)
+    rounding = 4 * torch.finfo(torch.float32).eps * math.sqrt(tokens)
+    for reduce in ("micro_batch", "optimizer_step"):
+        for rank in run_distributed(function, 2, checkpoint=checkpoint, reduce=reduce):
+            several, once = rank["micro_batches"], reduce == "optimizer_step"
+            assert several >= 2 and rank["reductions"] == (1 if once else several)
+            # A gradient that stays on its rank is there for the next micro-batch to be added to.
+            assert rank["in_place"] == [once and place > 0 for place in range(several)]
+            assert rank["figures"][0] == pytest.approx(alone["figures"][0], rel=0, abs=rounding)
+            assert rank["figures"][1:] == pytest.approx(alone["figures"][1:], rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_default_run_adds_to_the_heads_gradient_in_place(
+    tiny_checkpoint: Callable[..., Path], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default sequences are masked in direct mode, so the head takes two passes."""
+    checkpoint = tiny_checkpoint("qwen3", tied)
+    trainer = SpiedTrainer(run_config(checkpoint))
+    ours = Gradients(trainer)
+    trainer.train(0)
+    assert len(trainer.given[0][0]) >= 2
+    # Only the first micro-batch's backward makes a gradient.
+    assert ours.returned == [True] + [False] * (len(ours.returned) - 1) and len(set(ours.places)) == 1
+    monkeypatch.setattr(fused_head, "_places", lambda weights, needed: [None] * len(weights))
+    trainer = SpiedTrainer(run_config(checkpoint))
+    separate = Gradients(trainer)
+    trainer.train(0)
+    assert all(separate.returned) and separate.result.abs().max() > 0
+    torch.testing.assert_close(ours.result, separate.result, rtol=1e-5, atol=1e-7)

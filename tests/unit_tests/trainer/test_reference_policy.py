@@ -1,0 +1,172 @@
+"""The second policy that a KL term compares with: frozen, following, offloaded, in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
+from torchtitan.config.job_config import JobConfig, Lora
+from torchtitan.distributed import device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import full_tensor
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.memory import MemoryEstimate
+from torchtitan.models.parallelize import build_policy
+from torchtitan.preflight.plan import make_plan
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference_policy import Reference, ReferencePolicy, build_reference
+
+
+@pytest.fixture
+def config(tiny_checkpoint: Callable[..., Path]) -> Iterator[JobConfig]:
+    config = JobConfig()
+    config.model.hf_assets_path = str(tiny_checkpoint("qwen3", tied=True))
+    config.grpo.kl_coefficient = 0.1
+    config.grpo.geometric_mask_low = config.grpo.geometric_mask_high = 0.0
+    config.optimizer.lr = 1e-2
+    config.rollout.max_completion_tokens = LONGEST
+    yield config
+    # Offloading made a process group.
+    device.shutdown()
+
+
+def build(config: JobConfig) -> tuple[Decoder, Reference, PolicyTrainer]:
+    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
+    policy = build_policy(config, dims)
+    reference = build_reference(config, dims, policy)
+    assert isinstance(reference, ReferencePolicy)
+    optimizer = build_optimizer(policy, config.optimizer)
+    scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 10)
+    return policy, reference, PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device(), reference)
+
+
+def weights(policy: Decoder) -> dict[str, torch.Tensor]:
+    return {name: full_tensor(one.detach()).clone() for name, one in policy.named_parameters()}
+
+
+@torch.no_grad()
+def change(policy: Decoder, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for one in policy.parameters():
+        one += 0.05 * torch.randn(one.shape, generator=generator).to(one.device)
+
+
+@torch.no_grad()
+def log_probs(policy: Decoder) -> torch.Tensor:
+    tokens = torch.arange(3, 33, device=device.device())
+    found: torch.Tensor = policy(tokens[:-1], PackedLayout([29], device.device()), tokens[1:])[0]
+    return found
+
+
+def test_divergence_is_zero_until_the_policy_moves(config: JobConfig) -> None:
+    policy, reference, trainer = build(config)
+    before = weights(policy)
+    divergences = [
+        trainer.train_batch(make_batch(seed), lambda: True, lambda: None).metrics["reference_kl"] for seed in (0, 1)
+    ]
+    assert divergences[0] == 0.0 and divergences[1] is not None and divergences[1] > 1e-4
+    for name, one in reference.policy.named_parameters():
+        assert torch.equal(one, before[name]) and one.grad is None and not one.requires_grad
+    assert not torch.equal(policy.model.norm.weight, before["model.norm.weight"])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_follows_as_an_average_in_float64_does(config: JobConfig, offload: bool) -> None:
+    config.grpo.reference_ema_decay, config.grpo.reference_sync_interval = 0.8, 2
+    config.grpo.reference_cpu_offload = offload
+    policy, reference, _ = build(config)
+    expected = {name: one.double() for name, one in weights(policy).items()}
+    for version in range(1, 7):
+        change(policy, version)
+        # As in training: a forward comes before.
+        log_probs(reference.policy)
+        reference.follow(policy, version)
+        for name, one in weights(policy).items():
+            if version % 2 == 0:
+                expected[name] = 0.8 * expected[name] + 0.2 * one.double()
+    assert reference.follows
+    for name, one in weights(reference.policy).items():
+        torch.testing.assert_close(one.double(), expected[name].to(one.device), rtol=1e-5, atol=1e-6)
+    # What is asked is what has followed.
+    with torch.no_grad():
+        for name, one in policy.named_parameters():
+            one.copy_(expected[name])
+    torch.testing.assert_close(log_probs(reference.policy), log_probs(policy), rtol=1e-4, atol=1e-4)
+
+
+def estimate(config: JobConfig) -> MemoryEstimate:
+    memory = make_plan(config, 1).memory
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "second"),
+    [
+        ({}, True),
+        ({"rank": 4}, False),
+        ({"rank": 4, "modules_to_save": ["norm", "down_proj"]}, True),
+        ({"rank": 4, "modules_to_save": ["norm", "down_proj"], "base_bits": 4}, True),
+    ],
+    ids=["whole", "adapters", "adapters and modules", "four bits"],
+)
+def test_plan_counts_its_bytes(config: JobConfig, layout: dict[str, Any], second: bool, offload: bool) -> None:
+    config.lora = Lora(target_modules=["q_proj", "up_proj"], **layout)
+    config.grpo.reference_cpu_offload = offload
+    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
+    policy = build_policy(config, dims)
+    shared = {id(one) for one in policy.parameters()}
+    reference = build_reference(config, dims, policy).policy
+    planned = estimate(config)
+    assert planned.reference == sum(one.nbytes for one in reference.parameters() if id(one) not in shared)
+    assert (planned.reference > 0) == second
+    config.grpo.kl_coefficient = 0.0
+    alone = estimate(config)
+    assert alone.reference == 0
+    # What lies in host memory comes to the device in units.
+    assert (planned.gathered > alone.gathered) == (second and offload)
+
+
+def test_offloaded_reference_says_the_same(config: JobConfig) -> None:
+    _, here, _ = build(config)
+    config.grpo.reference_cpu_offload = True
+    policy, offloaded, _ = build(config)
+    for _ in range(2):
+        assert torch.equal(log_probs(offloaded.policy), log_probs(here.policy))
+        # Nothing is left gathered after a forward.
+        assert all(isinstance(one, DTensor) and one.device.type == "cpu" for one in offloaded.policy.parameters())
+    assert not any(isinstance(one, DTensor) for one in policy.parameters())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reference_that_follows_comes_back_from_a_checkpoint(
+    config: JobConfig, tmp_path: Path, offload: bool
+) -> None:
+    config.grpo.reference_ema_decay, config.grpo.reference_cpu_offload = 0.5, offload
+
+    def attach() -> tuple[Decoder, Reference, Checkpointer]:
+        policy, reference, trainer = build(config)
+        parts = policy, trainer.optimizer, trainer.scheduler, reference.policy
+        return policy, reference, Checkpointer(config.checkpoint, tmp_path, *parts)
+
+    policy, reference, checkpointer = attach()
+    change(policy, 1)
+    log_probs(reference.policy)
+    reference.follow(policy, 1)
+    checkpointer.save(1, 1, {})
+    _, restored, other = attach()
+    other.load()
+    for name, one in weights(restored.policy).items():
+        assert torch.equal(one, weights(reference.policy)[name])
+        assert not torch.equal(one, weights(policy)[name])

@@ -1,0 +1,109 @@
+"""Operations of a batch against torch's own count of what is really computed, and their share of a device's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.unit_tests.trainer.test_gradient_independence import make_batch
+from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
+from torchtitan.config.job_config import Lora
+from torchtitan.distributed import device
+from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.model_args import ModelArgs
+from torchtitan.rollout.types import Sample
+from torchtitan.trainer.throughput import Passes, model_flops, throughput
+
+PRODUCTS = ("mm", "addmm", "_foreach_mm")
+
+
+@pytest.fixture(autouse=True)
+def without_tokens_that_fill_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens that fill a pack up to whole rows of a kernel would count in packs as small as these."""
+    monkeypatch.setattr("torchtitan.models.decoder.invariant_sizes", lambda *_: InvariantSizes())
+
+
+def products(counter: FlopCounterMode) -> int:
+    """Operations of products with weights."""
+    counted = counter.get_flop_counts()["Global"]
+    return sum(count for name, count in counted.items() if str(name).split(".")[-1] in PRODUCTS)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., Path], scored: bool) -> None:
+    config = run_config(tiny_checkpoint())
+    # Logits that are computed again to save memory would be counted again.
+    config.model.logprob_head = "full"
+    config.grpo.recompute_old_log_probs = scored
+    trainer, batch = SpiedTrainer(config), make_batch(0)
+    with FlopCounterMode(display=False) as counter:
+        metrics = trainer.train_batch(batch, lambda: True, lambda: None).metrics
+    flops = model_flops(trainer.policy.args, batch.samples, trainer._passes())
+    attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
+    # The head leaves out tokens without weight.
+    assert flops - attention == pytest.approx(products(counter), rel=0.02)
+    assert metrics["tflops_per_rank"] == pytest.approx(flops / metrics["time/train_s"] / 1e12)
+    assert "mfu" not in metrics
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: Callable[..., Path], tied: bool) -> None:
+    def count(*saved: str) -> tuple[int, float]:
+        """(what torch counts without the adapters' own products, what we do without attention)"""
+        config = run_config(tiny_checkpoint("qwen3", tied=tied))
+        config.model.logprob_head = "full"
+        # Trained norms cost nothing here, but have gradients go through all of the first layer.
+        config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
+        trainer, batch = SpiedTrainer(config), make_batch(0)
+        with FlopCounterMode(display=False) as counter:
+            trainer.train_batch(batch, lambda: True, lambda: None)
+        args, samples = trainer.policy.args, batch.samples
+        tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
+        adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens
+        flops = model_flops(args, samples, trainer._passes())
+        return products(counter) - adapters, flops - attention_flops(args, samples, 3)
+
+    torch_alone, ours_alone = count()
+    assert ours_alone == pytest.approx(torch_alone, rel=0.02)
+    heads: list[list[str]] = [] if tied else [["lm_head"]]
+    for saved in (["v_proj", "down_proj"], ["norm", "embed_tokens"], *heads):
+        by_torch, ours = count(*saved)
+        assert ours == pytest.approx(by_torch, rel=0.02)
+        assert ours - ours_alone == pytest.approx(by_torch - torch_alone, rel=0.02)
+
+
+def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> float:
+    """Scores and weighted values, each a product of 2 operations per element, over half of a square (causal)."""
+    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
+    square = sum(length**2 for length in lengths) / 2
+    return forwards * args.num_hidden_layers * args.num_attention_heads * args.head_dim * square * 2 * 2
+
+
+def test_a_public_model_by_hand() -> None:
+    """Qwen3 8B: 6 operations per weight and token, and those of attention."""
+    args = ModelArgs(
+        family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    sample = Sample([1] * 1025, [1] * 3072, [], [], "stop", 0.0)
+    weights = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288) * 4096 + 151936 * 4096 * 3072
+    trained = model_flops(args, [sample], Passes(1))
+    assert trained == 6 * weights + attention_flops(args, [sample], 3)
+    # With adapters alone trained, backward needs no gradients of weights.
+    assert trained - model_flops(args, [sample], Passes(1, updated=())) == 2 * weights
+    assert model_flops(args, [sample], Passes(2, 1)) == pytest.approx(trained * 7 / 3)
+
+
+def test_share_of_the_peak() -> None:
+    assert throughput(4e15, 2.0, 4, 1e15) == {"tflops_per_rank": 500.0, "mfu": 0.5}
+    assert throughput(4e15, 2.0, 4, None) == {"tflops_per_rank": 500.0} and throughput(1.0, 0.0, 1, None) == {}
+    names = {
+        "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA H20": 148e12,
+        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GB200": 2500e12, "NVIDIA B200": 2250e12,
+        "NVIDIA H200 NVL": 835e12, "NVIDIA GH200 480GB": 989e12, "Tesla T4": None, "NVIDIA RTX A1000": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    }  # fmt: skip
+    assert {name: device._peak_of(name) for name in names} == names

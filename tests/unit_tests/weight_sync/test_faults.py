@@ -1,0 +1,176 @@
+"""Fault injection: what is read and refused, when a fault strikes and how often, and what it does to a process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.patience import PATIENCE_S
+from torchtitan.errors import ConfigError
+from torchtitan.preflight.loading import parse_command_line
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.faults import Fault, FaultError
+
+ROOT = Path(__file__).parents[3]
+
+
+def switch(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    monkeypatch.setenv(faults.VARIABLE, ";".join(texts))
+    faults._plans.clear()  # each test counts for itself
+
+
+def in_a_process(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from torchtitan.weight_sync import faults\n{program}"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    assert faults.active() == "" and faults.at("send", version=1) == frozenset()
+    assert faults.bytes_per_second(version=1, actor="a", rank=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("explode:phase=send", "there is no action 'explode', only delay, drop"),
+        ("kill:phase=lunch", "phase must be one of snapshot, checksum"),
+        ("kill", "phase must be one of"),
+        ("corrupt:phase=apply", "corrupt happens in phase write or send or relay or receive, not in apply"),
+        ("kill:phase=apply,rank=0", "takes actor, name, probability, times, version, but no rank"),
+        ("kill:phase=apply,version=three", "invalid literal"),
+        ("kill:phase=apply,version", "is not a key=value"),
+        ("kill:phase=apply,version=1,version=2", "is not a key=value that was not there before"),
+        ("kill:phase=apply,probability=2", "probability must be 0 to 1"),
+        ("kill:phase=apply,times=0", "times at least 1"),
+        ("freeze:phase=apply,seconds=nan", "seconds 0 to"),
+        ("delay:phase=apply", "delay needs seconds"),
+        ("throttle:actor=a", "throttle needs bytes_per_s"),
+        ("throttle:bytes_per_s=5,times=3", "but no times"),
+        ("seed=x", "invalid literal"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(text: str, message: str) -> None:
+    with pytest.raises(FaultError, match=message):
+        faults.parse([text])
+
+
+def test_versions_and_usual_phases() -> None:
+    seed, plan = faults.parse(["seed=7", "", "corrupt:version=3", "reset:version=3-", "drop:version=3-5"])
+    assert seed == 7 and [fault.phase for fault in plan] == ["send"] * 3
+    struck = [[v for v in range(9) if fault.matches("send", v, "a", 0, 0)] for fault in plan]
+    assert struck == [[3], [3, 4, 5, 6, 7, 8], [3, 4, 5]]
+    assert Fault.parse("full_disk:rank=1").phase == "write"
+    assert not Fault.parse("corrupt:version=3,actor=b").matches("send", 3, "a", 0, 0)
+    assert not Fault.parse("corrupt:version=3").matches("send", 3, "a", 0, 1), "once per delivery, not per bucket"
+
+
+def test_a_fault_strikes_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(monkeypatch, "corrupt:version=2,times=2", "drop:phase=staged,actor=a")
+    found = [faults.at("send", version=2, actor="a", rank=0, bucket=0) for _ in range(4)]
+    assert found == [{"corrupt"}, {"corrupt"}, frozenset(), frozenset()]
+    assert [faults.at("staged", version=v, actor="a") for v in (0, 1)] == [{"drop"}, frozenset()]
+
+
+def test_actions_that_the_caller_sees_as_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(monkeypatch, "reset:actor=b", "full_disk:times=1", "throttle:bytes_per_s=700,actor=b")
+    with pytest.raises(ConnectionResetError, match="fault injection: reset:actor=b"):
+        faults.at("send", version=0, actor="b", rank=0, bucket=0)
+    with pytest.raises(OSError) as raised:
+        faults.at("write", version=0, rank=0, bucket=0)
+    assert raised.value.errno == errno.ENOSPC
+    assert [faults.bytes_per_second(version=9, actor=name, rank=0) for name in "abb"] == [0, 700, 700]
+
+
+def test_probability_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(seed: int) -> list[bool]:
+        switch(monkeypatch, f"seed={seed}", "drop:probability=0.3")
+        return [bool(faults.at("send", version=v, actor="a", rank=0, bucket=0)) for v in range(400)]
+
+    first = run(1)
+    assert first == run(1) and first != run(2)
+    assert 80 < sum(first) < 160
+
+
+def test_a_file_is_counted_over_all_processes_and_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tmp_path / "sync" / "faults.txt"
+    monkeypatch.setenv(faults.VARIABLE, f"@{plan}")
+    faults._plans.clear()
+    assert faults.at("apply", version=4, actor="a") == frozenset(), "no file yet, no faults"
+    faults.switch_on(3, ["kill:phase=apply,version=4"], plan, write=True)
+    killed = in_a_process("faults.at('apply', version=4, actor='a')")
+    assert killed.wait(PATIENCE_S) == -signal.SIGKILL
+    assert "FAULT INJECTION IS ON" in killed.communicate()[1]
+    # Started again it meets the same version, and so does this process, which has read the file since.
+    assert in_a_process("faults.at('apply', version=4, actor='a')").wait(PATIENCE_S) == 0
+    faults.at("apply", version=4, actor="a")
+    (strike,) = (tmp_path / "sync" / "faults.txt.struck").iterdir()
+    record = json.loads(strike.read_text())
+    assert record["pid"] == killed.pid and record["where"] == ["apply", 4, "a", None, None]
+    plan.write_text("drop:phase=applied\n")
+    assert faults.at("applied", version=4, actor="a") == {"drop"}
+    plan.unlink()
+    assert faults.at("applied", version=5, actor="a") == frozenset()
+
+
+def test_freeze_ends_by_itself_and_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch(monkeypatch, "freeze:phase=publish,seconds=0.5")
+    process = in_a_process("faults.at('publish', version=0)\nimport psutil\nprint(psutil.Process().children())")
+    frozen, deadline = psutil.Process(process.pid), time.monotonic() + PATIENCE_S
+    while frozen.status() != psutil.STATUS_STOPPED:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0 and output == "[]\n"
+
+
+def test_damage_is_one_bit() -> None:
+    data = os.urandom(1001)
+    changed = bytes(faults.damaged(memoryview(data)))
+    assert sum((a ^ b).bit_count() for a, b in zip(data, changed, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fault_injection.faults", "kill:phase=lunch"], "'kill:phase=lunch': phase must be one of"),
+        (["--fault_injection.enable", "true"], "must name at least one fault"),
+        (["--fault_injection.faults", "kill:phase=apply,actor=actor-9"], "no such actor, only actor-0, actor-1"),
+        (["--fault_injection.faults", "corrupt:rank=1"], "no such rank among 1"),
+        (["--fault_injection.faults", "full_disk"], "needs weight_sync.transport = disk"),
+        (["--fault_injection.faults", "drop:phase=relay"], "needs weight_sync.relay = true"),
+    ],
+)
+def test_the_configuration_is_checked_at_the_start(options: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match="fault_injection.faults: |fault_injection.faults = ") as raised:
+        parse_command_line(["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run", *options])
+    (problem,) = raised.value.problems
+    assert message in problem
+
+
+def test_several_faults_on_the_command_line() -> None:
+    given = ["freeze:phase=apply,actor=actor-1,version=3-", "kill:phase=receive,actor=actor-0,version=5-"]
+    config, _ = parse_command_line(
+        [
+            "--model.name",
+            "qwen3",
+            "--model.flavor",
+            "debug",
+            "--dry-run",
+            "--fault_injection.enable",
+            "--fault_injection.faults",
+            *given,
+        ]
+    )
+    assert config.fault_injection.faults == given and config.fault_injection.enable
