@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync_stall.py --json
     python benchmarks/weight_sync_stall.py --backend vllm --json
+    python benchmarks/weight_sync_stall.py --plot docs/images/weight_sync_stall.png
     python benchmarks/weight_sync_stall.py --transport nccl --json
 
 A real training step on a core of its own, which publishes every version to three actors on another core; they receive,
@@ -203,8 +204,30 @@ class Benchmark:
         }
 
 
+def plot(results: dict[str, Steps], file: Path) -> None:
+    """Share of steps that took at most so long, a line per condition; beside it what synchronisation took of them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    steps, sync = figure.subplots(1, 2)
+    labels = {"none": "no versions", "healthy": "3 healthy actors", "frozen": "one of them frozen"}
+    for color, (name, label) in enumerate(labels.items()):
+        result = results[name]
+        shares = [(number + 1) / len(result.step) for number in range(len(result.step))]
+        steps.plot([1e3 * value for value in sorted(result.step)], shares, f"C{color}", label=label)
+        if name != "none":
+            sync.plot([1e3 * value for value in sorted(result.sync)], shares, f"C{color}", label=label)
+    steps.set(xlabel="training step (ms)", ylabel="share of steps", title="A step")
+    sync.set(xlabel="spent on the weight sync (ms)", xscale="log", title="The weight sync's part of it")
+    for axes in (steps, sync):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = common.parser(__doc__)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distribution of the steps")
     parser.add_argument("--steps", type=int, default=504, help="per condition")
     parser.add_argument("--block", type=int, default=42, help="steps of one condition in a row")
     parser.add_argument("--width", type=int, default=1024)
@@ -252,13 +275,15 @@ def main() -> None:
             bars = NCCL_BARS
             figures["largest_stall_per_chunk_timeout"] = figures["sync_stall_max_s"] / settings.chunk_timeout_s
     conditions = {
-        **{name: value for name, value in vars(arguments).items() if name != "json"},
+        **{name: value for name, value in vars(arguments).items() if name not in ("json", "plot")},
         "bytes_per_version": 4 * trainer.elements,
         "actors": count,
         "trainer_core": trainer_core,
         "other_core": other_core,
         "torch": torch.__version__,
     }
+    if arguments.plot is not None:
+        plot(benchmark.results, arguments.plot)
     common.report("weight_sync_stall", figures, bars, conditions, arguments.json)
 
 
