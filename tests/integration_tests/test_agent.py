@@ -1,6 +1,6 @@
 """Agents beside engines that are killed, frozen or fail half-way, with the real pool and the real weight path.
 
-The engines are fakes with SGLang's routes (unit_tests/inference/fake_engine.py); tests/engines does the same with the real ones.
+The engines are fakes with SGLang's routes (unit_tests/inference/fake_engine.py); tests/engines has the real ones.
 """
 
 from __future__ import annotations

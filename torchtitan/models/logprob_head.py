@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 
 from torchtitan.distributed.device import matmul_converts
 from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjective, TwoPass, choose_tiling
-from torchtitan.models.head_budget import default_budget
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
+from torchtitan.models.memory import default_head_budget
 
 if TYPE_CHECKING:
     from torchtitan.models.lora import Adapter
@@ -174,7 +174,7 @@ def _projection(
         width, converts = max(tensor.shape[1] for tensor in weight), matmul_converts(weight[0])
         budget = options.get("budget_bytes")
         if budget is None:
-            budget = default_budget(len(targets), part.total, width, converts)
+            budget = default_head_budget(len(targets), part.total, width, converts)
         tiling = choose_tiling(
             len(targets),
             part.largest,

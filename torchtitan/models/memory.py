@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import is_colocated, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.head_budget import default_budget
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, trained_parameters
 
+LARGEST_HEAD_BYTES = 36 << 20
+LEAST_HEAD_BYTES = 8 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -68,7 +69,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
     tokens, head = training.tokens_per_micro_batch, config.model
-    budget = (head.logprob_head_budget_mb << 20) or default_budget(tokens, args.vocab_size, args.hidden_size)
+    budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     reference = 0
     if config.grpo.kl_coefficient > 0 and not trains_only_adapters(config):
@@ -108,3 +109,12 @@ def reference_on_host(config: JobConfig) -> bool:
 def on_host(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes of the estimate that are no device's."""
     return memory.slots + (memory.reference if reference_on_host(config) else 0)
+
+
+def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool = False) -> int:
+    """Bytes for logits [rows, vocabulary] at a time: an eighth of the gradients by hidden states [rows, hidden] and
+    weight [vocabulary, hidden] in fp32, which are made anyway, but 8 to 36 MiB. 36 MiB also where that holds all
+    logits, so that none is computed twice, and where it has to hold a converted weight (converts)."""
+    if converts or 4 * rows * vocabulary <= LARGEST_HEAD_BYTES:
+        return LARGEST_HEAD_BYTES
+    return min(LARGEST_HEAD_BYTES, max(LEAST_HEAD_BYTES, 4 * hidden * (rows + vocabulary) // 8))

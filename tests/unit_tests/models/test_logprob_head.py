@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torchtitan.models.fused_head import ROW_STEP, choose_tiling
-from torchtitan.models.head_budget import default_budget
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_log_probs, fused_objective
+from torchtitan.models.memory import default_head_budget
 
 
 @dataclass
@@ -168,12 +168,12 @@ def test_tiles_stay_in_the_budget(
 
 def test_a_budget_that_nobody_names_is_small_beside_the_gradients() -> None:
     mib = 1 << 20
-    assert default_budget(2048, 151936, 1024) == default_budget(8192, 151936, 4096) == 36 * mib
-    assert default_budget(32768, 32768, 256) == 8 * mib
+    assert default_head_budget(2048, 151936, 1024) == default_head_budget(8192, 151936, 4096) == 36 * mib
+    assert default_head_budget(32768, 32768, 256) == 8 * mib
     # All logits at once, or the weight in fp32, would fit into the largest.
-    assert default_budget(10, 64, 32) == default_budget(2048, 4096, 64) == 36 * mib
-    assert default_budget(32768, 32768, 256, converts=True) == 36 * mib
-    assert default_budget(2048, 151936, 256) == 4 * 256 * (2048 + 151936) // 8
+    assert default_head_budget(10, 64, 32) == default_head_budget(2048, 4096, 64) == 36 * mib
+    assert default_head_budget(32768, 32768, 256, converts=True) == 36 * mib
+    assert default_head_budget(2048, 151936, 256) == 4 * 256 * (2048 + 151936) // 8
 
 
 @pytest.mark.parametrize("one_pass", [False, True])
