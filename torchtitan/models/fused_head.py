@@ -380,7 +380,7 @@ def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[tor
             place is not None
             and type(place) is torch.Tensor
             and place.is_contiguous()
-            # Whoever hooked the weight wants to see each gradient.
+            # A hook on the weight wants to see each gradient.
             and not weight._backward_hooks
             and not getattr(weight, "_post_accumulate_grad_hooks", None)
         )
