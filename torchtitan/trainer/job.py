@@ -253,7 +253,7 @@ class Job:
             switch_on(faults.seed, faults.faults, plan, write=rank == 0)
         elsewhere = config.rollout.replay or config.inference.servers or config.inference.mode == "colocate"
         actors = 0 if elsewhere else config.inference.num_actors
-        device.set_threads(config.training.threads, processes=ranks + actors)
+        device.set_threads(config.training.threads, beside=actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         if rank == 0:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan
+from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 
@@ -154,7 +155,13 @@ class CoordinatorProcess:
         max_restarts: int,
     ):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        except OSError as error:
+            raise UserError(
+                f"weight_sync.host = {host}: rank 0 runs on {socket.gethostname()} and cannot listen there "
+                f"({error.strerror or error}): it has to be an address of that machine"
+            ) from error
         self._bell, self._other_bell = socket.socketpair()
         self._pulse = Pulse.create("weight-sync-pulse", folder)
         self.address = wire.format_address(host, self._listener.getsockname()[1])

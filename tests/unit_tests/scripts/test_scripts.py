@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -158,10 +159,53 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
     (training,) = [one for one, _ in words if "torchtitan.grpo_train" in one]
     assert training[training.index("--nodelist") + 1] == "gpu1,gpu2"
     assert training[training.index("--nnodes") + 1] == "2" and training[training.index("--nproc-per-node") + 1] == "4"
-    assert training[training.index("--rdzv-endpoint") + 1] == "gpu1:29400"
+    assert training[training.index("--master-addr") + 1] == "gpu1"
     options = training[training.index("torchtitan.grpo_train") + 1 :]
     assert options[options.index("--inference.servers") + 1] == "slurm:gpu3:8000-8001"
     assert options[-2:] == ["--training.steps", "9"] and options[options.index("--weight_sync.host") + 1] == "gpu1"
+
+
+def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model: Path, config: Path) -> None:
+    nodes = ["gpu8", "gpu9", "gpu10", "gpu11"]  # sorted as words, gpu10 would be first
+    done, calls = slurm(
+        tmp_path, [], CONFIG_FILE=str(config), MODEL=str(model), SLURM_JOB_NODELIST=",".join(nodes), TRAIN_NODES="3"
+    )
+    assert done.returncode == 0, done.stderr
+    (training,) = [one for one, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in one]
+    command = training[training.index("bash") :]
+    said = tmp_path / "said"
+    said.write_text('#!/bin/sh\necho "$@"\n')
+    said.chmod(0o755)
+    command[command.index(sys.executable)] = str(said)
+    for rank, node in enumerate(nodes):
+        started = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "SLURMD_NODENAME": node})
+        if node == "gpu11":  # serves
+            assert started.returncode == 2 and "gpu11 is none of the training nodes" in started.stderr
+            continue
+        words = started.stdout.split()
+        assert words[words.index("--node-rank") + 1] == str(rank)
+        assert words[words.index("--master-addr") + 1] == words[words.index("--weight_sync.host") + 1] == "gpu8"
+
+
+def test_ranks_are_numbered_by_node_and_not_by_address(tmp_path: Path) -> None:
+    script = tmp_path / "place.py"
+    script.write_text(
+        "import os\nopen(f\"{os.environ['FOLDER']}/{os.environ['RANK']}\", 'w').write(os.environ['GROUP_RANK'])\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.8", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torchtitan.utils.launch", "--nnodes", "3", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.8", "--master-port", str(port)]
+    agents = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(rank), "--local-addr", f"127.0.0.{8 + rank}", str(script)],
+            env={**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        )
+        for rank in (2, 1, 0)
+    ]
+    assert [agent.wait(120) for agent in agents] == [0, 0, 0]
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0", "1", "2"]
 
 
 def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
