@@ -35,7 +35,7 @@ from torchtitan.rollout.journal import ReplaySource
 from torchtitan.trainer.lr_scheduler import build_lr_scheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 HEADS = {"one_pass": "#2463b4", "two_pass": "#d9622b", "full": "#2e8b57"}
 RECORDED = "one_pass"

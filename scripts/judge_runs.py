@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 # Compilation, first connections and the first versions are no throughput.
 WARM_UP = 0.3

@@ -10,7 +10,7 @@ from typing import Any
 
 from simulator.scenario import key_types, straggling
 from torchtitan.errors import UserError
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 if sys.version_info >= (3, 11):
     import tomllib

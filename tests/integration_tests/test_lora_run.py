@@ -17,7 +17,7 @@ from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import add_adapters
 from torchtitan.models.peft_checkpoint import load_adapter
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -27,7 +27,7 @@ from torchtitan.rollout.batch_codec import batch_from_json
 from torchtitan.rollout.journal import read_records
 from torchtitan.rollout.types import Group
 from torchtitan.trainer.checkpoint_folder import whole_steps
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 # The first test waits for the whole story.
 pytestmark = pytest.mark.timeout(600)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan.utils.bounded_file import BoundedFile
+from torchtitan.utils.timeline_files import TimelineFile
 
 # Steps that lie closer together than this are one interval, which is written when it has lasted so long.
 GAP_SECONDS = 0.02
@@ -21,7 +21,7 @@ class ActivityLog:
     """Belongs to the engine's thread. Without a path it notes nothing."""
 
     def __init__(self, path: Path | None = None):
-        self._file = None if path is None else BoundedFile(path)
+        self._file = None if path is None else TimelineFile(path)
         self._begin = self._end = 0.0
         self._version = self._tokens = 0
 

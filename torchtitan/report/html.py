@@ -21,7 +21,7 @@ from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import read_timeline
 from torchtitan.report.trace import TRACE_FILE
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 REPORT_FILE = "report.html"
 MAX_EVENTS = 200

@@ -14,7 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.errors import UserError
 from torchtitan.report.metrics import METRICS_FILE
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.utils.bounded_file import BoundedFile
-from torchtitan.utils.timeline_files import rank_file
+from torchtitan.utils.timeline_files import TimelineFile, rank_file
 
 Span = tuple[str, float, float]
 
@@ -23,7 +22,7 @@ class StepRecorder:
     """Costs the trainer thread a few calls of time.time() and one small write per step."""
 
     def __init__(self, run_dir: Path, rank: int):
-        self._file = BoundedFile(rank_file(run_dir, rank))
+        self._file = TimelineFile(rank_file(run_dir, rank))
         self._spans: list[Span] = []
         self._begin = time.time()
 

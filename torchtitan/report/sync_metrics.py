@@ -23,7 +23,7 @@ from torchtitan.report.deliveries import (
     Outcome,
     Publication,
 )
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.timeline_files import rank_file
 
 Row = dict[str, Any]

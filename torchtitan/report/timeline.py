@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan.report.deliveries import Attempt, Delivery, Incident, Listener, Outcome, Publication
 from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
 from torchtitan.report.sync_metrics import read_journal
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.timeline_files import FOLDER
 
 TRAINER, SYNC = "trainer", "weight sync"

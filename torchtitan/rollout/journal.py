@@ -13,6 +13,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, Tag
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json, decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.utils.json_lines import JsonLines
 
 __all__ = ["JOURNAL_NAME", "Journal", "decode_batch", "encode_batch", "read_records"]
 
@@ -27,9 +28,8 @@ class Journal:
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir) / JOURNAL_NAME
         self._lock = threading.Lock()
+        self._file = JsonLines(self.path, separators=(",", ":"))
         self.path.touch()
-        self._truncate(_whole_length(self.path))
-        self._file = self.path.open("ab")
 
     def append_batch(self, batch: Batch) -> None:
         """Record a batch as it is handed out."""
@@ -51,19 +51,14 @@ class Journal:
                 break
             offset = end
         with self._lock:
-            self._truncate(offset)
+            os.truncate(self.path, offset)
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            self._file.write(line)
-            self._file.flush()
-
-    def _truncate(self, length: int) -> None:
-        os.truncate(self.path, length)
+            self._file.write(record)
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -84,21 +79,6 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f"{path}, line {number}: not a record of a run ({error!r})") from error
             yield offset, record
-
-
-def _whole_length(path: Path) -> int:
-    """Length of the file up to its last newline."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            position = file.read(end - start).rfind(b"\n")
-            if position >= 0:
-                return start + position + 1
-            end = start
-    return 0
 
 
 class ReplaySource:

@@ -27,7 +27,8 @@ from torchtitan.trainer.commands import Command, Kind
 from torchtitan.trainer.evaluation import Evaluator
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
-from torchtitan.utils.events import EventLog, read_json_lines
+from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import ActorStatus
 from torchtitan.weight_sync.publisher import Snapshot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -13,7 +12,7 @@ from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.trainer.checkpoint_folder import whole_steps
-from torchtitan.utils.events import append_line, read_json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ def mint_epoch(run_dir: str | Path) -> str:
     path = Path(run_dir) / EPOCHS_FILE
     number = len(read_json_lines(path)) + 1
     epoch = f"e{number}-{secrets.token_hex(4)}"
-    append_line(path, json.dumps({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()}))
+    with JsonLines(path, durable=True) as file:
+        file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()})
     return epoch
 
 

@@ -28,7 +28,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.models import load_policy
 from torchtitan.preflight.validate import validate
 from torchtitan.rollout.staleness import sample_version
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 LONG = 60.0
 

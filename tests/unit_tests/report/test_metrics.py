@@ -20,7 +20,8 @@ from torchtitan.inference.types import VersionSpan
 from torchtitan.report import console
 from torchtitan.report.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.utils.events import EventLog, read_json_lines
+from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import read_json_lines
 
 
 class Words:

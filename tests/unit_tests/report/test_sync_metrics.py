@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torchtitan.report.deliveries import DeliveryBook, Incident, Listener
 from torchtitan.report.step_recorder import StepRecorder
 from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 Row = dict[str, Any]
 

@@ -23,8 +23,7 @@ from torchtitan.report.html import write_report
 from torchtitan.report.step_recorder import MOST_SPANS, StepRecorder
 from torchtitan.report.timeline import Moment, Span, Timeline, Track, nested, read_timeline
 from torchtitan.report.trace import chrome_trace, write_trace
-from torchtitan.utils.bounded_file import BoundedFile
-from torchtitan.utils.timeline_files import actor_file, rank_file
+from torchtitan.utils.timeline_files import TimelineFile, actor_file, rank_file
 
 TIMES = st.floats(0, 1000, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES), max_size=30).map(
@@ -37,7 +36,7 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
     journal = Journal(run_dir)
     journal.clock = iter([begin + number / 10 for number in range(10_000)])  # type: ignore[assignment]
     for rank in range(ranks):
-        file = BoundedFile(rank_file(run_dir, rank))
+        file = TimelineFile(rank_file(run_dir, rank))
         for step in range(1, steps + 1):
             at = begin + step - 1
             spans = [["data wait", at, at + 0.2], ["train", at + 0.2, at + 0.9], ["commit", at + 0.9, at + 0.91]]
@@ -203,7 +202,7 @@ def test_a_recorder_notes_steps_cheaply(tmp_path: Path) -> None:
 
 def test_bounded_files_keep_the_newest_whole_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "new" / "file.jsonl"
-    file = BoundedFile(path, most_bytes=2000)
+    file = TimelineFile(path, most_bytes=2000)
     for number in range(1000):
         file.write({"number": number})
         assert path.stat().st_size <= 2000
@@ -212,11 +211,11 @@ def test_bounded_files_keep_the_newest_whole_rows(tmp_path: Path, caplog: pytest
     assert rows == list(range(rows[0], 1000)) and len(rows) > 50
     with path.open("a") as again:
         again.write('{"num')  # killed
-    file = BoundedFile(path, most_bytes=2000)
+    file = TimelineFile(path, most_bytes=2000)
     file.write({"number": 1000})
     file.close()
     assert json.loads(path.read_text().splitlines()[-1]) == {"number": 1000}
-    hopeless = BoundedFile(path / "below_a_file")
+    hopeless = TimelineFile(path / "below_a_file")
     hopeless.write({"number": 1})
     hopeless.write({"number": 2})
     assert caplog.text.count("is not written any more") == 1

@@ -18,7 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,0 +1,46 @@
+"""Files of JSON lines: rows go in whole, whatever a kill or a full disk has left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from torchtitan.utils import json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines
+
+
+@pytest.mark.parametrize("block", [4, 65536])
+@pytest.mark.parametrize("whole", [[], [{"a": 1}], [{"a": 1}, {"b": "long" * 10}]])
+@pytest.mark.parametrize("torn", ["", "{", '{"a": "what a kill has left'])
+def test_a_row_follows_the_last_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, whole: list[dict[str, object]], torn: str
+) -> None:
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", block)
+    path = tmp_path / "new" / "rows.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in whole) + torn)
+    with JsonLines(path) as file:
+        file.write({"c": 2})
+        assert read_json_lines(path) == [*whole, {"c": 2}], "it must be there before the file is closed"
+    assert path.read_text().endswith('{"c": 2}\n')
+
+
+def test_a_row_that_fails_half_way_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JsonLines(tmp_path / "rows.jsonl", durable=True, separators=(",", ":"))
+    file.write({"a": 1})
+
+    def no_space(_descriptor: int) -> None:
+        os.truncate(file.path, file.path.stat().st_size - 3)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json_lines.os, "fsync", no_space)
+        with pytest.raises(OSError, match="no space"):
+            file.write({"b": 2})
+    file.write({"c": 3})
+    file.close()
+    file.close()
+    assert file.path.read_text() == '{"a":1}\n{"c":3}\n'

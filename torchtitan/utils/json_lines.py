@@ -1,0 +1,96 @@
+"""Files of JSON lines: one object a line, appended whole, and never to the remains of a line that a kill cut off."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 65536
+
+
+class JsonLines:
+    """Appends rows to a file. The first row opens it, makes its folder, and cuts off a last line that is not whole.
+
+    A row is with the operating system when `write` returns, so it outlives the process, and other processes can read
+    it; durable: it is on the disk. `options` go to json.JSONEncoder. For one thread at a time.
+    """
+
+    def __init__(self, path: str | Path, *, durable: bool = False, **options: Any):
+        self.path = Path(path)
+        self._durable = durable
+        self._encode = json.JSONEncoder(**options).encode
+        self._file: BinaryIO | None = None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row. Raises OSError where the file cannot be written; a later row may then still go in whole."""
+        self._append(self._encode(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """May be called twice; the next row opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            cut_torn_line(self.path)
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            if self._durable:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self.close()
+            raise
+
+
+def cut_torn_line(path: Path) -> None:
+    """Shorten a file to its last newline."""
+    size = end = path.stat().st_size
+    whole = 0
+    with path.open("rb") as file:
+        while end > 0 and not whole:
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            position = file.read(end - start).rfind(b"\n")
+            whole = start + position + 1 if position >= 0 else 0
+            end = start
+    if whole < size:
+        os.truncate(path, whole)
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; none where there is no file. A last line cut off by a kill is left out."""
+    if not Path(path).is_file():
+        return []
+    # Not splitlines(): text in JSON may hold U+0085 or U+2028 as they are, and those end no line here.
+    *lines, cut_off = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    rows = []
+    for number, line in enumerate([*lines, cut_off], start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number <= len(lines):
+            logger.warning("%s: line %d is no JSON object, left out", path, number)
+    return rows
