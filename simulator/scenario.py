@@ -8,13 +8,17 @@ import statistics
 import sys
 import typing
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.config.fields import convert, describe_type, nearest, show
-from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
-from torchtitan.config.ranges import RANGES, Range
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.config.draft import describe_type
+from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync, known_keys
+from torchtitan.config.toml import show
+from torchtitan.config.values import Range, nearest
 from torchtitan.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -91,7 +95,7 @@ class Scenario:
     completion_tokens: float = _key(600.0, "mean length of a completion before the limit", Range(1))
     completion_spread: float = _key(0.5, "spread of its length (sigma of its logarithm)", NOT_NEGATIVE)
     max_completion_tokens: int = _key(Rollout.max_completion_tokens, "longest completion", COUNT)
-    max_staleness: int = _key(Rollout.max_staleness, "as [rollout] max_staleness", RANGES["rollout.max_staleness"])
+    max_staleness: int = _key(Rollout.max_staleness, "as [rollout] max_staleness", Range(0, 8))
     gate_on: Literal["oldest", "mean"] = _key(Rollout.gate_on, "as [rollout] gate_on")
     max_groups_in_flight: int = _key(Rollout.max_groups_in_flight, "as [rollout] max_groups_in_flight", NOT_NEGATIVE)
     usable_share: float = _key(1.0, "share of groups that can be trained on (rewards that differ)", Range(0.01, 1))
@@ -127,15 +131,19 @@ class Scenario:
             if name not in known:
                 problems.append(f"unknown key {name!r}{nearest(name, known)}")
                 continue
-            converted, fits = convert(value, known[name])
-            if not fits:
+            try:
+                converted = TypeAdapter(known[name]).validate_python(value, strict=True)
+            except ValidationError:
                 problems.append(f"{name} = {show(value)}: must be {describe_type(known[name])}")
                 continue
             table, _, key = name.rpartition(".")
             (sync if table else own)[key] = converted
         if problems:
             raise ConfigError(problems)
-        return replace(self, **own, weight_sync=replace(self.weight_sync, **sync))
+        # Not `replace`, which refuses what is out of range: that is reported with the rest.
+        weight_sync = copy(self.weight_sync)
+        vars(weight_sync).update(sync)
+        return replace(self, **own, weight_sync=weight_sync)
 
     def split(self, ranks: int, actors: int) -> Scenario:
         """The same job on other numbers of ranks and actors.
@@ -188,7 +196,7 @@ def key_texts() -> dict[str, str]:
 
 def _range(name: str) -> Range | None:
     if name.startswith(f"{SYNC_TABLE}."):
-        return RANGES.get(name)
+        return next((rule for rule in known_keys()[name].metadata if isinstance(rule, Range)), None)
     for item in fields(Scenario):
         if item.name == name:
             return item.metadata.get("range")

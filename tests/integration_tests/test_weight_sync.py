@@ -582,12 +582,15 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
     address: list[Any] = [None]
     options: dict[str, Any] = {"epoch": "1-e", "token": "t", "run_dir": Path(run_dir), "rank": rank, "world_size": 4}
     parameters = dict(model.named_parameters())
+    config = quick_config()
+    # Smaller than a configuration may say, so that small tensors have several.
+    config.bucket_bytes = 64
     if rank == 0:
-        sync = WeightSync(quick_config(bucket_bytes=64), parameters, **options)
+        sync = WeightSync(config, parameters, **options)
         address = [sync.coordinator_address]
     dist.broadcast_object_list(address)
     if rank:
-        sync = WeightSync(quick_config(bucket_bytes=64), parameters, coordinator_address=address[0], **options)
+        sync = WeightSync(config, parameters, coordinator_address=address[0], **options)
     received: dict[int, dict[str, torch.Tensor]] = {}
 
     def apply(staged: StagedVersion) -> None:

@@ -1,16 +1,16 @@
-"""docs/config.md, generated from the dataclasses: names, types, defaults, ranges and the string under each field."""
+"""What every key means: docs/config.md and --help, from the tables' types, defaults, rules and documentation."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-from dataclasses import fields
-from functools import cache
+from itertools import groupby
+from types import GenericAlias
+from typing import Any, Literal, get_args, get_origin
 
-from torchtitan.config import job_config
-from torchtitan.config.fields import key_types, short_type, show, table_types
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.ranges import NAMES, RANGES
+from pydantic.fields import FieldInfo
+
+from torchtitan.config.job_config import known_keys
+from torchtitan.config.toml import show
+from torchtitan.config.values import Names, Range
 
 HEAD = """# Configuration reference
 
@@ -22,44 +22,46 @@ A TOML file sets any of these keys; `--table.key value` on the command line come
 """
 
 
-@cache
-def field_documentation() -> dict[str, str]:
-    """`table.key` -> the string under the field, from the source (Python keeps no such strings at run time)."""
-    tables = {kind.__name__: table for table, kind in table_types().items()}
-    found: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(job_config)).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in tables:
-            continue
-        for item, after in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(item.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                found[f"{tables[node.name]}.{item.target.id}"] = str(after.value.value)
-    return found
-
-
 def markdown() -> str:
     """The whole reference."""
-    config, texts = JobConfig(), field_documentation()
     parts = [HEAD]
-    for table in fields(config):
-        parts.append(f"\n## [{table.name}]\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        section = getattr(config, table.name)
-        for key in fields(section):
-            name = f"{table.name}.{key.name}"
-            default = show(getattr(section, key.name))
-            text = " ".join((texts[name] + _allowed(name)).replace("|", "\\|").split())
-            parts.append(f"| `{key.name}` | {short_type(key_types()[name])} | `{default}` | {text} |\n")
+    for table, keys in groupby(known_keys().items(), lambda item: item[0].partition(".")[0]):
+        parts.append(f"\n## [{table}]\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
+        for name, info in keys:
+            kind = " \\| ".join(f"`{choice}`" for choice in _choices(info)) or _short_type(info.annotation)
+            meaning = _meaning(info).replace("|", "\\|")
+            parts.append(f"| `{name.partition('.')[2]}` | {kind} | `{_default(info)}` | {meaning} |\n")
     return "".join(parts)
 
 
-def _allowed(name: str) -> str:
-    if name in RANGES:
-        return f" ({RANGES[name]})"
-    return f" ({', '.join(f'`{known}`' for known in NAMES[name])})" if name in NAMES else ""
+def help_text() -> str:
+    """Every option of the command line."""
+    lines = ["usage: run_grpo.sh [--dry-run] [--table.key value …]", ""]
+    for name, info in known_keys().items():
+        kind = "|".join(map(str, _choices(info))) or _short_type(info.annotation).upper()
+        lines += [f"--{name} {kind}", f"    {_meaning(info)} (default: {_default(info)})"]
+    return "\n".join(lines)
+
+
+def _choices(info: FieldInfo) -> tuple[Any, ...]:
+    return get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+
+
+def _short_type(kind: Any) -> str:
+    if get_origin(kind) is dict:
+        return "table"
+    if isinstance(kind, GenericAlias):
+        return f"list of {_short_type(get_args(kind)[0])}"
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]
+
+
+def _default(info: FieldInfo) -> str:
+    return show(info.get_default(call_default_factory=True))
+
+
+def _meaning(info: FieldInfo) -> str:
+    rules = "".join(f" ({rule})" for rule in info.metadata if isinstance(rule, (Range, Names)))
+    return " ".join(f"{info.description}{rules}".split())
 
 
 if __name__ == "__main__":

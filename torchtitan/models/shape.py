@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torchtitan.config.fields import show
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml import show
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.model_args import PROJECTIONS, ModelArgs

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.config.derived import is_loopback, shares_devices
-from torchtitan.config.engine_args import check_engine_args
-from torchtitan.config.fields import Problem, show
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.engine_args import wrong_options
 from torchtitan.config.servers import SCHEME, slurm_urls
+from torchtitan.config.toml import show
 from torchtitan.errors import UserError
 from torchtitan.inference.cores import actor_cores
+from torchtitan.preflight.check import Check
 from torchtitan.utils.gpus import has_gpu
 
 # Per backend the routes of weights that there are.
@@ -24,141 +23,132 @@ ROUTES = {
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
-def check_inference(config: JobConfig, ranks: int, planning: bool) -> Iterator[Problem]:
-    """All problems of it. `planning`: nothing will be started, so what a start needs is not looked for."""
-    inference = config.inference
-    yield from _check_servers(config)
-    yield from _check_engine(config, planning)
-    if inference.mode == "colocate":
-        yield from _check_colocated(config, ranks, planning)
+def check_inference(check: Check) -> None:
+    """All problems of it."""
+    config, inference, refuse = check.config, check.config.inference, check.refuse
+    _check_servers(check)
+    _check_route(check)
+    if inference.backend == "embedded":
+        _check_embedded(check)
     else:
-        if inference.offload_optimizer:
-            text = "needs inference.mode = colocate, where trainer and engine share a process"
-            yield _refuse(config, "offload_optimizer", text)
+        _check_engine(check)
+    if inference.mode == "colocate":
+        _check_colocated(check)
+    else:
+        text = "needs inference.mode = colocate, where trainer and engine share a process"
+        refuse("inference.offload_optimizer", inference.offload_optimizer, text)
         if inference.sleep_level:
-            yield from _check_sleep(config, planning)
-    if not inference.host.strip():
-        yield _refuse(config, "host", "must be an address of this machine, such as 127.0.0.1")
+            _check_sleep(check)
+    refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
     if inference.pin_cores and not inference.servers and not config.rollout.replay and inference.mode == "server":
         try:
             actor_cores(inference, 0)
         except UserError as error:
-            yield _refuse(config, "pin_cores", str(error))
-    if inference.health_timeout_s <= inference.health_interval_s:
-        text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
-        yield _refuse(config, "health_timeout_s", text)
+            refuse("inference.pin_cores", True, str(error))
+    text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
+    refuse("inference.health_timeout_s", inference.health_timeout_s <= inference.health_interval_s, text)
 
 
-def _refuse(config: JobConfig, key: str, allowed: str) -> Problem:
-    return Problem(
-        f"inference.{key}", f"inference.{key} = {show(getattr(config.inference, key))} is not allowed: {allowed}"
-    )
-
-
-def _check_servers(config: JobConfig) -> Iterator[Problem]:
-    inference = config.inference
+def _check_servers(check: Check) -> None:
+    config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
-    if not inference.launch and not inference.servers and not config.rollout.replay:
-        yield _refuse(config, "launch", "needs the actors that run already, in inference.servers")
-    for server in inference.servers:
-        text = f"{key}: {show(server)} is not allowed: must be"
+    none_there = not config.inference.launch and not servers and not config.rollout.replay
+    check.refuse("inference.launch", none_there, "needs the actors that run already, in inference.servers")
+    for server in servers:
+        text = f"{key}: {show(server)} is not allowed:"
         if server.startswith(SCHEME):
             # A good one has been replaced by its URLs.
             try:
                 slurm_urls(server)
             except ValueError as error:
-                yield Problem(key, f"{key}: {show(server)} is not allowed: {error}")
+                check.say(key, f"{text} {error}")
             continue
         url = re.fullmatch(r"https?://([^/\s:]+|\[[\da-fA-F:]+\])(:\d{1,5})?/?", server)
         if url is None:
-            yield Problem(key, f"{text} a URL such as http://127.0.0.1:8000")
+            check.say(key, f"{text} must be a URL such as http://127.0.0.1:8000")
         elif not is_loopback(url[1].strip("[]")) and is_loopback(config.weight_sync.host):
             # The coordinator, from which servers fetch their weights, listens there only.
-            text += " on this machine, such as http://127.0.0.1:8000"
-            yield Problem(key, f"{text}, unless weight_sync.host is an address that others reach")
+            text += " must be on this machine, such as http://127.0.0.1:8000"
+            check.say(key, f"{text}, unless weight_sync.host is an address that others reach")
             return
-    if len(set(inference.servers)) < len(inference.servers):
-        twice = next(server for server in inference.servers if inference.servers.count(server) > 1)
-        yield Problem(key, f"{key}: {show(twice)} is not allowed: every server may be named once")
+    for twice in sorted({server for server in servers if servers.count(server) > 1})[:1]:
+        check.say(key, f"{key}: {show(twice)} is not allowed: every server may be named once")
 
 
-def _check_engine(config: JobConfig, planning: bool) -> Iterator[Problem]:
-    """What the engine can do, and what is only for another."""
-    inference, sync = config.inference, config.weight_sync
+def _check_route(check: Check) -> None:
+    config, sync = check.config, check.config.weight_sync
+    if config.inference.mode == "colocate" and config.inference.backend == "vllm":
+        text = "must be auto with inference.mode = colocate, where weights stay in the process"
+        check.refuse("weight_sync.route", sync.route != "auto", text)
+        return
+    backend = config.inference.backend
+    text = f"with inference.backend {backend} it is {' or '.join(ROUTES[backend])}"
+    check.refuse("weight_sync.route", sync.route not in ROUTES[backend], text)
+
+
+def _check_embedded(check: Check) -> None:
+    config, inference = check.config, check.config.inference
+    text = "actors merge adapters into their weights, which are then not what is sent: take probe (or auto)"
+    check.refuse("weight_sync.verify", config.weight_sync.verify == "digest" and config.lora.rank > 0, text)
+    for key, asked in (
+        ("tensor_parallel_size", inference.tensor_parallel_size > 1),
+        ("engine_args", inference.engine_args),
+        ("engine_python", inference.engine_python),
+        ("engine_memory_gb", inference.engine_memory_gb > 0),
+    ):
+        check.refuse(f"inference.{key}", asked, "needs inference.backend vllm or sglang")
+
+
+def _check_engine(check: Check) -> None:
+    """What vLLM or SGLang can do, and what is only for the embedded engine."""
+    inference, sync, refuse = check.config.inference, check.config.weight_sync, check.refuse
     backend = inference.backend
-    routes = ROUTES.get(backend, ())
-    if routes and sync.route not in routes:
-        text = f"with inference.backend {backend} it is {' or '.join(routes)}"
-        yield Problem("weight_sync.route", f"weight_sync.route = {show(sync.route)} is not allowed: {text}")
-    if backend == "embedded":
-        if sync.verify == "digest" and config.lora.rank > 0:
-            text = "actors merge adapters into their weights, which are then not what is sent: take probe (or auto)"
-            yield Problem("weight_sync.verify", f"weight_sync.verify = {show(sync.verify)} is not allowed: {text}")
-        for key, asked in (
-            ("tensor_parallel_size", inference.tensor_parallel_size > 1),
-            ("engine_args", bool(inference.engine_args)),
-            ("engine_python", bool(inference.engine_python)),
-            ("engine_memory_gb", inference.engine_memory_gb > 0),
-        ):
-            if asked:
-                yield _refuse(config, key, "needs inference.backend vllm or sglang")
+    for problem in wrong_options(inference.engine_args):
+        check.say("inference.engine_args", f"inference.engine_args: {problem}")
+    text = f"inference.backend {backend} does not show its weights, take probe (or auto)"
+    refuse("weight_sync.verify", sync.verify == "digest", text)
+    refuse("inference.exact", inference.exact, "needs inference.backend = embedded")
+    # SGLang's pause either stops at once or drops what runs.
+    text = "inference.backend sglang cannot let running requests end first"
+    refuse("inference.update_mode", inference.update_mode == "drain" and backend == "sglang", text)
+    if check.planning:
         return
-    yield from check_engine_args(inference.engine_args)
-    if sync.verify == "digest":
-        text = f"inference.backend {backend} does not show its weights, take probe (or auto)"
-        yield Problem("weight_sync.verify", f"weight_sync.verify = {show(sync.verify)} is not allowed: {text}")
-    if inference.exact:
-        yield _refuse(config, "exact", "needs inference.backend = embedded")
-    if inference.update_mode == "drain" and backend == "sglang":
-        # Its pause either stops at once or drops what runs.
-        yield _refuse(config, "update_mode", "inference.backend sglang cannot let running requests end first")
     own_group = backend == "vllm" and sync.route == "engine" and "weight-transfer-config" not in inference.engine_args
-    if own_group and not planning and not inference.servers and not has_gpu():
-        text = "vLLM's own group is NCCL's, and there is no NVIDIA GPU: take direct or agent"
-        yield Problem("weight_sync.route", f"weight_sync.route = {show(sync.route)} is not allowed: {text}")
-    if inference.engine_python and not planning and not Path(inference.engine_python).is_file():
-        yield _refuse(config, "engine_python", "there is no such file; empty takes what scripts/install_engine.sh made")
+    text = "vLLM's own group is NCCL's, and there is no NVIDIA GPU: take direct or agent"
+    refuse("weight_sync.route", own_group and not inference.servers and not has_gpu(), text)
+    no_file = inference.engine_python and not Path(inference.engine_python).is_file()
+    text = "there is no such file; empty takes what scripts/install_engine.sh made"
+    refuse("inference.engine_python", no_file, text)
 
 
-def _check_sleep(config: JobConfig, planning: bool) -> Iterator[Problem]:
+def _check_sleep(check: Check) -> None:
     """Servers that sleep while the trainer trains."""
-    inference = config.inference
-    if config.grpo.async_weight_update:
-        text = "needs grpo.async_weight_update = false (or inference.mode = colocate): else actors sample meanwhile"
-        yield _refuse(config, "sleep_level", text)
+    config, inference, refuse = check.config, check.config.inference, check.refuse
+    key = "inference.sleep_level"
+    text = "needs grpo.async_weight_update = false (or inference.mode = colocate): else actors sample meanwhile"
+    refuse(key, config.grpo.async_weight_update, text)
     if inference.backend == "embedded":
-        if inference.sleep_level == 2 and config.lora.rank:
-            yield _refuse(config, "sleep_level", "must be at most 1 with lora.rank: embedded actors hold its base")
+        text = "must be at most 1 with lora.rank: embedded actors hold its base"
+        refuse(key, inference.sleep_level == 2 and config.lora.rank, text)
         return
-    if not planning and not inference.servers and not has_gpu():
-        yield _refuse(config, "sleep_level", ON_CPU)
-    if shares_devices(config) and config.weight_sync.transport == "nccl":
-        text = "must be tcp, disk or ipc with inference.sleep_level: NCCL has one member of a communicator per GPU"
-        yield Problem("weight_sync.transport", f"weight_sync.transport = nccl is not allowed: {text}")
-    if inference.backend == "vllm" and config.weight_sync.route == "engine":
-        text = "must be direct or agent with inference.sleep_level, where no GPU is left for vLLM's own group"
-        yield Problem("weight_sync.route", f"weight_sync.route = engine is not allowed: {text}")
+    refuse(key, not check.planning and not inference.servers and not has_gpu(), ON_CPU)
+    text = "must be tcp, disk or ipc with inference.sleep_level: NCCL has one member of a communicator per GPU"
+    refuse("weight_sync.transport", shares_devices(config) and config.weight_sync.transport == "nccl", text)
+    text = "must be direct or agent with inference.sleep_level, where no GPU is left for vLLM's own group"
+    refuse("weight_sync.route", inference.backend == "vllm" and config.weight_sync.route == "engine", text)
 
 
-def _check_colocated(config: JobConfig, ranks: int, planning: bool) -> Iterator[Problem]:
-    inference, size = config.inference, config.inference.tensor_parallel_size
+def _check_colocated(check: Check) -> None:
+    config, inference, refuse = check.config, check.config.inference, check.refuse
     if inference.backend != "vllm":
         text = f"inference.backend {inference.backend} runs with inference.mode server only, colocate is for vllm"
-        yield _refuse(config, "mode", text)
+        refuse("inference.mode", True, text)
         return
-    if inference.servers:
-        yield _refuse(config, "servers", "must be empty with inference.mode = colocate, which has no servers")
-    if not inference.launch:
-        yield _refuse(config, "launch", "must be true with inference.mode = colocate, which has no servers")
-    if ranks % size:
-        yield _refuse(config, "tensor_parallel_size", f"must divide the {ranks} rank{'s' if ranks > 1 else ''} (NGPU)")
-    if config.weight_sync.route != "auto":
-        text = "must be auto with inference.mode = colocate, where weights stay in the process"
-        yield Problem(
-            "weight_sync.route", f"weight_sync.route = {show(config.weight_sync.route)} is not allowed: {text}"
-        )
-    if inference.sleep_level and not planning and not has_gpu():
-        yield _refuse(config, "sleep_level", ON_CPU)
-    if inference.offload_optimizer and config.training.enable_cpu_offload:
-        text = "training.enable_cpu_offload = true keeps the optimizer's state in host memory already"
-        yield _refuse(config, "offload_optimizer", text)
+    which_has_none = "with inference.mode = colocate, which has no servers"
+    refuse("inference.servers", inference.servers, f"must be empty {which_has_none}")
+    refuse("inference.launch", not inference.launch, f"must be true {which_has_none}")
+    text = f"must divide the {check.ranks} rank{'s' if check.ranks > 1 else ''} (NGPU)"
+    refuse("inference.tensor_parallel_size", check.ranks % inference.tensor_parallel_size, text)
+    refuse("inference.sleep_level", inference.sleep_level and not check.planning and not has_gpu(), ON_CPU)
+    text = "training.enable_cpu_offload = true keeps the optimizer's state in host memory already"
+    refuse("inference.offload_optimizer", inference.offload_optimizer and config.training.enable_cpu_offload, text)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchtitan.config.command_line import CommandLine, split_command_line
+from torchtitan.config.draft import Draft
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import CommandLine, expand_user, read_config, split_command_line
 from torchtitan.config.servers import expand_servers
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.validate import validate
@@ -30,14 +31,22 @@ def parse_command_line(argv: Sequence[str]) -> tuple[JobConfig, bool]:
 
 
 def load(command: CommandLine, planning: bool) -> JobConfig:
-    """The validated configuration. Raises ConfigError with all problems together."""
-    config, problems, complete = read_config(command)
-    expand_user(config)
+    """The validated configuration of a command line. Raises ConfigError with all problems together."""
+    is_complete = command.fill()
+    return finish(command.draft, planning, is_complete)
+
+
+def finish(draft: Draft, planning: bool = False, is_complete: bool = True) -> JobConfig:
+    """The validated configuration; `is_complete`: no file with values is missing, so that combinations can be judged.
+
+    Raises:
+        ConfigError: with all problems together.
+    """
+    config, problems = draft.build()
     config.inference.servers = expand_servers(config.inference.servers)
-    if complete:
+    if is_complete:
         # A key that was just reported holds its default now.
-        reported = {problem.key for problem in problems}
-        problems += [problem for problem in validate(config, planning) if not problem.follows_from(reported)]
+        problems += validate(config, planning, frozenset(problem.key for problem in problems))
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan.config.derived import global_batch_size, is_colocated, shard_degree, shares_devices
-from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_host, reference_on_host
 from torchtitan.models.shape import read_shape, trained_parameters

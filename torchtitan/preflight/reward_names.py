@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from torchtitan.config.fields import nearest, show
+from torchtitan.config.toml import show
+from torchtitan.config.values import nearest
 from torchtitan.rollout.rewards import BUILTIN
 
 

@@ -8,8 +8,8 @@ import secrets
 import time
 from pathlib import Path
 
-from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.trainer.checkpoint_folder import whole_steps
 from torchtitan.utils.json_lines import JsonLines, read_json_lines

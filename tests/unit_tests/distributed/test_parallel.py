@@ -312,8 +312,10 @@ def test_mixed_precision_and_offload_on_one_rank(tmp_path: Path) -> None:
     ],
 )
 def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected: tuple[int, int, int] | str) -> None:
-    replicate, shard, tensor = degrees
-    parallelism = Parallelism(replicate, shard, tensor)
+    parallelism = Parallelism()
+    # Assigned: the constructor refuses some of them by itself.
+    parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree = degrees[:2]
+    parallelism.tensor_parallel_degree = degrees[2]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             ParallelDims.from_config(parallelism, world_size)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.config.names import CORRECTIONS, DIVERGENCES, LOSS_TYPES
+from torchtitan.config.tables.grpo import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.errors import UserError
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.objectives import (

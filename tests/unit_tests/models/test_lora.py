@@ -438,7 +438,6 @@ def test_reference_is_the_base_model(untied: Path) -> None:
         ({"lora.modules_to_save": ["norm"], "training.dtype": "bfloat16"}, "training.dtype = float32"),
         ({"lora.dropout": 0.1, "parallelism.tensor_parallel_degree": 2}, "lora.dropout"),
         ({"lora.adapter_path": "nowhere"}, "no adapter_config.json"),
-        ({"lora.alpha": 0.0}, "lora.alpha"),
         ({"grpo.kl_coefficient": 0.1, "grpo.reference_ema_decay": 0.9}, "grpo.reference_ema_decay"),
         ({}, None),
     ],

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
 from torchtitan.config.derived import verification
+from torchtitan.config.draft import OLD_NAMES, Draft
 from torchtitan.config.engine_args import command_line
-from torchtitan.config.fields import config_to_toml, key_types
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.manager import apply_tables
-from torchtitan.config.names import LOSS_TYPES
-from torchtitan.config.ranges import NAMES, RANGES
-from torchtitan.config.reference import field_documentation, markdown
+from torchtitan.config.job_config import JobConfig, known_keys
+from torchtitan.config.reference import markdown
 from torchtitan.config.servers import nodes, slurm_urls
+from torchtitan.config.tables.grpo import LOSS_TYPES
+from torchtitan.config.toml import config_to_toml
+from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.__main__ import main
@@ -304,6 +304,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("temperature 0", "", ["--rollout.temperature", "0"], ["rollout.temperature = 0.0", "greater than 0"]),
     ("not a number", "", ["--rollout.temperature", "nan"], ["rollout.temperature = nan", "finite, greater than 0"]),
     ("infinite", "[weight_sync]\napply_timeout_s = inf\n", [], ["weight_sync.apply_timeout_s = inf"]),
+    ("adapters that do not count", "", ["--lora.alpha", "0"], ["lora.alpha = 0.0", "greater than 0"]),
     ("top-p", "", ["--rollout.top_p", "0"], ["rollout.top_p = 0.0", "greater than 0 and at most 1"]),
     ("min-p", "", ["--rollout.min_p", "1"], ["rollout.min_p = 1.0", "at least 0 and less than 1"]),
     ("completion fills the sequence", "", ["--training.seq_len", "32"], ["max_completion_tokens = 32", "seq_len = 32"]),
@@ -384,6 +385,25 @@ def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) 
     assert len(problems) == len(keys)
     for key in keys:
         assert any(key in problem for problem in problems)
+
+
+def test_old_names_are_accepted_and_say_the_new_one(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(OLD_NAMES, "train.num_steps", "training.steps")
+    monkeypatch.setitem(OLD_NAMES, "eval.enabled", "eval.enable")
+    arguments = write_config(more="[eval]\nenabled = false\n[train]\nseed = 5\n")
+    monkeypatch.setitem(OLD_NAMES, "train.seed", "training.seed")
+    config = load_config([*arguments, "--train.num-steps", "9"])
+    assert (config.training.steps, config.training.seed, config.eval.enable) == (9, 5, False)
+    assert caplog.messages == [
+        "job.toml: eval.enabled is now called eval.enable; the old name is accepted for now",
+        "job.toml: train.seed is now called training.seed; the old name is accepted for now",
+        "command line: train.num_steps is now called training.steps; the old name is accepted for now",
+    ]
+    with pytest.raises(ConfigError, match="training.steps = many is not allowed: training.steps takes an integer"):
+        load_config([*arguments, "--train.num_steps", "many"])
+    assert all(new in known_keys() and old not in known_keys() for old, new in OLD_NAMES.items())
 
 
 def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(write_config: WriteConfig) -> None:
@@ -498,9 +518,9 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
         *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),
         *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),
     ]
-    again = JobConfig()
-    assert apply_tables(again, tomllib.loads(config_to_toml(config)), "x.toml") == []
-    assert again == config
+    draft = Draft()
+    draft.add(tomllib.loads(config_to_toml(config)), "x.toml")
+    assert draft.build() == (config, [])
 
 
 @pytest.mark.parametrize(
@@ -572,11 +592,11 @@ def test_servers_sleep_only_where_every_step_waits_for_them(
         load_config([*foreign, "--inference.servers", "http://127.0.0.1:8000"])
         monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
         load_config(foreign)
-        with pytest.raises(ConfigError, match="transport = nccl .*one member of a communicator per GPU"):
+        with pytest.raises(ConfigError, match='transport = "nccl" .*one member of a communicator per GPU'):
             load_config([*foreign, "--weight_sync.transport=nccl"])
         monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
     monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
-    with pytest.raises(ConfigError, match="weight_sync.route = engine .*no GPU is left"):
+    with pytest.raises(ConfigError, match='weight_sync.route = "engine" .*no GPU is left'):
         load_config([*blocking, "--inference.backend=vllm", "--weight_sync.route=engine"])
     adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
     with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
@@ -781,24 +801,36 @@ def tables(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 @given(st.data())
 def test_what_is_written_reads_back(data: st.DataObject) -> None:
     config = JobConfig()
-    for name in data.draw(st.lists(st.sampled_from(sorted(key_types())), max_size=12)):
+    for name in data.draw(st.lists(st.sampled_from(sorted(known_keys())), max_size=12)):
         table, _, key = name.partition(".")
-        setattr(getattr(config, table), key, data.draw(values_of(key_types()[name])))
-    again = JobConfig()
-    assert apply_tables(again, tomllib.loads(config_to_toml(config)), "x.toml") == []
-    assert again == config
+        setattr(getattr(config, table), key, data.draw(values_of(known_keys()[name].annotation)))
+    again = tomllib.loads(config_to_toml(config))
+    assert again == asdict(config)
+    # What is read is what was written, in type too; all that the draft may refuse is a number or name out of bounds.
+    draft = Draft()
+    draft.add(again, "x.toml")
+    read, problems = draft.build()
+    assert all(" takes " not in problem.text for problem in problems)
+    for problem in problems:
+        table, _, key = problem.key.partition(".")
+        setattr(getattr(read, table), key, getattr(getattr(config, table), key))
+    assert read == config
 
 
-def test_every_number_has_a_range_and_every_default_is_in_it() -> None:
-    numbers = {name for name, kind in key_types().items() if kind in (int, float)}
-    assert numbers == set(RANGES)
-    for name, allowed in RANGES.items():
-        table, _, key = name.partition(".")
-        assert getattr(getattr(JobConfig(), table), key) in allowed
+def rules_of(name: str, kind: type) -> list[Any]:
+    return [rule for rule in known_keys()[name].metadata if isinstance(rule, kind)]
+
+
+def test_every_number_has_a_range_and_every_default_is_allowed() -> None:
+    for name, info in known_keys().items():
+        assert len(rules_of(name, Range)) == (info.annotation in (int, float)), name
+    draft = Draft()
+    draft.add(asdict(JobConfig()), "defaults")
+    assert draft.build() == (JobConfig(), [])
 
 
 def test_the_reference_is_current_and_complete() -> None:
-    assert set(field_documentation()) == set(key_types())
+    assert all(info.description for info in known_keys().values())
     command = "python -m torchtitan.config.reference > docs/config.md"
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == markdown(), f"out of date: {command}"
 
@@ -806,7 +838,7 @@ def test_the_reference_is_current_and_complete() -> None:
 def test_known_names_are_those_of_the_code() -> None:
     from torchtitan.grpo.objectives import OBJECTIVES
 
-    assert LOSS_TYPES == NAMES["grpo.loss_type"] == tuple(OBJECTIVES)
+    assert [rule.known for rule in rules_of("grpo.loss_type", Names)] == [LOSS_TYPES] == [tuple(OBJECTIVES)]
 
 
 def test_known_routes_are_those_of_the_engines() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml import config_to_toml
 from torchtitan.report.html import main, write_report
 from torchtitan.report.metrics import REQUIRED_KEYS
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.names import LOSS_TYPES
+from torchtitan.config.tables.grpo import LOSS_TYPES
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models import load_policy

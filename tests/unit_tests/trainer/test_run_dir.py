@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.config.fields import config_to_toml
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.run_dir import mint_epoch, open_run_directory

@@ -1,0 +1,142 @@
+"""Values from a file, a command line or Python become one JobConfig; every mistake in them becomes a Problem."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from torchtitan.config.engine_args import PREFIX, option_name
+from torchtitan.config.job_config import JobConfig, known_keys, table_types
+from torchtitan.config.toml import show
+from torchtitan.config.values import OPTIONS, RULE, nearest
+
+logger = logging.getLogger(__name__)
+
+OLD_NAMES: dict[str, str] = {}
+"""A key's old name -> its new one; the old one is accepted, and a line says the new one"""
+
+# A leading `~` of these is resolved once, here; `~nobody` stays, and is refused as a missing folder.
+PATHS = (
+    "job.dump_folder", "model.hf_assets_path", "checkpoint.resume", "rollout.dataset", "rollout.replay", "eval.dataset",
+    "inference.engine_python",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: the key it is about (`table.key`, or empty) and the message."""
+
+    key: str
+    text: str
+
+    def follows_from(self, keys: Iterable[str]) -> bool:
+        """Whether it is about one of these keys or compares with it: where their values are wrong, it says nothing."""
+        return self.key in keys or any(re.search(rf"\b{re.escape(key)}\b", self.text) for key in keys if key)
+
+
+@dataclass
+class Draft:
+    """What will be a JobConfig: the values that were given, later ones in place of earlier ones."""
+
+    problems: list[Problem] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """`table.key` -> value"""
+    written: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """`table.key` -> where its value comes from, and how it was written there"""
+
+    def refuse(self, key: str, text: str) -> None:
+        """Note a mistake."""
+        self.problems.append(Problem(key, text))
+
+    def add(self, tables: Mapping[str, Any], place: str) -> None:
+        """Take the values of a document with TOML tables."""
+        for table, content in tables.items():
+            if table not in {*table_types(), *(old.partition(".")[0] for old in OLD_NAMES)}:
+                what = "table" if isinstance(content, Mapping) else "key outside a table,"
+                self.refuse(table, f"{place}: unknown {what} [{table}]{nearest(table, table_types())}")
+            elif not isinstance(content, Mapping):
+                self.refuse(table, f"{place}: {table} = {show(content)} must be a table: [{table}]")
+            else:
+                for key, value in content.items():
+                    self.set(f"{table}.{key}", value, place)
+
+    def set(self, name: str, value: Any, place: str, written: str | None = None) -> None:
+        """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
+        key = OLD_NAMES.get(name, name)
+        if key != name:
+            logger.warning("%s: %s is now called %s; the old name is accepted for now", place, name, key)
+        if key.startswith(PREFIX):
+            self._set_option(option_name(key.removeprefix(PREFIX)), value, place)
+        elif key not in known_keys():
+            self.refuse(key, f"{place}: unknown key {name} = {show(value)}{nearest_key(key)}")
+        else:
+            self.values[key] = value
+            self.written[key] = (place, show(value) if written is None else written)
+
+    def _set_option(self, option: str, value: Any, place: str) -> None:
+        """One option of the engine, besides those that there are; max_model_len and max-model-len are the same."""
+        options = self.values.setdefault(PREFIX[:-1], {})
+        if isinstance(options, dict):  # else it is refused as a whole
+            same = next((name for name in options if option_name(name) == option), option)
+            self.values[PREFIX[:-1]] = options | {same: value}
+            self.written.setdefault(PREFIX[:-1], (place, ""))
+
+    def build(self) -> tuple[JobConfig, list[Problem]]:
+        """The configuration, with defaults for what is wrong, and all problems so far."""
+        problems = list(self.problems)
+        tables = {}
+        for table, kind in table_types().items():
+            values = {key.partition(".")[2]: value for key, value in self.values.items() if key.startswith(f"{table}.")}
+            try:
+                tables[table] = kind(**values)
+            except ValidationError as error:
+                wrong = {str(one["loc"][0]): one for one in error.errors()}
+                problems += [self._wrong_value(f"{table}.{key}", one) for key, one in wrong.items()]
+                tables[table] = kind(**{key: value for key, value in values.items() if key not in wrong})
+        config = JobConfig(**tables)
+        for name in PATHS:
+            table, _, key = name.partition(".")
+            section = getattr(config, table)
+            setattr(section, key, os.path.expanduser(getattr(section, key)))
+        return config, problems
+
+    def _wrong_value(self, name: str, error: ErrorDetails) -> Problem:
+        place, written = self.written[name]
+        if error["type"] == RULE:
+            return Problem(name, f"{place}: {name} = {show(self.values[name])} is not allowed: {error['msg']}")
+        kind = known_keys()[name].annotation
+        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        text = f"{place}: {name} = {written} is not allowed: {name} takes {describe_type(kind)}"
+        return Problem(name, text + nearest(written.strip('"'), choices))
+
+
+def nearest_key(name: str) -> str:
+    """Like `nearest` for a whole key `table.key`: a like key of its table, else the same key in another table."""
+    table, _, key = name.rpartition(".")
+    inside = {known.rpartition(".")[2]: known for known in known_keys() if known.startswith(f"{table}.")}
+    close = difflib.get_close_matches(key, list(inside), n=1, cutoff=0.75)
+    if close:
+        return f" (nearest: {inside[close[0]]})"
+    elsewhere = [known for known in known_keys() if known.rpartition(".")[2] == key]
+    if elsewhere:
+        return nearest(name, elsewhere) or f" (nearest: {elsewhere[0]})"
+    return nearest(name, known_keys())
+
+
+def describe_type(kind: Any) -> str:
+    """What values a key of this type takes, in words."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is list:
+        return f"a list, each element {describe_type(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return OPTIONS
+    return {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[kind]

@@ -1,0 +1,152 @@
+"""The objective."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.values import (
+    TABLE,
+    Count,
+    Names,
+    NotNegative,
+    Positive,
+    Range,
+    Share,
+    ShareAboveZero,
+    ShareBelowOne,
+)
+
+LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce")
+"""The keys of objectives.OBJECTIVES"""
+
+ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp")
+"""The keys of advantages.ESTIMATORS"""
+
+CORRECTIONS = ("truncate", "mask", "icepop", "none")
+"""The keys of off_policy.CORRECTIONS"""
+
+DIVERGENCES = ("k1", "k2", "k3")
+"""The keys of divergence.ESTIMATORS"""
+
+
+@dataclass(config=TABLE)
+class GRPO:
+    async_weight_update: bool = True
+    """true: no step waits for an actor. false: every step waits until all live actors have the new version"""
+
+    group_size: Annotated[int, Range(2)] = 8
+    """Completions per prompt"""
+
+    loss_type: Annotated[str, Names(LOSS_TYPES, own_function=True)] = "dapo"
+    """Objective: grpo, dapo, bnpo, dr_grpo, gspo, cispo, sapo or reinforce, or one's own as package.module:function"""
+
+    loss_normalization: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """How tokens are weighted: as the objective does, all alike, by sequence, or by sequences × longest completion"""
+
+    importance_level: Literal["auto", "token", "sequence"] = "auto"
+    """Importance ratio of every token or one per sequence; auto is what the objective uses"""
+
+    advantage: Annotated[str, Names(ADVANTAGES)] = "group"
+    """Baseline: group (mean of the group), rloo (mean of the others), batch, or reinforce_pp (batch-normalised)"""
+
+    recompute_old_log_probs: bool = False
+    """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
+
+    epsilon_low: Share = 0.2
+    """Lower clip range of the ratio"""
+
+    epsilon_high: NotNegative = 0.28
+    """Upper clip range of the ratio"""
+
+    delta: Annotated[float, Range(1, low_open=True, also=0)] = 0.0
+    """Upper bound of the ratio also where the advantage is negative (two-sided clip); 0 turns it off"""
+
+    off_policy_correction: Annotated[str, Names(CORRECTIONS)] = "truncate"
+    """Decoupled mode: weight of a token by π_old/μ: truncate (cap), mask (0 above the cap), icepop (0 outside of a
+    band) or none. Direct mode: mask and icepop mask by π/μ, truncate does nothing"""
+
+    importance_cap: Positive = 2.0
+    """Cap of truncate and mask, and of the weight of loss_type reinforce"""
+
+    icepop_low: NotNegative = 0.5
+    """Lower end of the icepop band"""
+
+    icepop_high: Positive = 5.0
+    """Upper end of the icepop band"""
+
+    cispo_cap: Positive = 5.0
+    """Cap of the importance weight of loss_type cispo"""
+
+    sapo_temperature_positive: Positive = 1.0
+    """Steepness of loss_type sapo's gate where the advantage is positive"""
+
+    sapo_temperature_negative: Positive = 1.05
+    """Steepness of loss_type sapo's gate where the advantage is negative"""
+
+    allow_uncorrected: bool = False
+    """Start an asynchronous run although nothing bounds how far off policy a sample counts"""
+
+    geometric_mask_low: Share = 0.5
+    """Sequences whose geometric mean ratio π/μ lies below are masked; 0 turns it off"""
+
+    geometric_mask_high: Annotated[float, Range(1, also=0)] = 2.0
+    """Sequences whose geometric mean ratio π/μ lies above are masked; 0 turns it off"""
+
+    product_mask_low: Share = 0.0
+    """Sequences whose product of ratios lies below are masked (hard on long answers); 0 turns it off"""
+
+    product_mask_high: Annotated[float, Range(1, also=0)] = 0.0
+    """Sequences whose product of ratios lies above are masked (hard on long answers); 0 turns it off"""
+
+    negative_mask_threshold: NotNegative = 0.0
+    """Sequences with a negative advantage are masked where the mean of log μ/π exceeds this; 0 turns it off"""
+
+    kl_coefficient: NotNegative = 0.0
+    """Weight of the divergence from the reference policy; 0 loads none"""
+
+    kl_estimator: Annotated[str, Names(DIVERGENCES)] = "k3"
+    """Per-token estimate of that divergence: k1, k2 or k3"""
+
+    kl_ratio_correction: bool = True
+    """Multiply the divergence by the importance ratio, without which its gradient is biased, off policy most of all"""
+
+    reference_ema_decay: ShareBelowOne = 0.0
+    """Reference policy: 0 keeps the initial weights; else it follows the policy, keeping this share at every sync"""
+
+    reference_sync_interval: Count = 1
+    """Steps between two syncs of a reference policy that follows"""
+
+    reference_cpu_offload: bool = False
+    """Keep the reference policy's weights in host memory"""
+
+    entropy_coefficient: NotNegative = 0.0
+    """Weight of the entropy bonus"""
+
+    entropy_top_share: ShareAboveZero = 1.0
+    """Decoupled mode: only this share of a batch's tokens, those of highest entropy, enters the policy loss"""
+
+    num_minibatches: Count = 1
+    """Optimizer steps per pass over a batch, each on its share of the groups"""
+
+    num_iterations: Count = 1
+    """Passes over a batch"""
+
+    scale_rewards: Literal["none", "group", "batch"] = "none"
+    """Divide advantages by the standard deviation of the rewards in the group or batch"""
+
+    reward_aggregation: Literal["sum", "normalize_each"] = "sum"
+    """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
+
+    drop_zero_variance: bool = True
+    """Drop groups whose rewards are all equal (counted), instead of training on zero advantages"""
+
+    mask_truncated: bool = False
+    """Leave completions that hit the length limit out of the loss"""
+
+    mismatch_kl_alarm: NotNegative = 0.1
+    """Warn when the divergence of the trainer's from the engine's log-probs (mismatch_kl) rises above; 0: never"""
+
+    mismatch_kl_stop: NotNegative = 0.0
+    """Save a checkpoint and stop the run after a step whose mismatch_kl is above; 0: never"""

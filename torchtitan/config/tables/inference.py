@@ -1,0 +1,98 @@
+"""The actors that sample."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.values import TABLE, Count, CountOrZero, Names, NotNegative, Options, Positive, Range
+
+
+@dataclass(config=TABLE)
+class Inference:
+    backend: Annotated[str, Names(("embedded", "vllm", "sglang"))] = "embedded"
+    """Engine that samples: embedded (part of this package), vllm or sglang (see docs/engines.md)"""
+
+    mode: Literal["server", "colocate"] = "server"
+    """Actors as separate processes, or on the trainer's own devices (vllm only)"""
+
+    num_actors: Count = 2
+    """Inference actors that are started"""
+
+    launch: bool = True
+    """Start num_actors actors where no servers are named; false: never start one, servers have to be named"""
+
+    servers: list[str] = field(default_factory=list)
+    """Actors that run already, none is started then: URLs, or slurm:NODES:PORT with Slurm's notation of nodes, such as
+    slurm:gpu[01-04,7]:8000 (a range 8000-8003 of ports is several actors per node)"""
+
+    tensor_parallel_size: Count = 1
+    """Devices that share the model of one vllm or sglang actor; with colocate neighbouring ranks"""
+
+    engine_python: str = ""
+    """Python that runs the engine; empty takes the environment that scripts/install_engine.sh made"""
+
+    engine_args: Options = field(default_factory=dict)
+    """Options of the engine itself, handed on as they are: max-model-len = 1024 is --max-model-len 1024, true is the
+    option alone, false leaves it out, a list is several values, a table is JSON"""
+
+    engine_memory_gb: NotNegative = 0.0
+    """Memory for one vllm or sglang actor's KV cache, in GiB; 0 decides from what there is"""
+
+    sleep_level: Annotated[int, Range(0, 2)] = 0
+    """colocate, or with async_weight_update = false: while the trainer trains, the engines give back their KV cache and
+    their weights, which 1 keeps in host memory and 2 drops; 0 keeps all. Started servers then have the ranks' GPUs"""
+
+    sleep_timeout_s: Positive = 20.0
+    """server: deadline for an actor to fall asleep, and for each of the two parts of waking"""
+
+    offload_optimizer: bool = False
+    """colocate: the optimizer's state is in host memory while the engine generates"""
+
+    host: str = "127.0.0.1"
+    """Address that started actors bind to"""
+
+    threads_per_actor: CountOrZero = 0
+    """CPU threads of one actor; 0 decides from the cores"""
+
+    pin_cores: bool = False
+    """Keep each started actor on cores of its own, from the last one down; for trainers that compute on other cores"""
+
+    max_sequences: Count = 256
+    """Sequences that one actor generates at a time"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the actors hold weights and compute"""
+
+    exact: bool = False
+    """Rescore every completion with the trainer's own forward: mismatch 0 where one version sampled it, slower"""
+
+    in_flight_kv: Literal["keep", "recompute"] = "keep"
+    """What running requests do with their KV cache when new weights arrive"""
+
+    update_mode: Literal["in_flight", "drain"] = "in_flight"
+    """New weights are applied while requests run (tokens are tagged per version), or after the running ones ended"""
+
+    drain_timeout_s: Positive = 5.0
+    """drain: running requests get so long to end, then the weights are applied in flight; so long, too, before actors
+    sleep (sleep_level), which those with unfinished requests do not do then"""
+
+    startup_timeout_s: Positive = 120.0
+    """Deadline for an actor to answer its first health probe"""
+
+    request_timeout_s: Positive = 300.0
+    """Deadline of one generate request"""
+
+    health_interval_s: Positive = 1.0
+    """Seconds between two health probes"""
+
+    health_timeout_s: Positive = 10.0
+    """An actor that has not answered for this long is taken out"""
+
+    max_restarts: CountOrZero = 5
+    """How often one started actor is restarted before it is given up"""
+
+    max_retries: CountOrZero = 3
+    """How often a group is redone after failures before the run stops"""

@@ -1,0 +1,103 @@
+"""What a run is called, where it writes, what it logs and keeps; faults for tests."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, Range, RunName
+
+# Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
+MAX_SAVE_DEADLINE_S = 600
+
+
+@dataclass(config=TABLE)
+class Job:
+    config_file: str = ""
+    """TOML file to read; command-line overrides come on top"""
+
+    dump_folder: str = "./outputs"
+    """Every launch writes to a fresh folder {dump_folder}/{name}-{time}, and `latest` links to it"""
+
+    name: RunName = "grpo"
+    """Name of the job, first part of its run folder's name"""
+
+    description: str = ""
+    """One line about the job, printed at the start and in the report"""
+
+
+@dataclass(config=TABLE)
+class Profiling:
+    enable_profiling: bool = False
+    """Record torch profiler traces"""
+
+    save_traces_folder: FolderName = "profile_traces"
+    """Folder for the traces, inside the run folder"""
+
+    profile_freq: Count = 10
+    """Steps between two traces"""
+
+
+@dataclass(config=TABLE)
+class Metrics:
+    log_freq: Count = 1
+    """Steps between two console lines (metrics.jsonl always has one object per step)"""
+
+    console: Literal["auto", "rich", "plain"] = "auto"
+    """Live display, or one line per step; auto takes rich on a terminal"""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files"""
+
+    save_tb_folder: FolderName = "tb"
+    """Folder for TensorBoard event files, inside the run folder"""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
+
+    completions_per_step: Annotated[int, Range(-1)] = 16
+    """Completions written to completions.jsonl per step; -1 for all"""
+
+
+@dataclass(config=TABLE)
+class Checkpoint:
+    enable: bool = False
+    """Write checkpoints"""
+
+    folder: FolderName = "checkpoint"
+    """Folder of the checkpoints, inside the run folder"""
+
+    interval: Count = 50
+    """Steps between two checkpoints"""
+
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """Write in the background"""
+
+    keep_latest_k: CountOrZero = 3
+    """Checkpoints that are kept; 0 keeps all"""
+
+    resume: str = ""
+    """Run folder to resume from (its latest whole checkpoint), or `latest`; the run continues in that folder"""
+
+    load_step: Annotated[int, Range(-1)] = -1
+    """With resume: the step to load; -1 is the latest whole one"""
+
+    last_save_in_hf: bool = True
+    """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
+
+    save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
+    """After SIGTERM or SIGINT the run saves and exits within this time"""
+
+
+@dataclass(config=TABLE)
+class FaultInjection:
+    enable: bool = False
+    """Break the weight synchronisation on purpose, for tests; says so loudly"""
+
+    seed: CountOrZero = 0
+    """Decides where faults with a probability strike"""
+
+    faults: list[str] = field(default_factory=list)
+    """action:key=value,...; see docs/reliability.md"""

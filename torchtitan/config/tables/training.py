@@ -1,0 +1,90 @@
+"""Batches, optimizer and learning rate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.values import TABLE, Count, CountOrZero, NotNegative, Positive, Range, Share, ShareBelowOne
+
+
+@dataclass(config=TABLE)
+class Training:
+    steps: Count = 100
+    """Trained batches; each makes one policy version"""
+
+    local_batch_size: Count = 64
+    """Completions per data-parallel rank and batch, where global_batch_size is -1"""
+
+    global_batch_size: Annotated[int, Range(1, also=-1)] = -1
+    """Completions per batch over all ranks; -1 is local_batch_size × data-parallel degree"""
+
+    seq_len: Annotated[int, Range(2)] = 2048
+    """Longest prompt + completion, in tokens"""
+
+    tokens_per_micro_batch: Count = 16384
+    """Token budget of one packed micro-batch on one rank; at least seq_len"""
+
+    max_norm: NotNegative = 1.0
+    """Gradient norm above which gradients are scaled down; 0 turns clipping off"""
+
+    max_skipped_steps: Count = 5
+    """The run stops after this many consecutive optimizer steps with a non-finite loss or gradient"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the master weights"""
+
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """Type in which FSDP gathers parameters and computes"""
+
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which FSDP reduces gradients"""
+
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload)"""
+
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    """Seed of everything that is random"""
+
+    deterministic: bool = False
+    """Use deterministic algorithms only (slower on CUDA)"""
+
+    threads: CountOrZero = 0
+    """CPU threads of one trainer rank; 0 decides from the cores, the ranks and the actors"""
+
+
+@dataclass(config=TABLE)
+class Optimizer:
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer"""
+
+    lr: Share = 1e-6
+    """Peak learning rate"""
+
+    beta1: ShareBelowOne = 0.9
+    """Decay of the first moment"""
+
+    beta2: ShareBelowOne = 0.95
+    """Decay of the second moment"""
+
+    eps: Positive = 1e-8
+    """Term added to the denominator"""
+
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay (not applied to norms and biases)"""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Implementation of the update"""
+
+
+@dataclass(config=TABLE)
+class LRScheduler:
+    warmup_steps: CountOrZero = 0
+    """Batches of linear warmup from 0"""
+
+    decay_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay that follows the warmup, over the rest of training.steps"""
+
+    min_lr_factor: Share = 0.0
+    """The decay ends at lr × this factor"""

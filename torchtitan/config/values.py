@@ -1,0 +1,144 @@
+"""What the values of keys may be besides their type, as annotations that pydantic checks.
+
+    steps: Count = 100
+    transport: Annotated[str, Names(("tcp", "disk"))] = "tcp"
+
+Combinations of keys are checked in torchtitan/preflight.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+# Nothing but an integer where a number is asked for is converted; the string under a field documents it.
+TABLE = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
+
+RULE = "rule"
+"""The type of the errors that rules raise"""
+
+
+class Rule:
+    """Annotation of a key. pydantic calls it with every value of the right type."""
+
+    def problem(self, value: Any) -> str | None:
+        """What the value must be, or None where it is allowed."""
+        raise NotImplementedError
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if (problem := self.problem(value)) is not None:
+            raise PydanticCustomError(RULE, "{problem}", {"problem": problem})
+        return value
+
+
+@dataclass(frozen=True)
+class Range(Rule):
+    """An interval of numbers; `also` names one value outside it that has a meaning of its own (-1, 0)."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+    also: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        if self.also is not None and value == self.also:
+            return True
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        low = f"greater than {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        if self.high == math.inf:
+            text = low
+        elif self.low_open or self.high_open:
+            text = f"{low} and {'less than' if self.high_open else 'at most'} {self.high:g}"
+        else:
+            text = f"{self.low:g} to {self.high:g}"
+        return text if self.also is None else f"{self.also:g}, or {text}"
+
+    def problem(self, value: float) -> str | None:
+        if value in self:
+            return None
+        return f"must be {self}" if math.isfinite(value) else f"must be finite, {self}"
+
+
+@dataclass(frozen=True)
+class Names(Rule):
+    """Names that are known; with `own_function`, `package.module:function` may take the place of one."""
+
+    known: tuple[str, ...]
+    own_function: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(f"`{name}`" for name in self.known)
+
+    def problem(self, value: str) -> str | None:
+        if value in self.known or (self.own_function and all(value.partition(":"))):
+            return None
+        return f"must be {' or '.join(self.known)}{nearest(value, self.known)}"
+
+
+@dataclass(frozen=True)
+class Must(Rule):
+    """Whatever else a value must satisfy, and how to say so."""
+
+    holds: Callable[[Any], object]
+    otherwise: str
+
+    def problem(self, value: Any) -> str | None:
+        return None if self.holds(value) else self.otherwise
+
+
+def is_free(value: Any) -> bool:
+    """Whether a free table may hold this: strings, numbers, booleans, lists and tables of them (TOML has dates too)."""
+    if isinstance(value, dict):
+        return all(map(is_free, value.values()))
+    if isinstance(value, list):
+        return all(map(is_free, value))
+    return isinstance(value, (str, int, float))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (nearest: …)` with the known name most like `name`, or an empty string where none is alike."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def _is_inside_run_folder(name: str) -> bool:
+    folder = PurePath(name)
+    return bool(folder.name) and not folder.is_absolute() and ".." not in folder.parts
+
+
+OPTIONS = "a table of options, each a string, a number, true, false, a list or a table of these"
+
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]
+NotNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, low_open=True)]
+Share = Annotated[float, Range(0, 1)]
+ShareBelowOne = Annotated[float, Range(0, 1, high_open=True)]
+ShareAboveZero = Annotated[float, Range(0, 1, low_open=True)]
+Weights = Annotated[list[float], Must(lambda values: all(map(math.isfinite, values)), "every one must be finite")]
+Options = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}")]
+Column = Annotated[str, Must(bool, "must name a column")]
+FolderName = Annotated[str, Must(_is_inside_run_folder, "must be a relative folder name, inside the run folder")]
+RunName = Annotated[
+    str,
+    Must(
+        re.compile(r"(?!\.)[\w.+-]+").fullmatch,
+        "must be made of letters, digits, `_`, `.`, `+` and `-` (it names a folder)",
+    ),
+]
