@@ -30,8 +30,8 @@ from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.source import RolloutSource, open_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
+from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.events import EventLog
-from torchtitan.utils.subprocesses import helper_environment
 from torchtitan.weight_sync.facade import WeightSync
 
 EPOCH, TOKEN = "1-test", "secret-of-the-test"
@@ -201,7 +201,7 @@ def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: py
     config, policy = make_config(tmp_path / "checkpoint")
     monkeypatch.setenv(TOKEN_VARIABLE, "secret-of-the-server")
     command = actor_command(config, tmp_path / "port")
-    with subprocess.Popen(command, env=helper_environment(threads=1)) as server:
+    with subprocess.Popen(command, env=child_environment(threads=1)) as server:
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not (tmp_path / "port").exists():

@@ -30,7 +30,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import find_python
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.models.decoder import Decoder
-from torchtitan.utils.subprocesses import helper_environment
+from torchtitan.utils.child_process import child_environment
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def get(url: str, token: str) -> dict[str, Any]:
 def start_agent(*more: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torchtitan.inference.agent", "--engine", "sglang", *more]
     return subprocess.Popen(
-        command, env={**helper_environment(threads=1), **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, env={**child_environment(threads=1), **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
     line = [fake_python(tmp_path / "own"), "-m", "x", "--host", "127.0.0.1", "--port-file", tmp_path / "engine"]
     line += ["--token-env", "ENGINE_TOKEN", "--parent-pid", str(os.getpid()), "--"]
     environment = {"ENGINE_TOKEN": "of-the-engine", "AGENT_TOKEN": "of-the-agent"}
-    everything = {**helper_environment(threads=1), **environment}
+    everything = {**child_environment(threads=1), **environment}
     with subprocess.Popen(list(map(str, line)), env=everything) as engine:
         try:
             url = f"http://127.0.0.1:{wait_for(tmp_path / 'engine', engine)}"

@@ -18,7 +18,7 @@ import psutil
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.client import base_url
-from torchtitan.utils.subprocesses import helper_environment
+from torchtitan.utils.child_process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class EngineProcess:
         self, command: list[str], environment: Mapping[str, str], threads: int, port_file: Path, log_file: Path
     ):
         self._command, self._port_file, self.log_file = command, port_file, log_file
-        self._environment = helper_environment(threads, **environment)
+        self._environment = child_environment(threads, **environment)
         self._process: Process | None = None
 
     @property

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
 import struct
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.types import Prompt
-from torchtitan.utils.subprocesses import helper_environment
+from torchtitan.utils.child_process import ChildProcess, child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -168,22 +165,15 @@ class _Worker:
     def __init__(self, setup: dict[str, Any], log_file: Path | None):
         self._setup = setup
         self._log_file = log_file
-        self._process: Process | None = None
+        self._process = ChildProcess("the reward worker", log_file)
 
     async def start(self) -> None:
         """(Re)start the process; raises UserError after a few attempts in vain."""
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
-            log: IO[bytes] | None = self._log_file.open("ab") if self._log_file else None
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "torchtitan.rollout.rewards.worker",
-                    stdin=PIPE, stdout=PIPE, stderr=log, env=helper_environment(threads=1), start_new_session=True,
-                )  # fmt: skip
-            finally:
-                if log is not None:
-                    log.close()
+            command = [sys.executable, "-m", "torchtitan.rollout.rewards.worker"]
+            await self._process.launch(command, child_environment(threads=1), pipes=True)
             try:
                 reply = await self._exchange(self._setup, START_TIMEOUT_S)
             except CallFailed as failure:
@@ -198,7 +188,7 @@ class _Worker:
 
     async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Raises CallFailed; after a timeout or a crash the process is gone until start() or the next call."""
-        if self._process is None:
+        if not self._process.alive:
             await self.start()
         reply = await self._exchange(message, timeout_s)
         if "error" in reply:
@@ -207,23 +197,7 @@ class _Worker:
 
     async def stop(self) -> None:
         """Kill the process and what it has forked; none of them has anything to lose. Never takes long."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            # It leads a session of its own. Its children may live on after it, and keep the group's id from reuse.
-            os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-            logger.debug("reward worker %d was gone already", process.pid)
-        try:
-            # This waits for the pipes too, and a child that made itself a session of its own still holds them.
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            logger.warning("a process that a reward function started has outlived worker %d", process.pid)
-        finally:
-            # asyncio's Process has no public way to close its pipes while their loop still runs.
-            process._transport.close()  # type: ignore[attr-defined]
-            await asyncio.sleep(0)
+        await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
 
     async def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         data = json.dumps(message, default=str).encode()
@@ -237,16 +211,12 @@ class _Worker:
             await self.stop()
             raise
         except (OSError, asyncio.IncompleteReadError) as error:
-            process = self._process
             await self.stop()
-            code = process.returncode if process else None
-            raise CallFailed("crash", f"the worker process ended with code {code}") from error
+            raise CallFailed("crash", self._process.describe_end()) from error
 
     async def _round_trip(self, data: bytes) -> dict[str, Any]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise ConnectionError("no worker process")
-        process.stdin.write(HEADER.pack(len(data)) + data)
-        await process.stdin.drain()
-        (length,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-        return json.loads(await process.stdout.readexactly(length))
+        to_worker, from_worker = self._process.streams
+        to_worker.write(HEADER.pack(len(data)) + data)
+        await to_worker.drain()
+        (length,) = HEADER.unpack(await from_worker.readexactly(HEADER.size))
+        return json.loads(await from_worker.readexactly(length))

@@ -1,0 +1,128 @@
+"""A process that we start: how its end is told, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.patience import PATIENCE_S
+from torchtitan.errors import UserError
+from torchtitan.utils.child_process import ChildProcess, child_environment
+
+# Ignores SIGTERM and has two children, one of them in a session of its own; writes their numbers to a file.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+partial = pathlib.Path(sys.argv[1] + ".tmp")
+partial.write_text(" ".join(str(child.pid) for child in children))
+partial.rename(sys.argv[1])
+if len(sys.argv) > 2:
+    os._exit(3)
+time.sleep(600)
+"""
+
+
+def python(program: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def wait_for_numbers(path: Path) -> list[int]:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(number) for number in path.read_text().split()]
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_stubborn_process_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
+    child = ChildProcess("the engine", tmp_path / "logs" / "engine.log")
+
+    async def work() -> list[int]:
+        await child.launch(python(STUBBORN, tmp_path / "pids"), child_environment(threads=1))
+        numbers = await asyncio.to_thread(wait_for_numbers, tmp_path / "pids")
+        assert child.alive and child.pid is not None
+        await child.stop(grace_s=0.2)
+        assert not child.alive and child.describe_end() == "the engine was killed by SIGKILL"
+        return [child.pid, *numbers]
+
+    assert all(map(ended, asyncio.run(work())))
+
+
+def test_what_a_dead_process_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+    child = ChildProcess("the engine", tmp_path / "engine.log")
+
+    async def work() -> list[int]:
+        await child.launch(python(STUBBORN, tmp_path / "pids", "ends"), child_environment(threads=1))
+        await asyncio.wait_for(child.wait(), PATIENCE_S)
+        return wait_for_numbers(tmp_path / "pids")
+
+    in_group, in_own_session = asyncio.run(work())
+    try:
+        assert child.describe_end() == "the engine ended with exit code 3"
+        assert ended(in_group)
+    finally:
+        os.kill(in_own_session, 9)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("print('no such model'); raise SystemExit(2)", "the engine ended with exit code 2; .*no such model"),
+        ("import time; print('loading', flush=True); time.sleep(600)", "was not listening after 1 s; .*loading"),
+    ],
+)
+def test_a_process_without_a_port_is_reported_with_its_log(tmp_path: Path, program: str, words: str) -> None:
+    child = ChildProcess("the engine", tmp_path / "engine.log")
+
+    async def work() -> None:
+        await child.launch(python(program), child_environment(threads=1))
+        try:
+            await child.read_port(tmp_path / "port", time.monotonic() + 1, "after 1 s")
+        finally:
+            await child.stop()
+
+    with pytest.raises(UserError, match=words):
+        asyncio.run(work())
+
+
+def test_a_process_is_launched_again(tmp_path: Path) -> None:
+    child = ChildProcess("the worker")
+
+    async def ask() -> bytes:
+        await child.launch(python("print(input() + '!')"), child_environment(threads=1), pipes=True)
+        to_child, from_child = child.streams
+        to_child.write(b"hello\n")
+        return await asyncio.wait_for(from_child.readline(), PATIENCE_S)
+
+    async def work() -> None:
+        assert await ask() == b"hello!\n"
+        assert await ask() == b"hello!\n"
+        await child.stop()
+        assert child.describe_end() in ("the worker ended with exit code 0", "the worker was killed by SIGTERM")
+
+    asyncio.run(work())
+
+
+def test_children_do_not_see_torchruns_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "node")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    environment = child_environment(2, TOKEN="secret")
+    assert environment["OMP_NUM_THREADS"] == "2" and environment["TOKEN"] == "secret"
+    assert "MASTER_ADDR" not in environment and "TORCHELASTIC_RUN_ID" not in environment

@@ -1,0 +1,189 @@
+"""A process that works for this one: its start, its log, the port that it reports, and its end.
+
+A parent that is killed stops nothing: its children end by themselves (inference/parent_watch.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+import torchtitan
+from torchtitan.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+TERMINATE_GRACE_S = 5.0
+KILL_GRACE_S = 10.0
+LOG_TAIL_BYTES = 1500
+# A child is not a rank: it must not find torchrun's rendezvous in its environment.
+TORCHRUN_VARIABLES = (
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK",
+    "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE",
+)  # fmt: skip
+
+
+def child_environment(threads: int, **extra: str) -> dict[str, str]:
+    """Our environment without torchrun's variables, with this very package importable and `threads` compute threads."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    here = str(Path(torchtitan.__file__).parent.parent)
+    existing = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{here}{os.pathsep}{existing}" if existing else here
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = str(threads)
+    return {**environment, **extra}
+
+
+class ChildProcess:
+    """Starts and stops one process, again and again if need be. Belongs to one asyncio loop.
+
+    Args:
+        what: what messages call it, such as "the engine".
+        log_file: what it prints is appended there; None: its errors go where ours go.
+    """
+
+    def __init__(self, what: str, log_file: Path | None = None):
+        self._what, self.log_file = what, log_file
+        self._process: Process | None = None
+        self._group: int | None = None
+        """Its process group, until that has been killed: later the number may be another's"""
+        self._stopping = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, and has not been told to stop."""
+        return self._process is not None and self._process.returncode is None and not self._stopping
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def launch(self, command: Sequence[str], environment: Mapping[str, str], pipes: bool = False) -> None:
+        """Start it, after its predecessor has been stopped. pipes: `streams` are its standard input and output."""
+        await self.stop()
+        with contextlib.ExitStack() as files:
+            log = None
+            if self.log_file is not None:
+                self.log_file.parent.mkdir(parents=True, exist_ok=True)
+                log = files.enter_context(self.log_file.open("ab"))
+            # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE if pipes else DEVNULL, stdout=PIPE if pipes else log, stderr=log,
+                env=dict(environment), start_new_session=True,
+            )  # fmt: skip
+        self._group, self._stopping = self._process.pid, False
+
+    async def read_port(self, port_file: Path, deadline: float, limit: str = "in time") -> int:
+        """The port that it writes to `port_file` once it listens; the file is removed.
+
+        Args:
+            deadline: on time.monotonic().
+            limit: names the deadline in the message.
+
+        Raises:
+            UserError: it has ended, or did not listen in time. It is left to be stopped.
+        """
+        while self.alive:
+            if (port := _read_number(port_file)) is not None:
+                return port
+            if time.monotonic() > deadline:
+                raise UserError(f"{self._what} was not listening {limit}; {self.log_tail()}")
+            await asyncio.sleep(POLL_S)
+        raise UserError(f"{self.describe_end()}; {self.log_tail()}")
+
+    @property
+    def streams(self) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
+        """Its standard input and output. Raises ConnectionError where it has not been launched with pipes."""
+        if self._process is None or self._process.stdin is None or self._process.stdout is None:
+            raise ConnectionError(f"{self._what} has no pipes")
+        return self._process.stdin, self._process.stdout
+
+    async def wait(self) -> None:
+        """Return when it has ended (at once where there is none); what it has left behind is killed."""
+        if self._process is not None:
+            await self._process.wait()
+            self._kill_group()
+
+    def describe_end(self) -> str:
+        """How it has ended."""
+        code = None if self._process is None else self._process.returncode
+        if code is not None and code < 0:
+            return f"{self._what} was killed by {signal.Signals(-code).name}"
+        return f"{self._what} ended with exit code {code}"
+
+    def log_tail(self) -> str:
+        """What it said last, for messages."""
+        if self.log_file is None:
+            return "it has no log"
+        data = self.log_file.read_bytes()[-LOG_TAIL_BYTES:]
+        return f"{self.log_file} ends with: {data.decode(errors='replace').strip() or '(nothing)'}"
+
+    async def stop(self, grace_s: float = TERMINATE_GRACE_S, kill_grace_s: float = KILL_GRACE_S) -> None:
+        """Terminate it, and after `grace_s` (a frozen one never goes) kill it and every process that it has left.
+
+        Waits another `kill_grace_s` at most; what is there still is said in the log.
+        """
+        process, self._stopping = self._process, True
+        if process is None:
+            return
+        descendants = [] if process.returncode is not None else _descendants(process.pid)
+        if process.returncode is None and grace_s > 0:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), grace_s)
+            except asyncio.TimeoutError:
+                logger.warning("%s did not end within %g s after SIGTERM, killing it", self._what, grace_s)
+        self._kill_group()
+        for descendant in descendants:  # some have left the group
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+        try:
+            # This waits for the pipes too, and a process that has hidden from us may still hold them.
+            await asyncio.wait_for(process.wait(), kill_grace_s)
+        except asyncio.TimeoutError:
+            logger.warning("%s (%d), or a process that it has started, outlived SIGKILL", self._what, process.pid)
+        finally:
+            # asyncio's Process has no public way to close its pipes while their loop still runs.
+            process._transport.close()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+
+    def _kill_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            # macOS says PermissionError of a group of zombies.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file, which is removed; None while it is not there."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        return None
+    path.unlink()
+    return int(text)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
