@@ -27,8 +27,9 @@ from tests.engines.models import END, greedy, log_probs
 from tests.engines.processes import ROOT, Processes
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
-from torchtitan.inference.engines import find_engine
+from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorHealth, RequestRefused
+from torchtitan.inference.engines import make_client
 from torchtitan.inference.sglang.transfer import TransferDialect
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
@@ -56,7 +57,7 @@ class Agent:
         """Run `question(handler)` with a handler that knows where the engine is."""
 
         async def run() -> Result:
-            handler = find_engine("sglang").make_client(f"http://127.0.0.1:{self.port}", TOKEN, TOKEN)
+            handler = make_client("sglang", f"http://127.0.0.1:{self.port}", TOKEN, TOKEN)
             try:
                 await handler.health(20.0)
                 return await question(handler)

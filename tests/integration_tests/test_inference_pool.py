@@ -19,9 +19,11 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference import actor_process
+from torchtitan.inference import actor_process, engines
+from torchtitan.inference.client import base_url
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.events import EventLog
@@ -31,7 +33,7 @@ VERSION = 7  # the fake takes the coordinator's port for its version
 
 @pytest.fixture(autouse=True)
 def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = actor_process.actor_command
+    real = engines.actor_command
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
@@ -290,31 +292,52 @@ def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
     run(work())
 
 
-def test_running_servers_are_used_and_their_wrong_token_is_named(
+def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    second, third = tmp_path / "second", tmp_path / "third"
+    second.mkdir(), third.mkdir()
+
     async def work() -> None:
         async with running(make_config(num_actors=1), tmp_path) as pool:
             await until(ready(pool, 1))
-            url = pool._actors[0]._handler.url  # type: ignore[union-attr]
-            (tmp_path / "second").mkdir()
+            url = pool._actors[0]._client.url
             monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
-            async with running(make_config(servers=[url]), tmp_path / "second") as outer:
+            async with running(make_config(servers=[url]), second) as outer:
                 assert await outer.generate(request(0))
-            (tmp_path / "third").mkdir()
             monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "wrong")
-            async with running(make_config(servers=[url]), tmp_path / "third"):
-                await until(lambda: bool(events(tmp_path / "third", "actor_evicted")))
-            assert "401" in events(tmp_path / "third", "actor_evicted")[0]["reason"]
+            outer = InferencePool(make_config(servers=[url]), "epoch", "secret", third, EventLog(third / "events"))
+            try:
+                with pytest.raises(UserError, match=f"{url} refuses our token .*TORCHTITAN_ACTOR_TOKEN"):
+                    await outer.start()
+            finally:
+                await outer.close()
 
     run(work())
+
+
+def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_path: Path) -> None:
+    answers = [(200, {"status": "ok", "epoch": "epoch", "version": VERSION})]
+
+    async def work(url: str) -> None:
+        async with running(make_config(servers=[url]), tmp_path) as pool:
+            await until(ready(pool, 1))
+            answers.append((401, {"error": "token"}))
+            await until(lambda: bool(events(tmp_path, "actor_evicted")))
+            (event,) = events(tmp_path, "actor_evicted")
+            assert f"{url} refuses our token (/health answered 401)" in event["reason"]
+            answers.append(answers[0])
+            await until(ready(pool, 1))
+
+    with serving(post=lambda path, body: (200, {}), get=lambda path: answers[-1]) as url:
+        run(work(url))
 
 
 def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan.inference.cores.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
 
     def cores(number: int, **inference: Any) -> str:
-        command = actor_process.actor_command(make_config(**inference), Path("port"), number)
+        command = engines.actor_command(make_config(**inference), Path("port"), number)
         return command[command.index("--cores") + 1] if "--cores" in command else ""
 
     assert [cores(number, pin_cores=True, threads_per_actor=2) for number in (0, 1)] == ["6,7", "4,5"]
@@ -429,7 +452,7 @@ def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
 
     run(work())
     assert names[0] != names[1] and not any(Path(name).exists() for name in names)
-    assert actor_process.base_url("::1", 80) == "http://[::1]:80"
+    assert base_url("::1", 80) == "http://[::1]:80"
 
 
 def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
-"""What all actors have in common over HTTP: health, pause, and their connection to the weight coordinator."""
+"""The client of one actor: what all engines have in common over HTTP, and the checks of what they answer."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
-from torchtitan.inference.client import ActorError, ActorHealth
+from torchtitan.inference.client import ActorError, ActorHealth, Capabilities, ScoredTokens
 from torchtitan.inference.http_client import JsonClient
-from torchtitan.inference.types import TAGS, Completion, Tag
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 
 
-class HttpActorClient:
-    """Client of an actor's routes but generation, at `url`, authorised by `token`.
+class ActorClient(abc.ABC):
+    """Talks to the actor at `url`, authorised by `token`. Every method has a deadline and raises ActorError.
 
     The server authorises itself at the weight coordinator by `job_token`, where that is not the same one. Belongs to
     one asyncio loop.
@@ -25,6 +26,17 @@ class HttpActorClient:
     def url(self) -> str:
         return self.client.url
 
+    @abc.abstractmethod
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+        """Also raises ActorNotReady (it must not serve now) and RequestRefused (the request itself is wrong)."""
+
+    @abc.abstractmethod
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        """Log-probs of given tokens under the weights that are served now, where capabilities().score."""
+
+    @abc.abstractmethod
+    async def capabilities(self, timeout_s: float) -> Capabilities: ...
+
     async def health(self, timeout_s: float) -> ActorHealth:
         return parse_health(await self.state(timeout_s))
 
@@ -33,6 +45,7 @@ class HttpActorClient:
         return await self.client.call_object("health", "GET", "/health", timeout_s)
 
     async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
+        """Have the actor fetch its weights from this coordinator under this name; replaces an earlier connection."""
         body = {"coordinator": coordinator, "actor": actor, "epoch": epoch, "token": self._job_token}
         await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
 
@@ -43,11 +56,17 @@ class HttpActorClient:
         await self.client.call_object("resume", "POST", "/resume", timeout_s, {})
 
     async def sleep(self, level: int, timeout_s: float) -> bool:
+        """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
+
+        What runs gets half of the time to finish. False: it did not, and the actor goes on as before.
+        """
         body = {"level": level, "finish_s": timeout_s / 2}
         data = await self.client.call_object("sleep", "POST", "/sleep", timeout_s, body)
         return set(parse_health(data).asleep) == set(TAGS)
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
+        applied nothing is sampled."""
         await self.client.call_object("wake", "POST", "/wake", timeout_s, {"tags": list(tags)})
 
     async def close(self) -> None:

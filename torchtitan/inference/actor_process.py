@@ -1,4 +1,4 @@
-"""One inference actor that we start ourselves: its command line, its environment and its URL."""
+"""One inference actor that we start ourselves: its environment and its URL."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, base_url
 from torchtitan.inference.cores import threads_per_actor
 from torchtitan.inference.devices import engine_devices
-from torchtitan.inference.engines import find_engine
+from torchtitan.inference.engines import actor_command
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.timeline_files import actor_file
-
-
-def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
-    """The command line of actor `number`, which reports its port in `port_file` and serves nothing before it got its
-    first weights version. Raises UserError where it cannot be started here."""
-    return find_engine(config.inference.backend).command(config, port_file, number)
 
 
 class ActorProcess(ChildProcess):

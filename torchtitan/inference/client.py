@@ -1,14 +1,15 @@
-"""How the rest of the house talks to one inference actor, whatever engine it is."""
+"""What an inference actor, whatever engine it is, says about itself, and how it fails. No torch and no HTTP here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from torchtitan.inference.types import Completion, GenerateRequest, Tag
+from torchtitan.inference.types import Tag
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
+# States of a weight receiver with a version on its way; the coordinator has deadlines for them.
+UPDATING = ("RECEIVING", "STAGED", "APPLYING")
 
 
 class ActorError(Exception):
@@ -24,7 +25,11 @@ class ActorNotReady(ActorError):
 
 
 class RequestRefused(ActorError):
-    """The actor found fault with the request itself; no other actor will like it better. Ends the run."""
+    """The actor found fault with the request itself, as every other actor would. Ends the run."""
+
+
+class TokenRefused(ActorError):
+    """The actor does not know our bearer token. At start-up this ends the run."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class ScoredTokens:
 
 @dataclass
 class ActorHealth:
-    """What an actor says about itself. version is None before it has applied a first one."""
+    """The answer of /health. version is None before it has applied a first one."""
 
     status: str
     epoch: str | None
@@ -98,39 +103,6 @@ class ActorHealth:
     @property
     def serves(self) -> bool:
         return self.status == "ok"
-
-
-class ActorClient(Protocol):
-    """One actor. Every method has a deadline and raises ActorError."""
-
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]: ...
-
-    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        """Log-probs of given tokens under the weights that are served now. Raises ActorError also where the actor
-        cannot (capabilities().score)."""
-
-    async def health(self, timeout_s: float) -> ActorHealth: ...
-
-    async def capabilities(self, timeout_s: float) -> Capabilities: ...
-
-    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
-        """Have the actor fetch its weights from this coordinator under this name; replaces an earlier connection."""
-
-    async def pause(self, timeout_s: float) -> None: ...
-
-    async def resume(self, timeout_s: float) -> None: ...
-
-    async def sleep(self, level: int, timeout_s: float) -> bool:
-        """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
-
-        What runs gets half of the time to finish. False: it did not, and the actor goes on as before.
-        """
-
-    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
-        """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
-        applied nothing is sampled."""
-
-    async def close(self) -> None: ...
 
 
 def base_url(host: str, port: int) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 import aiohttp
 
-from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, ActorNotReady, RequestRefused, TokenRefused
 
 WRONG_REQUEST = 400
+UNAUTHORIZED = 401
 NOT_READY = 503
 KEEP_ALIVE_S = 60.0
 LONGEST_REASON = 500
@@ -22,11 +23,14 @@ def wrong_request(status: int, _reason: str) -> bool:
 
 
 class JsonClient:
-    """Talks to the server at `url` (http://host:port). Connections are kept and reused; belongs to one asyncio loop."""
+    """Talks to the server at `url` (http://host:port). Connections are kept and reused; belongs to one asyncio loop.
 
-    def __init__(self, url: str, token: str):
+    token_variable: the environment variable from which people set `token`.
+    """
+
+    def __init__(self, url: str, token: str, token_variable: str = TOKEN_VARIABLE):
         self.url = url.rstrip("/")
-        self._token = token
+        self._token, self._token_variable = token, token_variable
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -42,6 +46,7 @@ class JsonClient:
 
         Raises:
             ActorNotReady: the server said 503.
+            TokenRefused: the server said 401.
             RequestRefused: `refused(status, reason)` holds.
             ActorError: no answer in time, another status, or no JSON.
         """
@@ -61,7 +66,12 @@ class JsonClient:
                 reason = f"{path} answered {response.status}: {text}"
                 if response.status == NOT_READY:
                     raise ActorNotReady(phase, reason)
-                # Other codes are about this actor: its token, its limits, what it can do now.
+                if response.status == UNAUTHORIZED:
+                    hint = (
+                        f"set {self._token_variable} in this environment to the token that the server was started with"
+                    )
+                    raise TokenRefused(phase, f"{self.url} refuses our token ({path} answered 401): {hint}")
+                # Other codes are about this actor: its limits, what it can do now.
                 if refused(response.status, text):
                     raise RequestRefused(phase, reason)
                 raise ActorError(phase, reason)

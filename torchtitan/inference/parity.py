@@ -12,13 +12,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchtitan.config.derived import probe_tolerance, verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.client import ActorError, Capabilities, ScoredTokens
+from torchtitan.inference.actor import Actor
+from torchtitan.inference.client import ActorError, ScoredTokens
 from torchtitan.utils.events import EventLog
 
 logger = logging.getLogger(__name__)
@@ -32,22 +33,23 @@ SILENT_S = 60.0
 MOST_FAILURES = 3
 
 
-class Probed(Protocol):
-    """What is asked of an actor (actor.Actor)."""
+class ProbeAnswers:
+    """What the trainer says of the probe, by version: the trainer's thread writes, the pool's loop reads."""
 
-    name: str
-    version: int | None
-    incarnation: int
-    """Another number is another process"""
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._log_probs: dict[int, list[float]] = {}
 
-    def serves(self, min_version: int) -> bool: ...
+    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
+        """The log-probs of these tokens but the first, each given those before it, with the weights of `version`."""
+        self.token_ids = token_ids
+        self._log_probs[version] = log_probs
+        for old in sorted(self._log_probs)[:-KEPT_VERSIONS]:
+            del self._log_probs[old]
 
-    async def capabilities(self) -> Capabilities: ...
-
-    async def score(self, token_ids: list[int]) -> ScoredTokens: ...
-
-    async def distrust(self, version: int, reason: str, forever: bool) -> None:
-        """Take it out: this version and older ones are not served by this process any more, or none at all."""
+    def under(self, version: int) -> list[float] | None:
+        """None where the trainer has not said, or not lately."""
+        return self._log_probs.get(version)
 
 
 @dataclass
@@ -66,76 +68,55 @@ class _Seen:
     told_silent: bool = False
 
 
-@dataclass
-class _Expected:
-    token_ids: list[int]
-    versions: dict[int, list[float]] = field(default_factory=dict)
-
-
 class ParityGuard:
-    """actors: all of the pool's, now. Everything belongs to one asyncio loop."""
+    """Compares `actors` with `answers`. Belongs to one asyncio loop."""
 
-    def __init__(self, config: JobConfig, epoch: str, events: EventLog, actors: Callable[[], Iterable[Probed]]):
-        self._epoch, self._events, self._actors = epoch, events, actors
+    def __init__(self, config: JobConfig, epoch: str, events: EventLog, answers: ProbeAnswers):
+        self._epoch, self._events, self._answers = epoch, events, answers
         self._how = verification(config)
         self._tolerance = probe_tolerance(config)
-        self._expected = _Expected([])
         self._seen: dict[str, _Seen] = {}
-        self._failures: dict[str, int] = {}
-        self._broken: dict[str, int] = {}
+        self._failures: Counter[str] = Counter()
         self.probes = 0
         self.newest = 0
         """Newest version that an actor was found to hold"""
-        self.largest = 0.0
-        """Largest difference of an actor that passed, in nats"""
 
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """What the trainer says of these tokens but the first, with the weights of `version`."""
-        expected = self._expected
-        expected.token_ids = token_ids
-        expected.versions[version] = log_probs
-        for old in sorted(expected.versions)[:-KEPT_VERSIONS]:
-            del expected.versions[old]
-
-    async def run(self) -> None:
-        """Look at all actors until cancelled, at each by itself: one that never answers keeps nobody else unseen."""
+    async def run(self, actors: Sequence[Actor]) -> None:
+        """Look at all actors until cancelled, at each by itself: one that never answers hides no other."""
         if self._how == "off":
             return
-        looks: dict[str, asyncio.Task[None]] = {}
+        watches = [asyncio.ensure_future(self._watch(actor)) for actor in actors]
         try:
-            while True:
-                for actor in self._actors():
-                    if actor.name not in looks or looks[actor.name].done():
-                        looks[actor.name] = asyncio.create_task(self._look_and_survive(actor))
-                await asyncio.sleep(POLL_S)
+            await asyncio.gather(*watches)
         except Exception as error:
             self._events.write("parity_guard_failed", level=logging.ERROR, reason=repr(error))
             raise
         finally:
-            for look in looks.values():
-                look.cancel()
-            await asyncio.gather(*looks.values(), return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _look_and_survive(self, actor: Probed) -> None:
-        """An actor that cannot be looked at, for a reason that nobody foresaw, is not to be trusted in the end."""
-        try:
-            await self._look(actor)
-            self._broken.pop(actor.name, None)
-        except Exception as error:
-            self._broken[actor.name] = broken = self._broken.get(actor.name, 0) + 1
-            if broken > MOST_FAILURES:
-                return  # it is given up, or its process refuses to end: both were said
-            self._events.write("parity_guard_failed", level=logging.ERROR, actor=actor.name, reason=repr(error))
-            if broken == MOST_FAILURES:
-                await self._give_up(actor, f"its weights cannot be verified ({error!r}, {broken} times in a row)")
+    async def _watch(self, actor: Actor) -> None:
+        """Look at one actor again and again; where that fails for an unforeseen reason each time, it is given up."""
+        broken = 0
+        while broken < MOST_FAILURES:
+            try:
+                await self._look(actor)
+                broken = 0
+            except Exception as error:
+                broken += 1
+                self._events.write("parity_guard_failed", level=logging.ERROR, actor=actor.name, reason=repr(error))
+                if broken == MOST_FAILURES:
+                    await self._give_up(actor, f"its weights cannot be verified ({error!r}, {broken} times in a row)")
+            await asyncio.sleep(POLL_S)
 
-    async def _give_up(self, actor: Probed, reason: str) -> None:
+    async def _give_up(self, actor: Actor, reason: str) -> None:
         try:
             await actor.distrust(actor.version or 0, reason, forever=True)
         except Exception as error:  # it is out; what failed is ending its process
             logger.error("%s was given up, but: %r", actor.name, error)
 
-    async def _look(self, actor: Probed) -> None:
+    async def _look(self, actor: Actor) -> None:
         seen = self._seen.get(actor.name)
         if seen is None or seen.incarnation != actor.incarnation:
             seen = self._seen[actor.name] = _Seen(actor.incarnation)
@@ -144,13 +125,13 @@ class ParityGuard:
         try:
             if not seen.asks_score:
                 await self._learn(actor, seen)
-            elif actor.version in self._expected.versions and actor.version > seen.version:
-                await self._compare(actor, seen, await actor.score(self._expected.token_ids))
+            elif actor.version is not None and actor.version > seen.version and self._answers.under(actor.version):
+                await self._compare(actor, seen, await actor.score(self._answers.token_ids))
             seen.silent_since = None
         except ActorError as error:
             self._note_silence(actor, seen, str(error))
 
-    async def _learn(self, actor: Probed, seen: _Seen) -> None:
+    async def _learn(self, actor: Actor, seen: _Seen) -> None:
         able = await actor.capabilities()
         if self._how == "digest":
             seen.settled = True
@@ -162,8 +143,8 @@ class ParityGuard:
             seen.settled = True
             self._not_verified(actor, f"{able.engine} {able.version} cannot score tokens here")
 
-    async def _compare(self, actor: Probed, seen: _Seen, scored: ScoredTokens) -> None:
-        expected = self._expected.versions.get(scored.version)
+    async def _compare(self, actor: Actor, seen: _Seen, scored: ScoredTokens) -> None:
+        expected = self._answers.under(scored.version)
         if scored.epoch != self._epoch or expected is None or seen.incarnation != actor.incarnation:
             return
         difference, place = mean_difference(expected, scored.log_probs)
@@ -174,13 +155,13 @@ class ParityGuard:
             self._failures[actor.name] = 0
             self.probes += 1
             self.newest = max(self.newest, scored.version)
-            self.largest = max(self.largest, difference)
             return
         if not seen.doubted:
             # A version that came while it was scoring may have had its part in this; the next answer tells.
             seen.doubted = True
             return
-        self._failures[actor.name] = failures = self._failures.get(actor.name, 0) + 1
+        self._failures[actor.name] += 1
+        failures = self._failures[actor.name]
         reason = (
             f"it says that it serves version {scored.version}, but its log-probs of the probe differ from the "
             f"trainer's by {difference:.3g} nats on average (weight_sync.probe_tolerance: {self._tolerance:g}), most "
@@ -192,7 +173,7 @@ class ParityGuard:
         )  # fmt: skip
         await actor.distrust(scored.version, reason, forever=failures >= MOST_FAILURES)
 
-    def _note_silence(self, actor: Probed, seen: _Seen, reason: str) -> None:
+    def _note_silence(self, actor: Actor, seen: _Seen, reason: str) -> None:
         # Applying, restarting, overloaded: the next look will do. For good it is no proof of anything.
         now = time.monotonic()
         seen.silent_since = seen.silent_since or now
@@ -201,7 +182,7 @@ class ParityGuard:
             seen.told_silent = True
             self._not_verified(actor, f"no answer to the probe for {SILENT_S:g} s: {reason}")
 
-    def _not_verified(self, actor: Probed, reason: str) -> None:
+    def _not_verified(self, actor: Actor, reason: str) -> None:
         self._events.write("weights_not_verified", level=logging.WARNING, actor=actor.name, reason=reason)
 
 

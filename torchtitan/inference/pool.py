@@ -10,20 +10,21 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState
+from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.actor_process import ActorProcess
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
-from torchtitan.inference.engines import find_engine
-from torchtitan.inference.parity import ParityGuard
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.engines import make_client as make_engine_client
+from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.events import EventLog
 
 logger = logging.getLogger(__name__)
-
 
 # New versions reach actors a little apart. Without this grace the first to have one would be given all that waits.
 GRACE_S = 0.1
@@ -55,23 +56,22 @@ class InferencePool:
         """`token` authorises us at the actors that we start, and all actors at the weight coordinator; servers that run
         already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one.
         make_client: of another engine than inference.backend names."""
-        self._config = config
-        self._epoch = epoch
-        self._job_token = token
+        self._config, self._epoch, self._job_token = config, epoch, token
         self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
-        self._run_dir = run_dir
-        self._events = events
-        self._make_client = make_client or find_engine(config.inference.backend).make_client
+        self._run_dir, self._events = run_dir, events
+        self._make_client = make_client or partial(make_engine_client, config.inference.backend)
         self._actors: list[Actor] = []
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        """All supervisions, and the parity guard"""
         self._waiting: list[_Waiter] = []
         self._redone = 0
-        self._resting = False
+        self._asleep = False
         """Actors sleep, or are about to: requests wait for all of their memory to be there again"""
-        self._calm = asyncio.Event()
-        """No request is with an actor; set while they rest"""
+        self._idle = asyncio.Event()
+        """No request is with an actor; set while they sleep"""
         self._guard: asyncio.Task[None] | None = None
-        self._parity = ParityGuard(config, epoch, events, lambda: self._actors)
+        self._answers = ProbeAnswers()
+        self._parity = ParityGuard(config, epoch, events, self._answers)
 
     @property
     def statistics(self) -> Counter[str]:
@@ -95,7 +95,11 @@ class InferencePool:
         )
 
     async def start(self) -> None:
-        """Begin to start all actors; returns at once. Actors that do not come up are reported where they are needed."""
+        """Begin to start all actors; returns at once. Actors that do not come up are reported where they are needed.
+
+        Raises:
+            UserError: a server refuses our token (each is asked once, within inference.health_timeout_s).
+        """
         servers = self._config.inference.servers
         for i in range(len(servers) or self._config.inference.num_actors):
             name = f"actor-{i}"
@@ -112,9 +116,10 @@ class InferencePool:
                     join_timeout_s=self._config.weight_sync.join_timeout_s,
                 )
             )
-        self._supervisors = [asyncio.create_task(actor.supervise()) for actor in self._actors]
-        self._guard = asyncio.create_task(self._parity.run())
-        self._supervisors.append(self._guard)
+        if servers:
+            await asyncio.gather(*(actor.check_token() for actor in self._actors))
+        self._guard = asyncio.create_task(self._parity.run(self._actors))
+        self._tasks = [*(asyncio.create_task(actor.supervise()) for actor in self._actors), self._guard]
 
     async def connect_weights(self, coordinator: str) -> None:
         """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
@@ -123,7 +128,7 @@ class InferencePool:
 
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
         """What every actor that serves `version` has to say of these tokens but the first; see parity.py."""
-        self._parity.expect(version, token_ids, log_probs)
+        self._answers.expect(version, token_ids, log_probs)
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""
@@ -137,23 +142,23 @@ class InferencePool:
         inference = self._config.inference
         if not inference.sleep_level:
             return
-        self._resting = True
-        self._calm.clear()
+        self._asleep = True
+        self._idle.clear()
         self._dispatch()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._calm.wait(), inference.drain_timeout_s)
+            await asyncio.wait_for(self._idle.wait(), inference.drain_timeout_s)
         timeout_s = inference.sleep_timeout_s
         await asyncio.gather(*(actor.sleep(inference.sleep_level, timeout_s) for actor in self._actors))
 
     async def wake(self, tag: Tag) -> None:
         """Have the actors take this part of their memory again, and those that wake before it; with the last one
         requests go out again. Does nothing where they do not sleep."""
-        if not self._resting:
+        if not self._asleep:
             return
         asleep = TAGS[TAGS.index(tag) + 1 :]
         timeout_s = self._config.inference.sleep_timeout_s
         await asyncio.gather(*(actor.wake(asleep, timeout_s) for actor in self._actors))
-        self._resting = bool(asleep)
+        self._asleep = bool(asleep)
         self._dispatch()
 
     async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
@@ -189,9 +194,9 @@ class InferencePool:
 
     async def close(self) -> None:
         """Stop everything; actors that we started are terminated."""
-        for task in self._supervisors:
+        for task in self._tasks:
             task.cancel()
-        results = await asyncio.gather(*self._supervisors, return_exceptions=True)
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 logger.error("an actor's supervision had failed: %r", result)
@@ -227,9 +232,9 @@ class InferencePool:
                 if not waiter.actor.done():
                     waiter.actor.set_exception(UserError(f"no inference actor is left ({reasons})"))
             return
-        if self._resting:
+        if self._asleep:
             if not any(actor.load for actor in self._actors):
-                self._calm.set()
+                self._idle.set()
             return
         newest: int | None = None
         nobody_from = math.inf
@@ -260,7 +265,7 @@ class InferencePool:
             # Requests wait for a newer version than it is known to serve: look often.
             starved = newest is not None and actor.state is ActorState.READY and not actor.serves(newest)
             if starved and not actor.starved:
-                actor.look()
+                actor.probe_now()
             actor.starved = starved
 
     def _limit(self, waiter: _Waiter, actors: list[Actor]) -> int:

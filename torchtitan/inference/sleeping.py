@@ -1,10 +1,19 @@
-"""The bodies of /sleep and /wake, which every actor's server understands. No torch here."""
+"""Actors that give their memory back while the trainer trains: the bodies of /sleep and /wake, which every actor's
+server understands, and the side that asks."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.config.job_config import Inference
+from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.client import UPDATING, ActorHealth
 from torchtitan.inference.types import TAGS, Tag
+from torchtitan.utils.events import EventLog
 
 
 def parse_sleep(data: dict[str, Any]) -> tuple[int, float]:
@@ -23,3 +32,78 @@ def parse_wake(data: dict[str, Any]) -> list[Tag]:
     if not isinstance(tags, list) or not all(tag in TAGS for tag in tags):
         raise ValueError(f"tags must be a list of {' and '.join(TAGS)}, got {tags!r}")
     return tags
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """asleep: the parts of its memory that an actor is to be without; level: how deep it sleeps then."""
+
+    asleep: frozenset[Tag] = frozenset()
+    level: int = 0
+
+
+class ActorMemory:
+    """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop."""
+
+    def __init__(self, name: str, config: Inference, events: EventLog):
+        self._name, self._config, self._events = name, config, events
+        self.target = Target()
+        self.may_be_asleep = False
+        """It was told to sleep, and has not been seen awake since"""
+        self.said_unable = False
+        """An event has said that this process cannot sleep"""
+        self._reached = asyncio.Event()
+
+    @property
+    def without_weights(self) -> bool:
+        """Whether it is to be without its weights too: then its memory is the trainer's."""
+        return "weights" in self.target.asleep
+
+    def aim(self, asleep: Collection[Tag], level: int = 0) -> None:
+        """From now on the actor is to be without these parts."""
+        self.target = Target(frozenset(asleep), level)
+        self._reached.clear()
+
+    def end_wait(self, target: Target) -> None:
+        """`target` is reached, or cannot be. One that has replaced it meanwhile is waited for on."""
+        if target is self.target:
+            self._reached.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether the target is reached within that time."""
+        try:
+            await asyncio.wait_for(self._reached.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def stay_awake(self, reason: str) -> None:
+        """It does not sleep this time; an event gives the reason, if there is one to give."""
+        self.aim(())
+        self.end_wait(self.target)
+        if reason:
+            self.warn("actor_stays_awake", reason)
+
+    def warn(self, kind: str, reason: str) -> None:
+        self._events.write(kind, level=logging.WARNING, actor=self._name, reason=reason)
+
+    async def match(self, client: ActorClient, health: ActorHealth) -> tuple[ActorHealth, bool]:
+        """Have it asleep or awake as the target says: also one that has just come, or that an earlier run left asleep.
+        Returns its health after that, and whether there is nothing more to do. Raises ActorError."""
+        target, timeout_s = self.target, self._config.sleep_timeout_s
+        sleeps = self.without_weights and set(health.asleep) != target.asleep
+        wakes = [tag for tag in health.asleep if tag not in target.asleep]
+        if not sleeps and not wakes:
+            return health, True
+        if health.weights_state in UPDATING and "weights" not in health.asleep:
+            # The call would only wait for that version, which has deadlines of its own.
+            return health, False
+        self.may_be_asleep = True
+        if not sleeps:
+            await client.wake(wakes, timeout_s)
+        elif not (await client.capabilities(self._config.health_timeout_s)).sleep:
+            self.stay_awake("" if self.said_unable else "it was not started so that it can sleep (see docs/engines.md)")
+            self.said_unable = True
+        elif not await client.sleep(target.level, timeout_s):
+            self.stay_awake("its engine still works on something")
+        return await client.health(self._config.health_timeout_s), True

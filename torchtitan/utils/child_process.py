@@ -114,9 +114,9 @@ class ChildProcess:
 
     async def wait(self) -> None:
         """Return when it has ended (at once where there is none); what it has left behind is killed."""
-        if self._process is not None:
-            await self._process.wait()
-            self._kill_group()
+        if (process := self._process) is not None:
+            await process.wait()
+            self._kill_group(process)
 
     def describe_end(self) -> str:
         """How it has ended."""
@@ -148,7 +148,7 @@ class ChildProcess:
                 await asyncio.wait_for(process.wait(), grace_s)
             except asyncio.TimeoutError:
                 logger.warning("%s did not end within %g s after SIGTERM, killing it", self._what, grace_s)
-        self._kill_group()
+        self._kill_group(process)
         for descendant in descendants:  # some have left the group
             with contextlib.suppress(psutil.NoSuchProcess):
                 descendant.kill()
@@ -162,12 +162,12 @@ class ChildProcess:
             process._transport.close()  # type: ignore[attr-defined]
             await asyncio.sleep(0)
 
-    def _kill_group(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
+    def _kill_group(self, process: Process) -> None:
+        if self._group == process.pid:
+            self._group = None
             # macOS says PermissionError of a group of zombies.
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read_number(path: Path) -> int | None:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tests.integration_tests.test_embedded_server import Client, body, in_process
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.activity import ActivityLog
-from torchtitan.inference.actor_process import actor_command
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.embedded.__main__ import parse_arguments
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
 from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.engines import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.preflight.validate import validate

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from torchtitan.inference.actor_client import HttpActorClient, check_completions, parse_health
-from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
+from torchtitan.inference.actor_client import ActorClient, check_completions, parse_health
+from torchtitan.inference.client import (
+    TOKEN_VARIABLE,
+    ActorError,
+    ActorHealth,
+    ActorNotReady,
+    Capabilities,
+    ScoredTokens,
+)
 from torchtitan.inference.http_client import JsonClient
 from torchtitan.inference.types import Completion, GenerateRequest
 
@@ -66,7 +73,7 @@ def reachable_url(engine: str, agent: str) -> str:
     return theirs._replace(netloc=host if theirs.port is None else f"{host}:{theirs.port}").geturl()
 
 
-class AgentClient(HttpActorClient):
+class AgentClient(ActorClient):
     """Talks to the agent at `url`, and to the engine whose address the agent says in /health."""
 
     def __init__(self, dialect: Dialect, url: str, token: str, job_token: str | None = None):
@@ -146,7 +153,7 @@ class AgentClient(HttpActorClient):
         if self._engine is None or self._engine.url != url.rstrip("/"):
             if self._engine is not None:
                 await self._engine.close()
-            self._engine = JsonClient(url, self._engine_token(variable))
+            self._engine = JsonClient(url, self._engine_token(variable), variable or TOKEN_VARIABLE)
 
     def _engine_token(self, variable: object) -> str:
         """None: the agent started the engine, with its own token. Another engine has none (""), or one that both sides

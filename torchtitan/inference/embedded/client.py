@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torchtitan.inference.actor_client import HttpActorClient, check_completions
+from torchtitan.inference.actor_client import ActorClient, check_completions
 from torchtitan.inference.client import ActorError, Capabilities, ScoredTokens
 from torchtitan.inference.types import Completion, GenerateRequest
 
 
-class EmbeddedClient(HttpActorClient):
+class EmbeddedClient(ActorClient):
     """Talks to the embedded engine's server, which does everything at one address."""
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
