@@ -334,7 +334,7 @@ def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_path: Pat
 
 
 def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.inference.cores.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
+    monkeypatch.setattr("torchtitan.inference.placement.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
 
     def cores(number: int, **inference: Any) -> str:
         command = engines.actor_command(make_config(**inference), Path("port"), number)

@@ -299,7 +299,7 @@ class Actor:
             self._connected = False
             self._events.write("actor_rejoining", actor=self.name)
             self._set_state(ActorState.JOINING)
-        target = self._memory.target
+        reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
         if self._connected and health.weights_failure is not None:
             self._connected = False
@@ -313,13 +313,13 @@ class Actor:
         self._memory.may_be_asleep = bool(health.asleep)
         self._apply(health)
         if matched:
-            self._memory.end_wait(target)
+            reached.set()
         if self.state is ActorState.JOINING:
             await self._judge_joining(health)
 
     def _apply(self, health: ActorHealth) -> None:
         """The state that a healthy actor is in."""
-        if health.asleep and self._memory.target.asleep:
+        if health.asleep and self._memory.asleep:
             self._not_serving_since = self._joining_since = 0.0
             if self.state is not ActorState.ASLEEP:
                 self._set_state(ActorState.ASLEEP)
@@ -416,7 +416,7 @@ class Actor:
             self._suspect_since = time.monotonic()
         self.state = state
         if state in ABSENT:
-            self._memory.end_wait(self._memory.target)
+            self._memory.reached.set()
         self._changed()
 
     async def _wait(self) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, base_url
-from torchtitan.inference.cores import threads_per_actor
-from torchtitan.inference.devices import engine_devices
 from torchtitan.inference.engines import actor_command
+from torchtitan.inference.placement import engine_devices, threads_per_actor
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.timeline_files import actor_file
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.job_config import Inference
@@ -34,45 +33,36 @@ def parse_wake(data: dict[str, Any]) -> list[Tag]:
     return tags
 
 
-@dataclass(frozen=True, eq=False)
-class Target:
-    """asleep: the parts of its memory that an actor is to be without; level: how deep it sleeps then."""
-
-    asleep: frozenset[Tag] = frozenset()
-    level: int = 0
-
-
 class ActorMemory:
     """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop."""
 
     def __init__(self, name: str, config: Inference, events: EventLog):
         self._name, self._config, self._events = name, config, events
-        self.target = Target()
+        self.asleep: frozenset[Tag] = frozenset()
+        """The parts that the actor is to be without"""
+        self._level = 0
+        self.reached = asyncio.Event()
+        """Set when the actor is as it is to be, or cannot be; a new one for each `aim`"""
         self.may_be_asleep = False
         """It was told to sleep, and has not been seen awake since"""
         self.said_unable = False
         """An event has said that this process cannot sleep"""
-        self._reached = asyncio.Event()
 
     @property
     def without_weights(self) -> bool:
         """Whether it is to be without its weights too: then its memory is the trainer's."""
-        return "weights" in self.target.asleep
+        return "weights" in self.asleep
 
     def aim(self, asleep: Collection[Tag], level: int = 0) -> None:
-        """From now on the actor is to be without these parts."""
-        self.target = Target(frozenset(asleep), level)
-        self._reached.clear()
-
-    def end_wait(self, target: Target) -> None:
-        """`target` is reached, or cannot be. One that has replaced it meanwhile is waited for on."""
-        if target is self.target:
-            self._reached.set()
+        """From now on the actor is to be without these parts, and sleeps as deep as `level`."""
+        self.asleep, self._level = frozenset(asleep), level
+        self.reached.set()
+        self.reached = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether the target is reached within that time."""
+        """Whether what was aimed at is reached, or replaced, within that time."""
         try:
-            await asyncio.wait_for(self._reached.wait(), timeout_s)
+            await asyncio.wait_for(self.reached.wait(), timeout_s)
         except asyncio.TimeoutError:
             return False
         return True
@@ -80,7 +70,7 @@ class ActorMemory:
     def stay_awake(self, reason: str) -> None:
         """It does not sleep this time; an event gives the reason, if there is one to give."""
         self.aim(())
-        self.end_wait(self.target)
+        self.reached.set()
         if reason:
             self.warn("actor_stays_awake", reason)
 
@@ -88,11 +78,11 @@ class ActorMemory:
         self._events.write(kind, level=logging.WARNING, actor=self._name, reason=reason)
 
     async def match(self, client: ActorClient, health: ActorHealth) -> tuple[ActorHealth, bool]:
-        """Have it asleep or awake as the target says: also one that has just come, or that an earlier run left asleep.
+        """Have it asleep or awake as it is to be: also one that has just come, or that an earlier run left asleep.
         Returns its health after that, and whether there is nothing more to do. Raises ActorError."""
-        target, timeout_s = self.target, self._config.sleep_timeout_s
-        sleeps = self.without_weights and set(health.asleep) != target.asleep
-        wakes = [tag for tag in health.asleep if tag not in target.asleep]
+        timeout_s, level = self._config.sleep_timeout_s, self._level
+        sleeps = self.without_weights and set(health.asleep) != self.asleep
+        wakes = [tag for tag in health.asleep if tag not in self.asleep]
         if not sleeps and not wakes:
             return health, True
         if health.weights_state in UPDATING and "weights" not in health.asleep:
@@ -104,6 +94,6 @@ class ActorMemory:
         elif not (await client.capabilities(self._config.health_timeout_s)).sleep:
             self.stay_awake("" if self.said_unable else "it was not started so that it can sleep (see docs/engines.md)")
             self.said_unable = True
-        elif not await client.sleep(target.level, timeout_s):
+        elif not await client.sleep(level, timeout_s):
             self.stay_awake("its engine still works on something")
         return await client.health(self._config.health_timeout_s), True

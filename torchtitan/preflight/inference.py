@@ -10,7 +10,7 @@ from torchtitan.config.engine_args import wrong_options
 from torchtitan.config.servers import SCHEME, slurm_urls
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.inference.cores import actor_cores
+from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.gpus import has_gpu
 

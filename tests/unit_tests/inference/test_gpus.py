@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.devices import engine_devices, visible_devices
+from torchtitan.inference.placement import engine_devices, visible_devices
 from torchtitan.utils import gpus
 
 

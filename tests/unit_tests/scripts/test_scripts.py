@@ -17,7 +17,7 @@ from scripts.judge_runs import main as judge
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.devices import engine_devices
+from torchtitan.inference.placement import engine_devices
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/engines/*.sh")])

@@ -14,8 +14,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.cores import threads_per_actor
 from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
+from torchtitan.inference.placement import threads_per_actor
 from torchtitan.weight_sync.transports import IN_TRAINER
 
 # What an apply asks of the engine has to be over before the coordinator takes the actor for stuck.

@@ -11,16 +11,53 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from torchtitan.distributed.collectives import gather_bytes
-from torchtitan.inference.colocated.engine import Engine, SampleRefused
 from torchtitan.inference.colocated.offload import OptimizerOffload
 from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 
 logger = logging.getLogger(__name__)
+
+
+class SampleRefused(Exception):
+    """The engine does not take such a request; the message is the reason."""
+
+
+class Engine(Protocol):
+    """One rank's part of an engine. Everything happens in the calling thread; the ranks of a tensor-parallel group call
+    everything alike, in the same order, and get the same results."""
+
+    label: str | None
+    """Of the weights that it holds, None where they are no version or only part of one"""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a sample is not finished."""
+
+    def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
+        """Take one sample on; sampling.n and sampling.seed are not looked at. Raises SampleRefused."""
+
+    def cancel(self, names: list[str]) -> None:
+        """Forget samples; names that are finished are passed over."""
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One step of all samples; returns those that finished in it."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+        """Replace all weights by (checkpoint name, whole tensor), one at a time. What was computed with the old ones is
+        not used for samples that come later. After an exception `label` is None."""
+
+    def sleep(self) -> None:
+        """Give the device's memory back; unfinished samples stay and begin their computation again."""
+
+    def wake(self, tag: Tag) -> None:
+        """Take memory again: of the weights first, and of the KV cache before the next step."""
+
+    def close(self) -> None: ...
 
 
 class Replica:
@@ -40,7 +77,7 @@ class Replica:
         self._leads = rank % tensor_parallel_size == 0
         self._sleeps = sleeps
         self._offload = offload
-        self._asleep: list[str] = []
+        self._asleep: list[Tag] = []
         self._groups: dict[str, list[Completion | None]] = {}
 
     @property
@@ -74,7 +111,7 @@ class Replica:
         """Training is next: the engine's memory goes, the optimizer's state comes back."""
         if self._sleeps and not self._asleep:
             self._engine.sleep()
-            self._asleep = ["weights", "kv_cache"]
+            self._asleep = list(TAGS)
         if self._offload is not None:
             self._offload.back()
 
@@ -90,9 +127,9 @@ class Replica:
         self._wake("weights")
         self._wake("kv_cache")
 
-    def _wake(self, tag: str) -> None:
+    def _wake(self, tag: Tag) -> None:
         if tag in self._asleep:
-            self._engine.wake(tag)  # type: ignore[arg-type]
+            self._engine.wake(tag)
             self._asleep.remove(tag)
 
     def _add(self, request: GenerateRequest) -> Answer | None:

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.engine import SampleRefused
+from torchtitan.inference.colocated.replica import SampleRefused
 from torchtitan.inference.engine_folder import engine_folder
 from torchtitan.inference.labels import parse_label
 from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan
@@ -40,7 +40,7 @@ _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """colocated.engine.Engine on vLLM's LLMEngine.
+    """colocated.replica.Engine on vLLM's LLMEngine.
 
     Args:
         arguments: of vllm.EngineArgs, complete.

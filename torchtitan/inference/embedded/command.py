@@ -11,7 +11,7 @@ import psutil
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.cores import actor_cores, threads_per_actor
+from torchtitan.inference.placement import actor_cores, threads_per_actor
 
 
 def cache_megabytes(config: JobConfig) -> int:
