@@ -180,7 +180,7 @@ def test_nothing_is_looked_at_where_that_is_switched_off(tiny_checkpoint: Callab
         port = await server.start("127.0.0.1", 0)
         try:
             async with Client(f"http://127.0.0.1:{port}") as client:
-                await asyncio.to_thread(server._apply, 0, StagedVersion("e", 1, "d", weights))
+                await asyncio.to_thread(server.apply, 0, StagedVersion("e", 1, "d", weights))
                 health = (await client.call("GET", "/health"))[1]
                 assert not health["verifies"] and health["verified"]["version"] is None
                 metrics = (await client.call("GET", "/metrics"))[1]

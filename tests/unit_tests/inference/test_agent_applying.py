@@ -132,7 +132,7 @@ def test_who_asks_hears_that_it_drains(drained: bool) -> None:
 
     def note(name: str) -> None:
         called(name)
-        said[name] = server._status()
+        said[name] = server.status()
 
     engine._called = note  # type: ignore[method-assign]
     applier.apply(1, staged(1))
@@ -143,7 +143,7 @@ def test_who_asks_hears_that_it_drains(drained: bool) -> None:
     engine.fails["load"] = WeightsRefused("no")
     with pytest.raises(WeightsRefused):
         applier.apply(1, staged(2))
-    assert server._status() == ("ok", None)
+    assert server.status() == ("ok", None)
 
 
 @pytest.mark.parametrize("failing", ["prepare", "load"])

@@ -137,13 +137,13 @@ def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
     verifier = Verifier(1, live, lambda *torn: found.append(torn))
     for version in range(60):
         incoming = values(seed=version)
-        verifier.settle()
+        verifier.finish()
         for name, tensor in incoming.items():
             live[name].fill_(float("nan"))  # what a look during an update would see
             time.sleep(0.0002)
             live[name].copy_(tensor)
         verifier.applied(staged_version(version, incoming))
-    verifier.settle()
+    verifier.finish()
     assert found == [] and verifier.status.torn == 0
     assert verifier.status.whole == 60 and verifier.status.version == 59
 
@@ -161,7 +161,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
     verifier.applied(staged_version(0, values()))
     assert begun.wait(PATIENCE_S)
     started = time.monotonic()
-    verifier.settle(0.2)
+    verifier.finish(0.2)
     assert time.monotonic() - started >= 0.2
     assert (verifier.status.unfinished, verifier.status.whole) == (1, 0)
 
@@ -171,7 +171,7 @@ def test_every_so_many_versions_and_none_at_all() -> None:
         verifier = Verifier(every, values(), lambda *_: None)
         for version in range(6):
             verifier.applied(staged_version(version, values()))
-            verifier.settle()
+            verifier.finish()
         assert verifier.status.whole == expected and verifier.verifies is (every > 0)
 
 
@@ -183,7 +183,7 @@ def test_torn_versions_are_counted_until_one_is_whole() -> None:
         if torn:
             live["up"][2, 3] += 1
         verifier.applied(staged_version(version, values()))
-        verifier.settle()
+        verifier.finish()
     assert [(row[1], row[3]) for row in rows] == [(0, 1), (1, 2), (3, 1)]
     assert rows[0][2] == "the engine does not hold version 0 as it was sent: up"
 

@@ -36,7 +36,7 @@ class RunningAgent:
         self._server: AgentServer | None = None
 
     async def start(self, deadline: float) -> int:
-        """Returns the agent's port once engine and agent serve. Raises UserError, OSError.
+        """Returns the agent's port once engine and agent serve. Raises UserError.
 
         `deadline` is on time.monotonic().
         """
@@ -73,10 +73,7 @@ class RunningAgent:
         self._server = AgentServer(
             place, control, self._hand_over, applier, self._token, options.host, options.update_timeout_s
         )
-        try:
-            return await self._server.start(options.host, arguments.port)
-        except OSError as error:
-            raise UserError(f"cannot listen on {options.host}:{arguments.port}: {error}") from None
+        return await self._server.start(options.host, arguments.port)
 
     async def engine_ended(self) -> str:
         """Return when the engine that we started has ended, with how, or does not come to an end; never where it ran

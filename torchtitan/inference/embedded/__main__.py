@@ -130,10 +130,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)
-    try:
-        port = await server.start(arguments.host, arguments.port)
-    except OSError as error:
-        raise UserError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from None
+    port = await server.start(arguments.host, arguments.port)
     if arguments.port_file:
         partial = arguments.port_file.with_name(arguments.port_file.name + ".tmp")
         partial.write_text(f"{port}\n", encoding="ascii")

@@ -109,6 +109,23 @@ class EngineLoop:
             future.cancel()
         return future
 
+    def do(self, function: Callable[[], Result]) -> Result:
+        """`call` from another thread, waited for.
+
+        Raises what `function` raises, Unavailable where the engine ends, TimeoutError where it did not come to it.
+        """
+        try:
+            return self.call(function).result(CALL_SECONDS)
+        except CancelledError:
+            raise Unavailable("the engine is shutting down") from None
+        except FutureTimeout:
+            raise TimeoutError(f"the engine did not finish its step within {CALL_SECONDS:g} s") from None
+
+    def check_available(self) -> None:
+        """Raises Unavailable where a new request would not be served now."""
+        if (reason := self.why_unavailable()) is not None:
+            raise Unavailable(reason)
+
     def why_unavailable(self) -> str | None:
         """Why a new request would not be served now, if so."""
         if self.failure is not None:
@@ -151,7 +168,7 @@ class EngineLoop:
         def watch(future: Future[None]) -> None:
             error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
-                _settle(done, None, error)
+                _answer(done, None, error)
 
         submitted.add_done_callback(watch)
         try:
@@ -200,17 +217,12 @@ class EngineLoop:
     def sleep(self, level: int, finish_s: float) -> bool:
         """Engine.sleep, as soon as nothing runs, within `finish_s`; called from another thread. Returns whether it did.
 
-        Raises TimeoutError where the engine did not come to it.
+        Raises as `do` does.
         """
         deadline = time.monotonic() + finish_s
-        while True:
-            try:
-                slept = self.call(lambda: self.engine.sleep(level)).result(CALL_SECONDS)
-            except CancelledError:
-                raise Unavailable("the engine is shutting down") from None
-            if slept or time.monotonic() > deadline:
-                return slept
+        while not (slept := self.do(lambda: self.engine.sleep(level))) and time.monotonic() <= deadline:
             time.sleep(FINISH_POLL_SECONDS)
+        return slept
 
     def poison(self, epoch: str, version: int, reason: str) -> None:
         """Stop sampling at once, if these are still the weights in use. Returns when it is done."""
@@ -221,12 +233,12 @@ class EngineLoop:
                 self._fail_all(Unavailable(reason))
 
         try:
-            self.call(work).result(CALL_SECONDS)
-        except CancelledError:
-            logger.debug("the engine is shutting down")
-        except FutureTimeout:
+            self.do(work)
+        except Unavailable as error:
+            logger.debug("%s", error)
+        except TimeoutError as error:
             # It still comes to it; meanwhile its age is what tells.
-            logger.error("the engine did not finish its step within %g s", CALL_SECONDS)
+            logger.error("%s", error)
 
     def fail(self, error: Exception) -> None:
         """End the engine's thread by an error, as if it had happened there."""
@@ -236,9 +248,9 @@ class EngineLoop:
 
         self.call(work)
 
-    def abort_all(self) -> Future[None]:
+    def abort_all(self) -> None:
         """Drop every request; their callers get Unavailable."""
-        return self.call(lambda: self._fail_all(Unavailable("the request was aborted")))
+        self.do(lambda: self._fail_all(Unavailable("the request was aborted")))
 
     # Engine thread
 
@@ -256,15 +268,15 @@ class EngineLoop:
                     made = self.engine.statistics.generated_tokens - tokens
                     self._activity.stepped(begin, time.time(), self.engine.version, made)
                     for request_id, completions in finished:
-                        _settle(self._waiters.pop(request_id), completions, None)
+                        _answer(self._waiters.pop(request_id), completions, None)
                     for request_id, reason in self.engine.take_failures().items():
-                        _settle(self._waiters.pop(request_id), None, NonFiniteLogits(reason))
+                        _answer(self._waiters.pop(request_id), None, NonFiniteLogits(reason))
             self._fail_all(Unavailable("the engine is shutting down"))
         except BaseException as error:
             logger.exception("the engine failed")
             self.failure = error
             for waiter in self._waiters.values():
-                _settle(waiter, None, Unavailable(f"the engine has failed: {error!r}"))
+                _answer(waiter, None, Unavailable(f"the engine has failed: {error!r}"))
             self._on_failure(error)
         finally:
             self._turning_since = None
@@ -336,11 +348,11 @@ class EngineLoop:
     def _fail_all(self, error: Exception) -> None:
         self.engine.abort_all()
         for waiter in self._waiters.values():
-            _settle(waiter, None, error)
+            _answer(waiter, None, error)
         self._waiters.clear()
 
 
-def _settle(waiter: Future[Any], result: Any, error: BaseException | None) -> None:
+def _answer(waiter: Future[Any], result: Any, error: BaseException | None) -> None:
     try:
         if error is None:
             waiter.set_result(result)

@@ -1,63 +1,32 @@
-"""The engine's HTTP server: token ids in and out, weights, pause and sleep, health and metrics. See `routes`."""
+"""The engine's HTTP server: what every actor has (actor_server.py), and token ids in and out. See `routes`."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import hmac
 import itertools
-import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from torchtitan.inference.activity import ActivityLog
-from torchtitan.inference.embedded import api
+from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_object
+from torchtitan.inference.embedded import requests
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
 from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.embedded.verification import MOST_TORN, Verifier
-from torchtitan.inference.sleeping import parse_sleep, parse_wake
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
-from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
-BODY_LIMIT = 64 * 1024 * 1024
-RETRY_AFTER_SECONDS = 1
-SHUTDOWN_SECONDS = 2.0
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Parsed = TypeVar("Parsed")
-
-
-def _encode(data: Any) -> str:
-    return json.dumps(data, separators=(",", ":"))
-
-
-def _answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:
-    return web.Response(text=_encode(data), status=status, headers=headers, content_type="application/json")
-
-
-async def _parse(request: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
-    """What a body that may be missing says. Raises InvalidRequest."""
-    body = await request.read()
-    try:
-        return parse(api.parse_object(body) if body else {})
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
-
-
-class EngineServer:
+class EngineServer(ActorServer):
     """One engine behind HTTP.
 
     Args:
@@ -72,6 +41,9 @@ class EngineServer:
         verify_every: versions from one check of the weights in use to the next; 0 checks none.
     """
 
+    body_limit = 64 * 1024 * 1024
+    statuses = {**ActorServer.statuses, TooLong: 413, InvalidRequest: 400, Unavailable: 503, NonFiniteLogits: 500}
+
     def __init__(
         self,
         engine: Engine,
@@ -84,53 +56,35 @@ class EngineServer:
         activity_file: Path | None = None,
         verify_every: int = 1,
     ):
-        self.engine, self.model, self._token, self._data_host = engine, model, token, data_host
-        self.stopped = asyncio.Event()
+        super().__init__(token, data_host)
+        self.engine, self.model = engine, model
         self._event_loop = asyncio.get_running_loop()
-        self._vocabulary, self._longest = engine.args.vocab_size, engine.max_length + 1
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
         self.verifier = Verifier(verify_every, engine.live_parameters, self._found_torn)
-        self._receiver: Receiver | None = None
         self._receivers = 0
         self._applying = threading.Lock()
-        self._connecting = asyncio.Lock()
         self._numbers = itertools.count()
         self._begun = time.monotonic()
-        self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError where the address cannot be bound."""
-        app = web.Application(middlewares=[self._guard], client_max_size=BODY_LIMIT)
-        app.add_routes(self.routes())
-        # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        """Listen; returns the port. Raises UserError where the address cannot be bound."""
+        bound = await super().start(host, port)
         self.loop.start()
-        return int(self._runner.addresses[0][1])
+        return bound
 
     async def close(self) -> None:
         """Abort everything and stop listening."""
         await asyncio.to_thread(self.loop.close, SHUTDOWN_SECONDS)
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.close, SHUTDOWN_SECONDS)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await super().close()
 
     def routes(self) -> list[web.RouteDef]:
         """All routes. Errors are {"error": reason} with status 400, 401, 404, 413, 500 or 503 (try again later)."""
         return [
+            *super().routes(),
             web.post("/v1/generate", self._generate),
             web.post("/v1/completions", self._completions),
             web.post("/v1/score", self._score),
-            web.post("/pause", self._pause),
-            web.post("/resume", self._resume),
-            web.post("/sleep", self._sleep),
-            web.post("/wake", self._wake),
-            web.post("/weights/connect", self._connect),
-            web.get("/weights", self._weights),
-            web.get("/health", self._health),
             web.get("/metrics", self._metrics),
         ]
 
@@ -138,146 +92,81 @@ class EngineServer:
         # Whoever supervises this process starts a fresh one.
         self._event_loop.call_soon_threadsafe(self.stopped.set)
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets in who knows the token, and turns exceptions into answers."""
-        if self._token is not None:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                return _answer({"error": "the bearer token is missing or wrong"}, 401)
-        try:
-            return await handler(request)
-        except TooLong as error:
-            return _answer({"error": str(error)}, 413)
-        except InvalidRequest as error:
-            return _answer({"error": str(error)}, 400)
-        except Unavailable as error:
-            return _answer({"error": str(error)}, 503, **{"Retry-After": str(RETRY_AFTER_SECONDS)})
-        except NonFiniteLogits as error:
-            return _answer({"error": str(error)}, 500)
-        except web.HTTPException as error:
-            return _answer({"error": f"{error.reason}: {request.method} {request.path}"}, error.status)
-        except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
-            return _answer({"error": repr(error)}, 500)
-
     # Generation
 
     async def _run(self, request: GenerateRequest) -> list[Completion]:
-        reason = self.loop.why_unavailable()
-        if reason is not None:
-            raise Unavailable(reason)
+        self.loop.check_available()
         # A retry of a request may come before its lost first try was noticed: ids are our own.
         own = GenerateRequest(f"{next(self._numbers)}:{request.request_id}", request.prompt_ids, request.sampling)
         return await self.loop.generate(own)
 
     async def _generate(self, request: web.Request) -> web.Response:
-        completions = await self._run(api.parse_generate(api.parse_object(await request.read())))
-        return _answer({"completions": [one.to_json() for one in completions]})
+        completions = await self._run(requests.parse_generate(parse_object(await request.read())))
+        return answer({"completions": [one.to_json() for one in completions]})
 
     async def _completions(self, request: web.Request) -> web.Response:
-        wanted = api.parse_completions(api.parse_object(await request.read()))
-        return _answer(api.completions_answer(self.model, wanted, await self._run(wanted)))
+        wanted = requests.parse_completions(parse_object(await request.read()))
+        return answer(requests.completions_answer(self.model, wanted, await self._run(wanted)))
 
     async def _score(self, request: web.Request) -> web.Response:
         """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
-        token_ids = api.parse_score(api.parse_object(await request.read()))
-        check_request(GenerateRequest("score", token_ids, SamplingParameters(1)), self._vocabulary, self._longest)
+        token_ids = requests.parse_score(parse_object(await request.read()))
+        wanted = GenerateRequest("score", token_ids, SamplingParameters(1))
+        check_request(wanted, self.engine.args.vocab_size, self.engine.max_length + 1)
 
         def work() -> dict[str, Any]:
             # In the engine's thread: weights that are there when it is asked need not be when it is its turn.
-            if (reason := self.loop.why_unavailable()) is not None:
-                raise Unavailable(reason)
+            self.loop.check_available()
             log_probs = score(self.engine.policy, token_ids)
             return {"log_probs": log_probs, "epoch": self.engine.epoch, "version": self.engine.version}
 
-        return _answer(await asyncio.wait_for(asyncio.wrap_future(self.loop.call(work)), CALL_SECONDS))
+        return answer(await asyncio.wait_for(asyncio.wrap_future(self.loop.call(work)), CALL_SECONDS))
 
-    async def _pause(self, request: web.Request) -> web.Response:
-        """{"mode": "keep"} (default) keeps what is running for after the pause, "abort" drops it."""
-        body = await request.read()
-        mode = (api.parse_object(body) if body else {}).get("mode", "keep")
-        if mode not in ("keep", "abort"):
-            raise InvalidRequest(f"mode must be keep or abort, got {mode!r}")
-        await asyncio.wrap_future(self.loop.call(self.engine.pause))
-        if mode == "abort":
-            await asyncio.wrap_future(self.loop.abort_all())
-        return _answer(self._state())
+    # Pauses and memory
 
-    async def _resume(self, _request: web.Request) -> web.Response:
-        await asyncio.wrap_future(self.loop.call(self.engine.resume))
-        return _answer(self._state())
+    def pause(self, abort: bool) -> None:
+        self.loop.do(self.engine.pause)
+        if abort:
+            self.loop.abort_all()
 
-    # Memory
+    def resume(self) -> None:
+        self.loop.do(self.engine.resume)
 
-    async def _sleep(self, request: web.Request) -> web.Response:
-        """{"level", "finish_s"}: give memory back (see Engine.sleep) once nothing runs; within that time, or not."""
-        level, finish_s = await _parse(request, parse_sleep)
-        await asyncio.to_thread(self._fall_asleep, level, finish_s)
-        return _answer(self._state())
-
-    def _fall_asleep(self, level: int, finish_s: float) -> None:
+    def sleep(self, level: int, finish_s: float) -> None:
         with self._applying:
             if level == 2:
                 # It reads the weights from a thread of its own.
-                self.verifier.settle()
+                self.verifier.finish()
             self.loop.sleep(level, finish_s)
 
-    async def _wake(self, request: web.Request) -> web.Response:
-        """{"tags"}: take these parts of the memory again, all by default."""
-        tags = await _parse(request, parse_wake)
-        await asyncio.wrap_future(self.loop.call(lambda: self.engine.wake(tags)))
-        return _answer(self._state())
+    def wake(self, tags: list[Tag]) -> None:
+        self.loop.do(lambda: self.engine.wake(tags))
 
     # Weights
 
-    async def _connect(self, request: web.Request) -> web.Response:
-        """{"coordinator": "host:port", "actor", "epoch"}: fetch weights from there from now on."""
-        body = api.parse_object(await request.read())
-        values = [body.get(name) for name in ("coordinator", "actor", "epoch")]
-        if not all(isinstance(value, str) and value for value in values):
-            raise InvalidRequest("coordinator (host:port), actor and epoch must be non-empty strings")
-        coordinator, actor, epoch = (str(value) for value in values)
-        token = body.get("token", self._token)
-        if not isinstance(token, str):
-            raise InvalidRequest("this server runs without a token: send the job's as token")
-        try:
-            wire.parse_address(coordinator)
-        except wire.ProtocolError as error:
-            raise InvalidRequest(str(error)) from None
-        async with self._connecting:
-            old = self._receiver
-            if old is not None:
-                await asyncio.to_thread(old.close)
-            # Counted in the engine's thread: what an older receiver orders from here on is refused there.
-            number = await asyncio.wait_for(asyncio.wrap_future(self.loop.call(self._count_receiver)), CALL_SECONDS)
-            served = None if old is None else old.served
-            holds = None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
-            if served is not None and (served.epoch, served.version) != holds:
-                # An apply outlasted the old receiver: it does not know what the engine holds now.
-                served = None
-            apply = functools.partial(self._apply, number)
-            where = str(self.engine.device)
-            self._receiver = Receiver(
-                coordinator, actor, epoch, token, apply, host=self._data_host, served=served, where=where
-            )
-            self._receiver.start()
-        return _answer(self._state())
+    def new_receiver(self) -> int:
+        def count() -> int:
+            self._receivers += 1
+            return self._receivers
 
-    def _count_receiver(self) -> int:
-        self._receivers += 1
-        return self._receivers
+        # Counted in the engine's thread: what an older receiver orders from here on is refused there.
+        return self.loop.do(count)
 
-    def _apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
-        """Called by receiver number `receiver` in a thread of its own."""
+    @property
+    def holds(self) -> tuple[str, int] | None:
+        return None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
 
+    def receiver_options(self) -> dict[str, Any]:
+        return {"where": str(self.engine.device)}
+
+    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
         def check() -> None:
             if receiver != self._receivers:
                 raise WeightsRefused("another receiver has taken this one's place")
 
         # A receiver may still apply while another takes its place.
         with self._applying:
-            self.verifier.settle()
+            self.verifier.finish()
             cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
             self.verifier.applied(staged)
         return cost._asdict() | self.engine.adapter_figures
@@ -295,35 +184,27 @@ class EngineServer:
 
     # What it is doing
 
-    def _state(self) -> dict[str, Any]:
-        reason = self.loop.why_unavailable()
-        has_version = bool(self.engine.statistics.versions_applied)
-        status = "ok"
-        if reason is not None:
-            status = "poisoned" if self.engine.poisoned else "paused" if self.engine.paused else "not_ready"
-        if self.engine.asleep:
-            status = "asleep"
+    def status(self) -> tuple[str, str | None]:
+        engine, reason = self.engine, self.loop.why_unavailable()
+        if reason is None:
+            return "ok", None
+        if engine.asleep:
+            return "asleep", reason
+        return "poisoned" if engine.poisoned else "paused" if engine.paused else "not_ready", reason
+
+    def details(self) -> dict[str, Any]:
+        engine = self.engine
         return {
-            "status": status,
-            "reason": reason,
-            "asleep": [tag for tag in TAGS if tag in self.engine.asleep],
-            "epoch": self.engine.epoch or None,
-            "version": self.engine.version if has_version else None,
-            "running": self.engine.running,
-            "waiting": self.engine.waiting,
-            "draining": self.engine.held_back,
+            "asleep": [tag for tag in TAGS if tag in engine.asleep],
+            "epoch": engine.epoch or None,
+            "version": engine.version if engine.statistics.versions_applied else None,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "draining": engine.held_back,
             "engine_age_s": round(self.loop.turn_age, 3),
-            "pid": os.getpid(),
             "verifies": self.verifier.verifies,
             "verified": self.verifier.status.to_json(),
-            "weights": None if self._receiver is None else self._receiver.status().to_json(),
         }
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        return _answer(self._state())
-
-    async def _weights(self, _request: web.Request) -> web.Response:
-        return _answer({"weights": self._state()["weights"]})
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         statistics = self.engine.statistics

@@ -23,7 +23,7 @@ from torchtitan.weight_sync.staging import StagedVersion
 logger = logging.getLogger(__name__)
 
 # An update waits for so long. What is not looked at by then is not looked at: the next version will be.
-SETTLE_SECONDS = 4.0
+FINISH_SECONDS = 4.0
 # So many torn versions in a row are the fault of this process, or of its memory.
 MOST_TORN = 3
 
@@ -51,7 +51,7 @@ class Verifier:
     """every: versions from one look to the next, 0 for none. live: name -> tensor in use. torn(epoch, version, reason):
     called on the verifier's thread where a version is not what was sent, and how often in a row that has been.
 
-    `applied` and `settle` are called by one thread at a time.
+    `applied` and `finish` are called by one thread at a time.
     """
 
     def __init__(self, every: int, live: Mapping[str, torch.Tensor], torn: Callable[[str, int, str, int], None]):
@@ -77,7 +77,7 @@ class Verifier:
         self._thread = threading.Thread(target=self._look, args=(staged,), name="weight-verification", daemon=True)
         self._thread.start()
 
-    def settle(self, seconds: float = SETTLE_SECONDS) -> None:
+    def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Before weights change: wait for the look that is under way, then end it."""
         thread, self._thread = self._thread, None
         if thread is None:

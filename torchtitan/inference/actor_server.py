@@ -1,0 +1,261 @@
+"""The HTTP server of one actor: who may ask, pause and sleep, weights from a coordinator, health and errors.
+
+What stands behind it is an engine in this process (embedded/server.py) or another server (agent/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import json
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, TypeVar
+
+from aiohttp import web
+
+from torchtitan.errors import UserError
+from torchtitan.inference.sleeping import parse_sleep, parse_wake
+from torchtitan.inference.types import Tag
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.staging import StagedVersion
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1
+SHUTDOWN_SECONDS = 2.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Parsed = TypeVar("Parsed")
+
+
+class WrongRequest(ValueError):
+    """The request cannot be served by any actor: the message says what is wrong."""
+
+
+class ActorServer:
+    """The routes that all actors have. A subclass says what they do to its engine; those methods may block, each is
+    called in a thread.
+
+    Args:
+        token: what clients must send as `Authorization: Bearer …`, and what the weight coordinator gets unless a
+            connection names another one; None lets everybody in.
+        data_host: address on which weights are received.
+    """
+
+    body_limit: ClassVar[int] = 1024 * 1024
+    statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400}
+    """The HTTP status of what a request may raise; anything else is a defect and 500"""
+
+    def __init__(self, token: str | None, data_host: str):
+        self._token, self._data_host = token, data_host
+        self.stopped = asyncio.Event()
+        """Set when the process is to end"""
+        self._connecting = threading.Lock()
+        self._receiver: Receiver | None = None
+        self._lost: str | None = None
+        """Why the receiver that is there has to be replaced"""
+        self._runner: web.AppRunner | None = None
+
+    # What a subclass says
+
+    def pause(self, abort: bool) -> None:
+        """Have the engine stand still; `abort` drops what runs."""
+        raise NotImplementedError
+
+    def resume(self) -> None:
+        raise NotImplementedError
+
+    def sleep(self, level: int, finish_s: float) -> None:
+        """Give memory back once nothing runs, within `finish_s` seconds; else change nothing."""
+        raise NotImplementedError
+
+    def wake(self, tags: list[Tag]) -> None:
+        raise NotImplementedError
+
+    def new_receiver(self) -> int:
+        """A number for a receiver: what `apply` gets from older ones is refused from here on."""
+        raise NotImplementedError
+
+    @property
+    def holds(self) -> tuple[str, int] | None:
+        """(epoch, version) that the engine certainly holds whole."""
+        raise NotImplementedError
+
+    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
+        """Called by receiver number `receiver` in a thread of its own; returns what it cost, in seconds."""
+        raise NotImplementedError
+
+    def receiver_options(self) -> dict[str, Any]:
+        """Options of its Receiver."""
+        return {}
+
+    def connected(self, receiver: Receiver, actor: str, epoch: str, token: str) -> None:
+        """A receiver has begun."""
+
+    def status(self) -> tuple[str, str | None]:
+        """One word, ok or why nothing is served, and the reason as a sentence."""
+        raise NotImplementedError
+
+    def details(self) -> dict[str, Any]:
+        """What /health says besides: epoch and version that are served, engine_age_s, asleep, …"""
+        raise NotImplementedError
+
+    # Server
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises UserError where the address cannot be bound."""
+        app = web.Application(middlewares=[self._guard], client_max_size=self.body_limit)
+        app.add_routes(self.routes())
+        # handler_cancellation: a client that hangs up ends its handler, which aborts the request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise UserError(f"cannot listen on {host}:{port}: {error}") from None
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop receiving and listening."""
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close, SHUTDOWN_SECONDS)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def routes(self) -> list[web.RouteDef]:
+        """All routes. Errors are {"error": reason} with status 400, 401, 404, 500, or those of `statuses`."""
+        return [
+            web.post("/pause", self._pause),
+            web.post("/resume", self._resume),
+            web.post("/sleep", self._sleep),
+            web.post("/wake", self._wake),
+            web.post("/weights/connect", self._connect),
+            web.get("/weights", self._weights),
+            web.get("/health", self._health),
+        ]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets in who knows the token, and turns exceptions into answers."""
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                return answer({"error": "the bearer token is missing or wrong"}, 401)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return answer({"error": f"{error.reason}: {request.method} {request.path}"}, error.status)
+        except Exception as error:
+            for kind, status in self.statuses.items():
+                if isinstance(error, kind):
+                    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status == 503 else {}
+                    text = f"the engine: {error}" if status == 502 else str(error)
+                    return answer({"error": text}, status, **headers)
+            logger.exception("%s %s failed", request.method, request.path)
+            return answer({"error": repr(error)}, 500)
+
+    def state(self) -> dict[str, Any]:
+        """What /health says."""
+        status, reason = self.status()
+        weights = None
+        if self._receiver is not None:
+            weights = self._receiver.status().to_json()
+            weights["failure"] = self._lost or weights["failure"]
+        return {"status": status, "reason": reason, "pid": os.getpid(), "weights": weights, **self.details()}
+
+    # Routes
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        """{"mode": "keep"} (default) keeps what is running for after the pause, "abort" drops it."""
+        mode = (await parse_body(request, dict)).get("mode", "keep")
+        if mode not in ("keep", "abort"):
+            raise WrongRequest(f"mode must be keep or abort, got {mode!r}")
+        await asyncio.to_thread(self.pause, mode == "abort")
+        return answer(self.state())
+
+    async def _resume(self, _request: web.Request) -> web.Response:
+        await asyncio.to_thread(self.resume)
+        return answer(self.state())
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        """{"level", "finish_s"}: give memory back once nothing runs; within that time, or not."""
+        await asyncio.to_thread(self.sleep, *await parse_body(request, parse_sleep))
+        return answer(self.state())
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        """{"tags"}: take these parts of the memory again, all by default."""
+        await asyncio.to_thread(self.wake, await parse_body(request, parse_wake))
+        return answer(self.state())
+
+    async def _connect(self, request: web.Request) -> web.Response:
+        """{"coordinator": "host:port", "actor", "epoch"}: fetch weights from there from now on."""
+        body = parse_object(await request.read())
+        values = [body.get(name) for name in ("coordinator", "actor", "epoch")]
+        if not all(isinstance(value, str) and value for value in values):
+            raise WrongRequest("coordinator (host:port), actor and epoch must be non-empty strings")
+        coordinator, actor, epoch = (str(value) for value in values)
+        token = body.get("token", self._token)
+        if not isinstance(token, str):
+            without = "this server runs without a token: send the job's as token"
+            raise WrongRequest(without if self._token is None else "token must be a string")
+        try:
+            wire.parse_address(coordinator)
+        except wire.ProtocolError as error:
+            raise WrongRequest(str(error)) from None
+        await asyncio.to_thread(self._replace_receiver, coordinator, actor, epoch, token)
+        return answer(self.state())
+
+    def _replace_receiver(self, coordinator: str, actor: str, epoch: str, token: str) -> None:
+        with self._connecting:
+            old = self._receiver
+            if old is not None:
+                old.close()
+            number = self.new_receiver()
+            served = None if old is None else old.served
+            if served is not None and (served.epoch, served.version) != self.holds:
+                # An apply outlasted the old receiver: it does not know what the engine holds now.
+                served = None
+            receiver = Receiver(
+                coordinator, actor, epoch, token, functools.partial(self.apply, number),
+                host=self._data_host, served=served, **self.receiver_options(),
+            )  # fmt: skip
+            self._receiver, self._lost = receiver, None
+            receiver.start()
+            self.connected(receiver, actor, epoch, token)
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return answer(self.state())
+
+    async def _weights(self, _request: web.Request) -> web.Response:
+        return answer({"weights": self.state()["weights"]})
+
+
+def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:
+    """A JSON answer without spaces: completions are long."""
+    text = json.dumps(data, separators=(",", ":"))
+    return web.Response(text=text, status=status, headers=headers, content_type="application/json")
+
+
+async def parse_body(request: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    """What a body that may be missing says. Raises WrongRequest."""
+    body = await request.read()
+    try:
+        return parse(parse_object(body) if body else {})
+    except ValueError as error:
+        raise WrongRequest(str(error)) from None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises WrongRequest."""
+    try:
+        data = json.loads(body)
+    except ValueError as error:
+        raise WrongRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise WrongRequest("the body must be a JSON object")
+    return data
