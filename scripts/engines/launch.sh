@@ -71,7 +71,6 @@ launch_server() { # $1: vllm or sglang, then the command line
     printf ' %q' "${command[@]}" >&2
     printf '\n' >&2
     [[ -n "$dry" ]] && exit 0
-    "${say[@]}" "for the run: --inference.backend $engine --inference.servers http://$host:$port" >&2
     [[ -n "$made" ]] && "${say[@]}" "for the run: export TORCHTITAN_ACTOR_TOKEN=$TORCHTITAN_ACTOR_TOKEN" >&2
     exec "${command[@]}"
 }

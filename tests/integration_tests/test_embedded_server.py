@@ -93,6 +93,9 @@ def process(
         assert line.startswith("embedded engine listening on http://127.0.0.1:"), line + server.stdout.read()
         url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         assert url in line and TOKEN not in line
+        hint = server.stdout.readline()
+        assert f"--inference.backend embedded --inference.servers {url}," in hint and TOKEN not in hint
+        assert hint.strip().endswith('export TORCHTITAN_ACTOR_TOKEN="$ENGINE_TOKEN"')
         yield server, url
     finally:
         server.kill()

@@ -23,15 +23,15 @@ import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
+from torchtitan.inference import engine_server
 from torchtitan.inference.agent.client import Malformed, NoVersion
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.client import RequestRefused
+from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.dialect import DIALECT
 from torchtitan.inference.vllm.engine import ENGINE
 from torchtitan.inference.vllm.mailbox import Mailbox
-from torchtitan.inference.vllm.middleware import TOKEN_ENV_VARIABLE, TokenMiddleware
 from torchtitan.inference.vllm.spreading import Spread
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -484,17 +484,17 @@ def test_what_is_passed_through_comes_last() -> None:
 
 def test_serve_separates_its_options_from_vllms(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("T", "secret")
-    arguments, theirs = serve.parse_arguments(["--token-env", "T", "--", "--port", "1", "--stock"])
+    arguments, theirs = engine_server.parse_arguments("vllm", "", ["--token-env", "T", "--", "--port", "1", "--stock"])
     assert theirs == ["--port", "1", "--stock"] and arguments.port == 0 and not arguments.stock
     monkeypatch.delenv("T")
     with pytest.raises(SystemExit):
-        serve.parse_arguments(["--token-env", "T"])
+        engine_server.parse_arguments("vllm", "", ["--token-env", "T"])
     assert "not set" in capsys.readouterr().err
 
 
 @pytest.fixture
 def reserved() -> Iterator[socket.socket]:
-    with serve.reserve("127.0.0.1", 0) as holding:
+    with engine_server.reserve("127.0.0.1", 0) as holding:
         yield holding
 
 
@@ -527,7 +527,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
 
     code = (
         "import sys, torchtitan.inference.vllm.mailbox, torchtitan.inference.vllm.spreading, "
-        "torchtitan.inference.vllm.middleware, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
+        "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
         "torchtitan.inference.base_weights, torchtitan.utils.freed_memory\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"

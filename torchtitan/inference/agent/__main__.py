@@ -17,6 +17,7 @@ from pathlib import Path
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load_engine
 from torchtitan.inference.engine_folder import engine_folder
+from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.parent_watch import end_with_parent
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
@@ -118,6 +119,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
 
 async def serve(arguments: argparse.Namespace, folder: Path) -> int:
     """Run engine and agent until SIGTERM, SIGINT or the engine's end; returns the exit code."""
+    from torchtitan.inference.actor_server import how_to_connect, said_of_token
     from torchtitan.inference.agent.running import RunningAgent
 
     stopped = asyncio.Event()
@@ -140,12 +142,12 @@ async def serve(arguments: argparse.Namespace, folder: Path) -> int:
                 await starting
             return 0
         port = starting.result()
-        if arguments.port_file:
-            partial = arguments.port_file.with_name(arguments.port_file.name + ".tmp")
-            partial.write_text(f"{port}\n", encoding="ascii")
-            partial.replace(arguments.port_file)
-        said = f"token from {token_env}" if arguments.token_env else f"token {os.environ[token_env]}"
+        write_port_file(arguments.port_file, port)
+        token = os.environ[token_env]
+        said = said_of_token(arguments.token_env, token)
         print(f"agent of {engine.name} at {agent.engine_url} listening on port {port} ({said})", flush=True)
+        if not arguments.parent_pid:
+            print(how_to_connect(engine.name, arguments.host, port, arguments.token_env, token), flush=True)
         failure = asyncio.ensure_future(agent.engine_ended())
         await asyncio.wait({failure, ended}, return_when=asyncio.FIRST_COMPLETED)
         if failure.done():

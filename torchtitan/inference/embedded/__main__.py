@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 from torchtitan.errors import UserError
+from torchtitan.inference.client import base_url
+from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.parent_watch import end_with_parent
 from torchtitan.utils.cores import usable_cores
 
@@ -92,6 +94,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     import psutil
     import torch
 
+    from torchtitan.inference.actor_server import how_to_connect, said_of_token
     from torchtitan.inference.embedded.engine import Engine
     from torchtitan.inference.embedded.server import EngineServer
     from torchtitan.models import load_policy
@@ -131,15 +134,11 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)
     port = await server.start(arguments.host, arguments.port)
-    if arguments.port_file:
-        partial = arguments.port_file.with_name(arguments.port_file.name + ".tmp")
-        partial.write_text(f"{port}\n", encoding="ascii")
-        partial.replace(arguments.port_file)
-    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    said = "no token needed"
-    if token is not None:
-        said = f"token from {arguments.token_env}" if arguments.token_env else f"token {token}"
-    print(f"embedded engine listening on http://{host}:{port} ({said})", flush=True)
+    write_port_file(arguments.port_file, port)
+    url = base_url(arguments.host, port)
+    print(f"embedded engine listening on {url} ({said_of_token(arguments.token_env, token)})", flush=True)
+    if not arguments.parent_pid:
+        print(how_to_connect("embedded", arguments.host, port, arguments.token_env, token), flush=True)
     await server.stopped.wait()
     await server.close()
     return 0 if server.loop.failure is None else 1
