@@ -25,8 +25,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from torchtitan.errors import UserError  # noqa: E402
 from torchtitan.inference.agent.command import find_python  # noqa: E402
-from torchtitan.inference.agent.control import EngineError  # noqa: E402
-from torchtitan.inference.agent.http_control import AdminClient  # noqa: E402
+from torchtitan.inference.agent.control import AdminClient, EngineError  # noqa: E402
 
 TOKEN_ENV = "TOKEN"
 START_SECONDS = 600.0

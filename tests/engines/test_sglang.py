@@ -30,7 +30,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorHealth, RequestRefused
 from torchtitan.inference.engines import make_client
-from torchtitan.inference.sglang.transfer import TransferDialect
+from torchtitan.inference.sglang.broadcast import known_features
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.weight_sync.facade import WeightSync
@@ -347,7 +347,7 @@ def test_versions_by_the_weight_group(agent: Agent, engine_model: Model, process
                 check_against_transformers(other, trainer)
     capabilities = other.ask(lambda handler: handler.capabilities(20.0))
     # What this has tried: many parameters as one broadcast.
-    assert capabilities.route == "engine" and TransferDialect(capabilities.version).flattened
+    assert capabilities.route == "engine" and known_features(capabilities.version)[0]
 
 
 @pytest.mark.parametrize("route", ["agent", "engine"])

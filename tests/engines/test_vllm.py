@@ -23,7 +23,7 @@ from tests.engines.models import BF16_TOLERANCE, FP32_TOLERANCE
 from tests.engines.processes import Processes
 from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
 from tests.patience import PATIENCE_S
-from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.agent.control import AdminClient
 from torchtitan.inference.engine_folder import PREFIX
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS

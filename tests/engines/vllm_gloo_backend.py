@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
-from torchtitan.inference.vllm.collective import GROUP
+from torchtitan.inference.vllm.broadcast import GROUP
 from torchtitan.inference.vllm.extension import WorkerExtension
 from torchtitan.inference.vllm.loading import repack_tied_heads
 

@@ -21,7 +21,7 @@ from tests.engines.processes import Processes
 from tests.journals import journal_of
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.agent.control import AdminClient
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.inference.vllm.dialect import DIALECT
 from torchtitan.weight_sync.facade import WeightSync

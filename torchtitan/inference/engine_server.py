@@ -40,7 +40,6 @@ def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tu
     parser.add_argument("--port-file", type=Path, help="file that gets the port")
     parser.add_argument("--token-env", required=True, help="environment variable with the token that all routes need")
     parser.add_argument("--parent-pid", type=int, help="end when this process is gone")
-    parser.add_argument("--stock", action="store_true", help="vllm: without our weight-transfer backend")
     arguments = parser.parse_args(ours)
     if not os.environ.get(arguments.token_env):
         parser.error(f"--token-env {arguments.token_env}: this environment variable is not set")

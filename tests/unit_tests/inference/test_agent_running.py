@@ -17,14 +17,13 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.inference.agent import running
-from torchtitan.inference.agent.control import EngineError, EngineFacts, EngineNotListening
+from torchtitan.inference.agent.control import AdminClient, EngineError, EngineFacts, EngineNotListening
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.http_control import AdminClient
-from torchtitan.inference.agent.process import EngineProcess
 from torchtitan.inference.agent.running import RunningAgent
 from torchtitan.inference.agent.server import AgentServer
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.client import Capabilities
+from torchtitan.utils.child_process import ChildProcess, child_environment
 
 # Serves nothing, but writes the port that it is given, as an engine does.
 PROGRAM = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(sys.argv[2]); time.sleep(600)"
@@ -60,17 +59,17 @@ def test_an_engine_that_has_closed_its_port_and_does_not_end_is_killed(
     port_file = tmp_path / "port"
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    process = EngineProcess(
-        [sys.executable, "-c", PROGRAM, str(port_file), str(port)], {}, 1, port_file, tmp_path / "engine.log"
-    )
-    idle: Any = SimpleNamespace(busy=False, holds=None, settle=lambda: None)
+    process = ChildProcess("the engine", tmp_path / "engine.log")
+    idle: Any = SimpleNamespace(busy=False, holds=None, undo_lost_pause=lambda: None)
     control: Any = Control(port)
     watch = Watch(control, idle, lambda reason: None, interval_s=0.01, probe_s=0.05)
 
     async def work() -> str:
         agent = RunningAgent(argparse.Namespace(url=""), None, None, "")  # type: ignore[arg-type]
         loop = asyncio.get_running_loop()
-        await process.start("127.0.0.1", loop.time() + 30)
+        command = [sys.executable, "-c", PROGRAM, str(port_file), str(port)]
+        await process.launch(command, child_environment(1))
+        assert await process.read_port(port_file, loop.time() + 30) == port
         agent._process = process
         agent._server = Server(watch)  # type: ignore[assignment]
         watch.start()
@@ -105,10 +104,10 @@ def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:
     facts = EngineFacts(Capabilities("fake", "0"), world_size=4)
     control = SimpleNamespace(check_health=lambda timeout_s: None, describe=lambda: facts)
 
-    def hand_over(_control: Any, options: EngineOptions) -> Any:
+    def loader(_control: Any, options: EngineOptions) -> Any:
         raise UserError(f"{options.tensor_parallel_size} workers")
 
-    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, hand_over=hand_over)
+    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, loader=loader)
     arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", update_mode="in_flight")
     options = EngineOptions("a", "m", "", "engine", Path(), "", 0)
     with pytest.raises(UserError, match="4 workers"):

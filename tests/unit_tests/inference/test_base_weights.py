@@ -16,9 +16,9 @@ from tests.unit_tests.models.test_lora import EVERYTHING, TOKENS, adapted, synce
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.inference import base_weights
-from torchtitan.inference.agent.disk import DiskHandOver
+from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.merging import merging
+from torchtitan.inference.agent.loading import FileLoader
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.spreading import Spread
 from torchtitan.models import export_policy, load_policy
@@ -86,20 +86,25 @@ def test_merged_files_are_what_peft_makes_of_our_export(
     options = EngineOptions("by-files", str(directory), "", "agent", Path(), "", 0, disk_path=str(tmp_path / "disk"))
     read: list[Path] = []
 
-    class Files(DiskHandOver):
-        def read_files(self, folder: Path, label: str) -> None:
-            (tmp_path / "merged").mkdir()
-            for file in folder.iterdir():
-                (tmp_path / "merged" / file.name).write_bytes(file.read_bytes())
-            read.append(folder)
+    def read_files(folder: Path, label: str) -> None:
+        (tmp_path / "merged").mkdir()
+        for file in folder.iterdir():
+            (tmp_path / "merged" / file.name).write_bytes(file.read_bytes())
+        read.append(folder)
 
-    hand_over = merging(Files(options), options)
+    def pause(mode: str, timeout_s: float) -> bool:
+        # The engine stands still from here on: the files are written.
+        version.tensors[next(iter(version.tensors))].fill_(torch.nan)
+        return True
+
+    control: Any = SimpleNamespace(
+        pause=pause, resume=lambda: None, reset_prefix_cache=lambda: None, weights_label=lambda: "epoch/3"
+    )
+    loader = FileLoader(options, read_files)
+    applier = Applier(control, loader, 5.0, base=BaseWeights(directory))
     version = staged(policy)
-    hand_over.prepare(version, "epoch/3")
-    # The engine stands still from here on: the files are written.
-    version.tensors[next(iter(version.tensors))].fill_(torch.nan)
-    hand_over.load(version, "epoch/3")
-    hand_over.close()
+    applier.apply(applier.new_receiver(), version)
+    loader.close()
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():

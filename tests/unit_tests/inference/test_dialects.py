@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.agent.client import AgentClient, Malformed, NoVersion, reachable_url
+from torchtitan.inference.agent.client import AgentClient, reachable_url
+from torchtitan.inference.agent.dialect import Malformed, NoVersion
 from torchtitan.inference.client import ActorError
 from torchtitan.inference.labels import make_label, parse_label
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG

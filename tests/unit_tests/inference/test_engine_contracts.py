@@ -19,24 +19,24 @@ import pytest
 import torch
 
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.inference.agent.client import AgentClient, Call
+from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.dialect import Call
 from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.agent.loading import FileLoader
 from torchtitan.inference.client import ActorNotReady, Capabilities, RequestRefused
 from torchtitan.inference.http_client import JsonClient
-from torchtitan.inference.sglang import collective as sglang_collective
+from torchtitan.inference.sglang import broadcast as sglang_broadcast
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
-from torchtitan.inference.sglang.disk import SGLangDiskHandOver
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.inference.vllm import collective as vllm_collective
+from torchtitan.inference.vllm import broadcast as vllm_broadcast
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM
-from torchtitan.inference.vllm.disk import VLLMDiskHandOver
-from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.inference.vllm.direct import DirectLoader
 from torchtitan.weight_sync.staging import StagedVersion
 
 LABEL = "e1/3"
@@ -73,7 +73,6 @@ VLLM_ROUTES: dict[str, tuple[str, set[str], dict[str, bool]]] = {
     "/openapi.json": ("GET", set(), {}),
     "/health": ("GET", set(), {}),
     "/weight_info": ("GET", set(), {}),
-    "/is_paused": ("GET", set(), {}),
     "/get_world_size": ("GET", {"include_dp"}, {}),
     "/pause": ("POST", {"mode", "clear_cache"}, {}),
     "/resume": ("POST", set(), {}),
@@ -273,18 +272,12 @@ class Recorder:
             "/openapi.json": {"paths": VLLM_ROUTES},
             "/get_world_size": {"world_size": 1},
             "/weight_info": {"weight_version": self.label},
-            "/is_paused": {"is_paused": True},
             "/reset_prefix_cache": {"success": True},
-            "/inference/v1/generate": VLLM_SCORED,
             "/server_info": {
                 "version": self.version, "tp_size": 1, "disable_radix_cache": True, "frontend": "python",
                 "disable_overlap_schedule": not self.overlaps, "enable_deterministic_inference": False,
             },
             "/model_info": {"weight_version": self.label},
-            "/generate": SGLANG_ANSWER | {
-                "meta_info": SGLANG_ANSWER["meta_info"]
-                | {"input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]}
-            },
         }.get(urlsplit(path).path, {"success": True, "message": ""})  # fmt: skip
 
 
@@ -307,7 +300,7 @@ def options(tmp_path: Path) -> EngineOptions:
     )
 
 
-def administer(control: Any, hand_overs: Sequence[Any]) -> None:
+def administer(control: Any, loaders: Sequence[Any]) -> None:
     """All orders that an agent has for an engine."""
     control.describe()
     control.check_health(5.0)
@@ -315,15 +308,13 @@ def administer(control: Any, hand_overs: Sequence[Any]) -> None:
         if mode != "wait" or isinstance(control, VLLMControl):
             control.pause(mode, 5.0)
     control.resume()
-    control.is_paused()
     control.reset_prefix_cache()
     control.weights_label()
-    control.score([5, 6, 7])
-    for hand_over in hand_overs:
-        hand_over.connected("127.0.0.1:7", "actor-0", "e1", "token")
-        hand_over.prepare(VERSION, LABEL)
-        hand_over.load(VERSION, LABEL)
-        hand_over.close()
+    for loader in loaders:
+        loader.connected("127.0.0.1:7", "actor-0", "e1", "token")
+        loader.prepare(VERSION, LABEL)
+        loader.load(VERSION, LABEL)
+        loader.close()
 
 
 @pytest.mark.parametrize("version", VLLM_VERSIONS)
@@ -331,21 +322,21 @@ def administer(control: Any, hand_overs: Sequence[Any]) -> None:
 def test_vllm_has_every_route_that_it_is_asked_by(
     version: str, gpu: bool, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_collective, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(vllm_collective, "WeightGroup", Group)
+    monkeypatch.setattr(vllm_broadcast, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(vllm_broadcast, "WeightGroup", Group)
     monkeypatch.setattr("torchtitan.inference.agent.nccl_group.NcclWeightGroup", Group)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
-        control = VLLMControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
+        control = VLLMControl("http://127.0.0.1:1", "", 5.0, kv, repacks_heads=True)  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
         control.describe()
-        hand_overs = [
-            DirectHandOver(control, "127.0.0.1", 5.0),
-            VLLMDiskHandOver(control, options, ours=True),
-            vllm_collective.CollectiveHandOver(control, options),
+        loaders = [
+            DirectLoader(control, "127.0.0.1", 5.0),
+            FileLoader(options, control.read_files),
+            vllm_broadcast.VLLMBroadcastLoader(control, options),
         ]
-        administer(control, hand_overs)
+        administer(control, loaders)
     for method, path, body in recorder.calls:
         parts = urlsplit(path)
         wanted, query, known = VLLM_ROUTES[parts.path]
@@ -360,7 +351,8 @@ def test_vllm_has_every_route_that_it_is_asked_by(
             meetings.append(info)
         if body and "names" in (info := body.get("update_info", {})):
             updates.append(info)
-    assert {urlsplit(path).path for _, path, _ in recorder.calls} == VLLM_ROUTES.keys()
+    sampled = {call.path for call in VLLM.generate(REQUESTS[0])}
+    assert {urlsplit(path).path for _, path, _ in recorder.calls} | sampled == VLLM_ROUTES.keys()
     assert len(meetings) == len(updates) == 2
     for info in meetings:
         assert info.keys() == VLLM_INIT_INFO - ({"master_address", "master_port"} if gpu else {"nccl_unique_id_b64"})
@@ -372,13 +364,13 @@ def test_vllm_has_every_route_that_it_is_asked_by(
 def test_sglang_has_every_route_that_it_is_asked_by(
     version: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_collective, "WeightGroup", Group)
+    monkeypatch.setattr(sglang_broadcast, "WeightGroup", Group)
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
         control = SGLangControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
         administer(
-            control, [SGLangDiskHandOver(control, options), sglang_collective.CollectiveHandOver(control, options)]
+            control, [FileLoader(options, control.read_files), sglang_broadcast.SGLangBroadcastLoader(control, options)]
         )
     routes = SGLANG_CONTRACTS[version]
     for method, path, body in recorder.calls:
@@ -386,7 +378,8 @@ def test_sglang_has_every_route_that_it_is_asked_by(
         check_names(body or {}, routes[path][1], path)
         if path == "/pause_generation":
             assert (body or {})["mode"] in SGLANG_PAUSE_MODES - {"abort"}
-    assert {path for _, path, _ in recorder.calls} == routes.keys()
+    sampled = {call.path for call in SGLANG.generate(REQUESTS[0])}
+    assert {path for _, path, _ in recorder.calls} | sampled == routes.keys()
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
@@ -414,7 +407,7 @@ def test_engines_know_the_options_that_they_are_started_with(
     for route, kv in changes:
         asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5})
         words, environment = vllm_engine.ENGINE.command(asked)
-        theirs = [*serve.OWN_OPTIONS, *serve.DIRECT_OPTIONS, *words[words.index("--") + 1 :]]
+        theirs = [*serve.OWN_OPTIONS, *words[words.index("--") + 1 :]]
         assert option_names(theirs) <= VLLM_OPTIONS
         assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
         words, environment = sglang_engine.ENGINE.command(asked)

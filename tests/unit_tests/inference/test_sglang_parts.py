@@ -16,12 +16,11 @@ import torch
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.sglang import collective
+from torchtitan.inference.agent.loading import FileLoader
+from torchtitan.inference.sglang import broadcast
 from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.collective import CollectiveHandOver
+from torchtitan.inference.sglang.broadcast import BUCKET_BYTES, SGLangBroadcastLoader, buckets, known_features
 from torchtitan.inference.sglang.control import SGLangControl
-from torchtitan.inference.sglang.disk import SGLangDiskHandOver
-from torchtitan.inference.sglang.transfer import BUCKET_BYTES, TransferDialect, buckets
 from torchtitan.weight_sync.staging import StagedVersion
 
 TENSORS = {
@@ -86,7 +85,7 @@ class Group:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[Server, CollectiveHandOver]]:
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[Server, SGLangBroadcastLoader]]:
     """A server that says it is the version of the test's parameter, with the hand-over of its agent."""
     engine = Server(request.param)
 
@@ -96,25 +95,25 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[Server, CollectiveH
     with serving(lambda path, body: engine.answer(path, json.loads(body)), facts) as url:
         control = SGLangControl(url, "", 5.0, "keep")
         options = EngineOptions("a", "m", "", "engine", Path(), "", 0, tensor_parallel_size=2, update_timeout_s=5.0)
-        yield engine, CollectiveHandOver(control, options)
+        yield engine, SGLangBroadcastLoader(control, options)
 
 
 @pytest.fixture(autouse=True)
 def without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "WeightGroup", Group)
+    monkeypatch.setattr(broadcast, "WeightGroup", Group)
 
 
 def of(*versions: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("server", versions, indirect=True)
 
 
-def load(server: tuple[Server, CollectiveHandOver]) -> tuple[list[str], Any]:
+def load(server: tuple[Server, SGLangBroadcastLoader]) -> tuple[list[str], Any]:
     """Have the version handed over; returns the paths of the orders, and the group."""
-    engine, hand_over = server
+    engine, loader = server
     engine.orders = []
-    hand_over.prepare(VERSION, LABEL)
-    group = hand_over._group
-    hand_over.load(VERSION, LABEL)
+    loader.prepare(VERSION, LABEL)
+    group = loader._group
+    loader.load(VERSION, LABEL)
     return engine.paths, group
 
 
@@ -175,12 +174,12 @@ def test_an_update_has_a_beginning_and_an_end(server: Any) -> None:
 @of("0.5.21")
 @pytest.mark.parametrize("failing", [UPDATE, "/end_weight_update"])
 def test_an_update_that_broke_off_is_ended_before_the_next(server: Any, failing: str) -> None:
-    engine, hand_over = server
+    engine, loader = server
     engine.fails = [failing]
-    hand_over.prepare(VERSION, LABEL)
-    group = hand_over._group
+    loader.prepare(VERSION, LABEL)
+    group = loader._group
     with pytest.raises(EngineError, match=f"{failing} .*partially updated"):
-        hand_over.load(VERSION, LABEL)
+        loader.load(VERSION, LABEL)
     assert group.closed and engine.paths[-1] == DESTROY
     left_open = engine.open
     assert left_open == (failing == UPDATE)
@@ -188,18 +187,18 @@ def test_an_update_that_broke_off_is_ended_before_the_next(server: Any, failing:
     paths, group = load(server)
     assert paths == [INIT, *again, *SESSION] and not engine.open
     check_all_arrived(engine, group)
-    hand_over.close()
-    assert group.closed and hand_over._group is None
+    loader.close()
+    assert group.closed and loader._group is None
 
 
 @of("0.5.21")
 def test_a_beginning_that_fails_is_named(server: Any) -> None:
-    engine, hand_over = server
-    hand_over.prepare(VERSION, LABEL)
+    engine, loader = server
+    loader.prepare(VERSION, LABEL)
     # Not what it said when the group was made.
     engine.version = "0.5.20"
     with pytest.raises(EngineError, match="/begin_weight_update answered 404"):
-        hand_over.load(VERSION, LABEL)
+        loader.load(VERSION, LABEL)
     assert UPDATE not in engine.paths
     # Another group asks for the version again.
     assert load(server)[0] == [INIT, UPDATE, UPDATE]
@@ -232,8 +231,7 @@ def test_buckets_are_of_bounded_size_and_aligned() -> None:
     ],
 )
 def test_the_version_decides(version: str, flattened: bool, sessions: bool) -> None:
-    dialect = TransferDialect(version)
-    assert (dialect.flattened, dialect.sessions) == (flattened, sessions)
+    assert known_features(version) == (flattened, sessions)
 
 
 @pytest.mark.parametrize(("workers", "questions"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3)])
@@ -259,11 +257,11 @@ def test_files_stay_until_the_last_worker_has_had_time_to_read_them(
         control = SGLangControl(url, "", 5.0, "keep")
         assert control.describe().world_size == workers
         options = EngineOptions("a", str(tmp_path), "", "agent", Path(), "", 0, disk_path=str(tmp_path / "versions"))
-        hand_over = SGLangDiskHandOver(control, options)
-        hand_over.prepare(VERSION, LABEL)
-        hand_over.load(VERSION, LABEL)
+        loader = FileLoader(options, control.read_files)
+        loader.prepare(VERSION, LABEL)
+        loader.load(VERSION, LABEL)
         assert there == [False] + [True] * (1 + questions) and not folder.exists()
-        hand_over.close()
+        loader.close()
 
 
 def test_workers_on_a_cpu_are_told_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:

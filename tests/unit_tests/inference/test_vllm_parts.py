@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
 from torchtitan.inference import engine_server
-from torchtitan.inference.agent.client import Malformed, NoVersion
+from torchtitan.inference.agent.dialect import Malformed, NoVersion
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware
@@ -478,14 +478,17 @@ def test_what_is_passed_through_comes_last() -> None:
     theirs = command[command.index("--") + 1 :]
     assert theirs[theirs.index("--tensor-parallel-size") + 1] == "2"
     assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(2**29)
-    assert "--stock" not in command and "--stock" in ENGINE.command(options(route="agent"))[0]
+    backends = {"direct": ['{"backend": "torchtitan"}'], "agent": [], "engine": ['{"backend": "nccl"}']}
+    for route, backend in backends.items():
+        line = ENGINE.command(options(route=route))[0]
+        assert [one for one, name in zip(line[1:], line, strict=False) if name == "--weight-transfer-config"] == backend
     assert all(isinstance(value, str) for value in environment.values())
 
 
 def test_serve_separates_its_options_from_vllms(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("T", "secret")
-    arguments, theirs = engine_server.parse_arguments("vllm", "", ["--token-env", "T", "--", "--port", "1", "--stock"])
-    assert theirs == ["--port", "1", "--stock"] and arguments.port == 0 and not arguments.stock
+    arguments, theirs = engine_server.parse_arguments("vllm", "", ["--token-env", "T", "--", "--port", "1"])
+    assert theirs == ["--port", "1"] and arguments.port == 0
     monkeypatch.delenv("T")
     with pytest.raises(SystemExit):
         engine_server.parse_arguments("vllm", "", ["--token-env", "T"])

@@ -58,7 +58,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     update_help = "apply weights while requests run, or let those that have begun finish first (new ones wait)"
     parser.add_argument("--update-mode", choices=("in_flight", "drain"), default="in_flight", help=update_help)
     parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
-    parser.add_argument("--update-timeout", type=float, default=60.0, help="seconds for each order to the engine")
+    parser.add_argument(
+        "--update-timeout",
+        dest="update_timeout_s",
+        type=float,
+        default=60.0,
+        help="seconds for each order to the engine",
+    )
     parser.add_argument("--startup-timeout", type=float, default=600.0, help="seconds until the engine serves")
     parser.add_argument("--stage-on-device", action="store_true", help="direct: versions are staged on the device")
     parser.add_argument("--disk-path", default="", help="folder for versions on their way; default: in memory")
@@ -72,9 +78,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--token-env {arguments.token_env}: this environment variable is not set")
     if arguments.engine_token_env and not (arguments.url and os.environ.get(arguments.engine_token_env)):
         parser.error("--engine-token-env is for --url, and names an environment variable that is set")
-    for name in ("drain_timeout", "update_timeout", "startup_timeout"):
-        if not 0 < getattr(arguments, name) < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} must be greater than 0")
+    timeouts = {
+        "drain": arguments.drain_timeout, "update": arguments.update_timeout_s, "startup": arguments.startup_timeout
+    }  # fmt: skip
+    for name, seconds in timeouts.items():
+        if not 0 < seconds < float("inf"):
+            parser.error(f"--{name}-timeout must be greater than 0")
     try:
         passed = json.loads(arguments.engine_arguments)
     except ValueError as error:
@@ -89,32 +98,16 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
     """What the engine's entry gets to know. Raises UserError: no such route, or the engine is not installed."""
     from torchtitan.inference.agent.command import find_python
 
-    route = engine.routes[0] if arguments.route == "auto" else arguments.route
-    if route not in engine.routes:
-        raise UserError(f"--route {route}: {engine.name} takes weights by {' or '.join(engine.routes)}")
-    return EngineOptions(
-        name=arguments.name,
-        model=arguments.model,
-        python="" if arguments.url else find_python(engine.name, arguments.python),
-        route=route,
-        port_file=folder / "engine.port",
-        token_env=token_env,
-        parent_pid=os.getpid(),
-        host=arguments.host,
-        dtype=arguments.dtype,
-        max_sequences=arguments.max_sequences,
-        max_length=arguments.max_length,
-        tensor_parallel_size=arguments.tensor_parallel_size,
-        memory_gb=arguments.memory_gb,
-        device_share=arguments.device_share,
-        sleep_level=arguments.sleep_level,
-        threads=arguments.threads,
-        in_flight_kv=arguments.in_flight_kv,
-        update_timeout_s=arguments.update_timeout,
-        stage_on_device=arguments.stage_on_device,
-        disk_path=arguments.disk_path,
-        arguments=tuple(arguments.passed),
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
+    computed = {
+        "python": "" if arguments.url else find_python(engine.name, arguments.python),
+        "route": engine.find_route(arguments.route, f"--route {arguments.route}"),
+        "port_file": folder / "engine.port",
+        "token_env": token_env,
+        "parent_pid": os.getpid(),
+        "arguments": tuple(arguments.passed),
+    }
+    return EngineOptions(**{**given, **computed})
 
 
 async def serve(arguments: argparse.Namespace, folder: Path) -> int:

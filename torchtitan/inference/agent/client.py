@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan.inference.actor_client import ActorClient, check_completions, parse_health
+from torchtitan.inference.agent.dialect import Call, Dialect, NoVersion
 from torchtitan.inference.client import (
     TOKEN_VARIABLE,
     ActorError,
@@ -21,46 +23,6 @@ from torchtitan.inference.http_client import JsonClient
 from torchtitan.inference.types import Completion, GenerateRequest
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One POST to the engine."""
-
-    path: str
-    body: dict[str, Any]
-
-
-class Malformed(ValueError):
-    """An engine's answer is not what its dialect knows."""
-
-
-class NoVersion(ValueError):
-    """An engine's answer is from weights of no version of ours."""
-
-
-class Dialect(Protocol):
-    """How an engine is asked for tokens, and how it answers. Pure functions; no torch."""
-
-    name: str
-
-    def generate(self, request: GenerateRequest) -> list[Call]:
-        """What to ask; all calls are made at the same time. Raises RequestRefused where the engine cannot do that."""
-
-    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
-        """The answers (JSON) of these calls, with spans from the engine's version labels.
-
-        Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
-        well-formed.
-        """
-
-    def score(self, token_ids: list[int]) -> Call: ...
-
-    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
-        """Raises as `completions` does."""
-
-    def refused(self, status: int, reason: str) -> bool:
-        """Whether an error answer finds fault with the request itself, so that no other actor will like it better."""
 
 
 def reachable_url(engine: str, agent: str) -> str:
@@ -93,25 +55,16 @@ class AgentClient(ActorClient):
         return self._capabilities
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Completions of one request; raises as embedded_handling.EmbeddedClient.generate does."""
-        calls = self._dialect.generate(request)
-        answers = await self._ask("generate", calls, timeout_s)
-        try:
+        """Completions of one request; raises as embedded.client.EmbeddedClient.generate does."""
+        answers = await self._ask("generate", self._dialect.generate(request), timeout_s)
+        with _understanding("generate"):
             completions = self._dialect.completions(request, answers)
-        except NoVersion as error:
-            raise ActorNotReady("generate", str(error)) from error
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ActorError("generate", f"the answer is malformed: {error!r}") from error
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
         (answer,) = await self._ask("score", [self._dialect.score(token_ids)], timeout_s)
-        try:
+        with _understanding("score"):
             scored = self._dialect.scored(token_ids, answer)
-        except NoVersion as error:
-            raise ActorNotReady("score", str(error)) from error
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ActorError("score", f"the answer is malformed: {error!r}") from error
         if len(scored.log_probs) != len(token_ids) - 1:
             raise ActorError("score", f"{len(scored.log_probs)} log-probs came for {len(token_ids)} tokens")
         return scored
@@ -164,3 +117,14 @@ class AgentClient(ActorClient):
         if token is None:
             raise ActorError("health", f"the engine's token is in {variable}, its agent says: it is not set here")
         return token
+
+
+@contextlib.contextmanager
+def _understanding(phase: str) -> Iterator[None]:
+    """Around what reads an engine's answer: what it raises becomes ActorError."""
+    try:
+        yield
+    except NoVersion as error:
+        raise ActorNotReady(phase, str(error)) from error
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ActorError(phase, f"the answer is malformed: {error!r}") from error

@@ -28,10 +28,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     Raises UserError where the engine is not installed, or has no such route.
     """
     inference, sync = config.inference, config.weight_sync
-    routes = load_engine(engine).routes
-    route = routes[0] if sync.route == "auto" else sync.route
-    if route not in routes:
-        raise UserError(f"weight_sync.route = {route!r}: {engine} takes weights by {' or '.join(routes)}")
+    route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     name = f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
     command = [

@@ -1,13 +1,22 @@
-"""What an agent asks of the engine beside it: to stand still, to go on, what it holds. One class per engine."""
+"""What an agent asks of the engine beside it, over HTTP: to stand still, to go on, what it holds."""
 
 from __future__ import annotations
 
+import http.client
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import Tag
+
+LONGEST_ANSWER = 64 * 1024 * 1024
+LONGEST_REASON = 500
+BLOCK = 1 << 20
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they stand still and go on afterwards; they end before, while new ones wait or are
@@ -34,16 +43,30 @@ class EngineFacts:
     """It has the pause mode `wait`"""
 
 
-class EngineControl(Protocol):
-    """Blocking client of an engine's admin routes. Every method has a deadline and raises EngineError.
+class EngineControl:
+    """Blocking client of an engine's admin routes; a class of each engine fills it in. Every method has a deadline and
+    raises EngineError. Called from several threads; each call makes its own connection.
 
-    Called from several threads; each call makes its own connection.
+    Args:
+        url, token: of the engine's server.
+        timeout_s: of each order that names none.
+        in_flight_kv: running requests keep their KV cache over a pause, or give it up and have it recomputed.
     """
 
-    def describe(self) -> EngineFacts: ...
+    label_route: ClassVar[str]
+    """Says `weight_version`: the label (labels.py) of the version that the engine holds"""
+
+    def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
+        self.client = AdminClient(url, token)
+        self.timeout_s = timeout_s
+        self.keeps_cache = in_flight_kv == "keep"
+
+    def describe(self) -> EngineFacts:
+        raise NotImplementedError
 
     def check_health(self, timeout_s: float) -> None:
         """Raises EngineError unless all of the engine's processes live and answer, also while it is paused."""
+        raise NotImplementedError
 
     def pause(self, mode: PauseMode, timeout_s: float) -> bool:
         """Have the engine stand still: nothing is computed when this returns True.
@@ -51,30 +74,104 @@ class EngineControl(Protocol):
         False: `wait` was asked for and running requests have not ended within `timeout_s`; the caller then asks for
         `keep`. Pausing an engine that stands already is allowed.
         """
+        raise NotImplementedError
 
     def resume(self) -> None:
         """Go on. Allowed where it is not paused."""
-
-    def is_paused(self) -> bool: ...
+        raise NotImplementedError
 
     def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
         """Have the engine stand still once nothing runs, and give these parts of its memory back, which it still has.
 
         False: something still ran after `finish_s`. It has its memory then, but may stand still: resume() has it go on.
         """
+        raise NotImplementedError
 
     def drops_weights(self, level: int) -> bool:
         """Whether weights that sleep so are lost. Known after describe()."""
+        raise NotImplementedError
 
     def wake(self, tag: Tag) -> None:
         """Have the engine take a part of its memory again that it gave back, weights first. With the last one it may go
         on by itself, or stand still until resume()."""
+        raise NotImplementedError
 
     def reset_prefix_cache(self) -> None:
         """No request that begins from here on reuses what was computed before. Called while it is paused."""
+        raise NotImplementedError
+
+    def read_files(self, folder: Path, label: str) -> None:
+        """Have the engine, which stands still, read `folder` like a checkpoint and serve it as `label`."""
+        raise NotImplementedError
 
     def weights_label(self) -> str | None:
         """The label (labels.py) of the version that the engine says it holds; None where it has none."""
+        label = self.ask(self.label_route)["weight_version"]
+        return None if label in (None, "default") else str(label)
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs at temperature 1 of all tokens but the first."""
+    def ask(self, path: str, timeout_s: float | None = None) -> dict[str, Any]:
+        """The JSON object that it answers GET with."""
+        data = self.client.call("GET", path, self.timeout_s if timeout_s is None else timeout_s)
+        if not isinstance(data, dict):
+            raise EngineError(f"{path} did not answer with a JSON object")
+        return data
+
+    def order(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        """What it answers POST with. Raises EngineError also where that says {"success": false, "message"}."""
+        answer = self.client.call("POST", path, self.timeout_s if timeout_s is None else timeout_s, body)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"{path}: {answer.get('message')}")
+        return answer
+
+
+class AdminClient:
+    """Calls the server at `url`, authorised by `token` where it is not empty. One connection per call, so that threads
+    may share it and nothing is lost with an engine that was restarted."""
+
+    def __init__(self, url: str, token: str):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not the address of a server, such as http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self._class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port, self._prefix = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._token = token
+
+    def call(self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
+        """The answer's JSON, or its text where it is none. Raises EngineError: no answer in time, or not status 200."""
+        status, text = self.exchange(method, path, timeout_s, body)
+        if status != 200:
+            raise EngineError(f"{path} answered {status}: {text[:LONGEST_REASON]}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            return text
+
+    def exchange(self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> tuple[int, str]:
+        """(status, text) of the answer. Raises EngineError where none came within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        connection = self._class(self._host, self._port, timeout=timeout_s)
+        try:
+            connection.request(method, self._prefix + path, data, headers)
+            response = connection.getresponse()
+            text = bytearray()
+            while block := response.read1(BLOCK):
+                text += block
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                if len(text) > LONGEST_ANSWER:
+                    raise EngineError(f"{path} answers with more than {LONGEST_ANSWER} bytes")
+            return response.status, text.decode(errors="replace")
+        except TimeoutError as error:
+            raise EngineError(f"{path} gave no answer within {timeout_s:g} s") from error
+        except ConnectionRefusedError as error:
+            raise EngineNotListening(f"{path}: nothing listens on {self.url}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.control import EngineControl
-from torchtitan.inference.agent.hand_over import HandOver
+
+if TYPE_CHECKING:
+    from torchtitan.inference.agent.loading import WeightLoader
 
 Route = Literal["direct", "agent", "engine"]
+# An agent beside an engine that listens everywhere reaches it here.
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,50 @@ class EngineOptions:
         return self.port_file.parent
 
 
-class ForeignEngine(Protocol):
+class ForeignEngine:
     """An engine's entry: `ENGINE` in torchtitan.inference.<name>.engine. Imports neither the engine nor torch."""
 
-    name: str
-    routes: tuple[Route, ...]
+    name: ClassVar[str]
+    routes: ClassVar[tuple[Route, ...]]
     """The first is what `auto` takes"""
+
+    def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
+        """The server's own command line, and what its environment has beside ours."""
+        raise NotImplementedError
+
+    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
+        raise NotImplementedError
+
+    def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
+        """For the routes that only this engine has."""
+        raise NotImplementedError
 
     def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         """The command line that starts the server, and what its environment has beside ours."""
+        theirs, environment = self.server(options)
+        ours = [
+            options.python, "-m", f"torchtitan.inference.{self.name}.serve",
+            "--host", options.host,
+            "--port-file", str(options.port_file),
+            "--token-env", options.token_env,
+            "--parent-pid", str(options.parent_pid),
+        ]  # fmt: skip
+        return [*ours, "--", *theirs, *options.arguments], environment
 
-    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl: ...
-
-    def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
+    def loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
         """The way into the engine that options.route names."""
+        if options.route != "agent":
+            return self.special_loader(control, options)
+        from torchtitan.inference.agent.loading import FileLoader
+
+        return FileLoader(options, control.read_files)
+
+    def find_route(self, asked: str, said: str) -> Route:
+        """The route that is asked for. Raises UserError, with `said` for what was asked, where there is none."""
+        for route in self.routes:
+            if asked in ("auto", route):
+                return route
+        raise UserError(f"{said}: {self.name} takes weights by {' or '.join(self.routes)}")
 
 
 def load_engine(name: str) -> ForeignEngine:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.inference.agent.broadcast import Alongside
 from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.group import Alongside
 from torchtitan.weight_sync.transports.communicator import Broken, PairStore, nccl_group
 
 UNIQUE_ID_BYTES = 128

@@ -1,28 +1,33 @@
-"""An agent's parts, put together: the engine's process, its control, the hand-over and the HTTP server."""
+"""An agent's parts, put together: the engine's process, its control, the way into it and the HTTP server."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
+import shlex
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.activity import ActivityLog
-from torchtitan.inference.agent.applying import Applier
-from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
-from torchtitan.inference.agent.hand_over import HandOver
-from torchtitan.inference.agent.merging import merging
-from torchtitan.inference.agent.process import EngineProcess, wait_until_healthy
+from torchtitan.inference.agent.applier import Applier
+from torchtitan.inference.agent.control import EngineControl, EngineError
+from torchtitan.inference.agent.engine import WILDCARDS, EngineOptions, ForeignEngine
+from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
+from torchtitan.inference.base_weights import BaseWeights
+from torchtitan.inference.client import base_url
+from torchtitan.utils.child_process import ChildProcess, child_environment
 
 # A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
 # that nobody answers any more (vLLM 0.32: "Waiting for background tasks to complete").
 ENDING_S = 20.0
 LOOK_S = 1.0
+POLL_S = 0.1
+PROBE_S = 5.0
 
 
 class RunningAgent:
@@ -31,8 +36,8 @@ class RunningAgent:
     def __init__(self, arguments: argparse.Namespace, engine: ForeignEngine, options: EngineOptions, token: str):
         self._arguments, self._engine, self._options, self._token = arguments, engine, options, token
         self.engine_url = arguments.url or ""
-        self._process: EngineProcess | None = None
-        self._hand_over: HandOver | None = None
+        self._process: ChildProcess | None = None
+        self._loader: WeightLoader | None = None
         self._server: AgentServer | None = None
 
     async def start(self, deadline: float) -> int:
@@ -48,11 +53,14 @@ class RunningAgent:
             token = os.environ[token_env] if token_env else ""
         else:
             command, extra = self._engine.command(options)
-            environment = {**extra, options.token_env: self._token}
-            self._process = EngineProcess(command, environment, options.threads, options.port_file, arguments.log_file)
-            self.engine_url = await self._process.start(options.host, deadline)
+            print(f"engine: {shlex.join(command)}", flush=True)
+            environment = child_environment(options.threads, **extra, **{options.token_env: self._token})
+            self._process = ChildProcess("the engine", arguments.log_file)
+            await self._process.launch(command, environment)
+            port = await self._process.read_port(options.port_file, deadline)
+            self.engine_url = base_url(WILDCARDS.get(options.host, options.host), port)
         control = self._engine.control(self.engine_url, token, options)
-        await self._unless_it_ends(wait_until_healthy(control, deadline))
+        await self._unless_it_ends(_until_healthy(control, deadline))
         try:
             facts = await asyncio.to_thread(control.describe)
         except EngineError as error:
@@ -65,14 +73,14 @@ class RunningAgent:
                 f"{self._engine.name} cannot let running requests finish while new ones wait: inference.update_mode = "
                 f'"drain" is not for it'
             )
-        self._hand_over = merging(self._engine.hand_over(control, options), options)
+        self._loader = loader = self._engine.loader(control, options)
+        # Workers inside the engine merge adapters for themselves.
+        base = None if loader.workers else BaseWeights(options.model)
         activity = ActivityLog(arguments.activity_file)
-        applier = Applier(control, self._hand_over, options.update_timeout_s, drain_timeout_s, activity)
+        applier = Applier(control, loader, options.update_timeout_s, drain_timeout_s, activity, base)
         capabilities = replace(facts.capabilities, route=options.route)
         place = EnginePlace(self.engine_url, capabilities, token_env)
-        self._server = AgentServer(
-            place, control, self._hand_over, applier, self._token, options.host, options.update_timeout_s
-        )
+        self._server = AgentServer(place, control, loader, applier, self._token, options.host, options.update_timeout_s)
         return await self._server.start(options.host, arguments.port)
 
     async def engine_ended(self) -> str:
@@ -86,12 +94,10 @@ class RunningAgent:
             while True:
                 await asyncio.wait({ended}, timeout=LOOK_S)
                 if ended.done():
-                    return ended.result()
+                    return f"{self._process.describe_end()}; {self._process.log_tail()}"
                 if self._server is not None and self._server.engine_closed_s > ENDING_S:
-                    return (
-                        f"the engine has closed its port and not ended within {ENDING_S:g} s; it is killed; "
-                        f"{self._process.log_file} ends with: {self._process.log_tail()}"
-                    )
+                    closed = f"the engine has closed its port and not ended within {ENDING_S:g} s; it is killed"
+                    return f"{closed}; {self._process.log_tail()}"
         finally:
             ended.cancel()
 
@@ -99,8 +105,8 @@ class RunningAgent:
         """Stop everything; an engine that we started gets `grace_s` before it is killed."""
         if self._server is not None:
             await self._server.close()
-        if self._hand_over is not None:
-            await asyncio.to_thread(self._hand_over.close)
+        if self._loader is not None:
+            await asyncio.to_thread(self._loader.close)
         if self._process is not None:
             await self._process.stop(grace_s)
 
@@ -116,3 +122,14 @@ class RunningAgent:
         finally:
             work.cancel()
             ended.cancel()
+
+
+async def _until_healthy(control: EngineControl, deadline: float) -> None:
+    """Return when the engine answers. Raises UserError where it has not by `deadline` (time.monotonic())."""
+    while True:
+        try:
+            return await asyncio.to_thread(control.check_health, PROBE_S)
+        except EngineError as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"the engine does not answer: {error}") from error
+        await asyncio.sleep(POLL_S)

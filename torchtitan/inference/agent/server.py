@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer
-from torchtitan.inference.agent.applying import Applier
+from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineControl, EngineError
-from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import TAGS, Tag
@@ -41,14 +41,14 @@ class AgentServer(ActorServer):
         self,
         place: EnginePlace,
         control: EngineControl,
-        hand_over: HandOver,
+        loader: WeightLoader,
         applier: Applier,
         token: str,
         data_host: str,
         timeout_s: float,
     ):
         super().__init__(token, data_host)
-        self._place, self._hand_over, self._applier, self._timeout_s = place, hand_over, applier, timeout_s
+        self._place, self._loader, self._applier, self._timeout_s = place, loader, applier, timeout_s
         self._watch = Watch(control, applier, self._weights_lost)
 
     async def start(self, host: str, port: int) -> int:
@@ -92,12 +92,12 @@ class AgentServer(ActorServer):
 
     def receiver_options(self) -> dict[str, Any]:
         trusts = self._applier.holds is not None
-        return {"workers": self._hand_over.workers, "workers_timeout_s": self._timeout_s, "trust_workers": trusts}
+        return {"workers": self._loader.workers, "workers_timeout_s": self._timeout_s, "trust_workers": trusts}
 
     def connected(self, receiver: Receiver, actor: str, epoch: str, token: str) -> None:
-        leader = receiver.workers_address if self._hand_over.workers else ""
+        leader = receiver.workers_address if self._loader.workers else ""
         try:
-            self._hand_over.connected(leader, actor, epoch, token)
+            self._loader.connected(leader, actor, epoch, token)
         except EngineError as error:
             self._lost = f"the engine could not be connected: {error}"
             raise
@@ -116,8 +116,8 @@ class AgentServer(ActorServer):
             return "not_ready", self._lost or "no weights version has been applied yet"
         if applier.paused:
             return "paused", "the engine is paused"
-        if applier.unsettled is not None:
-            return "paused", f"the engine may stand still: {applier.unsettled}"
+        if applier.lost_pause is not None:
+            return "paused", f"the engine may stand still: {applier.lost_pause}"
         if applier.draining:
             # vLLM has new requests wait up to 0.32 and answers 503 since: either way others have them sooner.
             return "paused", "running requests finish before new weights come"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchtitan.inference.agent.applying import Applier
+from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineControl, EngineError, EngineNotListening
 from torchtitan.inference.labels import make_label
 
@@ -78,7 +78,7 @@ class Watch:
                 self._control.check_health(self._probe_s)
                 self._silent_since = self._closed_since = self.trouble = None
                 self._answered_at = begun
-                self._applier.settle()
+                self._applier.undo_lost_pause()
                 self._check_label()
             except EngineError as error:
                 closed = isinstance(error, EngineNotListening)

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-from torchtitan.inference.agent.control import EngineError, EngineFacts, PauseMode
-from torchtitan.inference.agent.http_control import AdminClient
+from torchtitan.inference.agent.control import EngineControl, EngineError, EngineFacts, PauseMode
 from torchtitan.inference.client import Capabilities
-from torchtitan.inference.sglang.dialect import DIALECT
 from torchtitan.inference.types import TAGS, Tag
 
 
-class SGLangControl:
-    """Administers the server at `url`; see agent.control.EngineControl.
+class SGLangControl(EngineControl):
+    """SGLang tells neither whether it is paused nor what sleeps; this is what it was last told."""
 
-    in_flight_kv: running requests keep their KV cache over a pause, or give it up and have it recomputed. timeout_s: of
-    each order that names none.
-    """
+    label_route = "/model_info"
 
     def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
-        self.client = AdminClient(url, token)
-        self.timeout_s = timeout_s
-        self._keeps = in_flight_kv == "keep"
-        self._paused = False
-        self._loses_weights = False
+        super().__init__(url, token, timeout_s, in_flight_kv)
+        self._paused = self._loses_weights = False
         self._workers = 1
 
     def describe(self) -> EngineFacts:
-        data = self._server_info(self.timeout_s)
+        data = self.ask("/server_info")
         if not data.get("disable_radix_cache"):
             # It is reset only while no request runs or waits: with requests in flight it would outlive the weights.
             raise EngineError(
                 "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache"
             )
-        if self._keeps and data.get("disable_overlap_schedule") is False:
+        if self.keeps_cache and data.get("disable_overlap_schedule") is False:
             # Standing still in place, it leaves a step under way: that reads weights while they change, and its tokens
             # are counted to the new version. Requests that are retracted are waited for.
             raise EngineError(
@@ -57,11 +51,11 @@ class SGLangControl:
 
     def version(self) -> str:
         """What it says it is."""
-        return str(self._server_info(self.timeout_s).get("version", ""))
+        return str(self.ask("/server_info").get("version", ""))
 
     def check_health(self, timeout_s: float) -> None:
         # /health samples a token, which a paused engine does not; this question goes to its scheduler too.
-        self._server_info(timeout_s)
+        self.ask("/server_info", timeout_s)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> bool:
         if mode == "wait":
@@ -69,27 +63,23 @@ class SGLangControl:
         if mode == "abort":
             self._abort(timeout_s)
             return True
-        self._order("/pause_generation", {"mode": "in_place" if self._keeps else "retract"}, timeout_s)
+        self.order("/pause_generation", {"mode": "in_place" if self.keeps_cache else "retract"}, timeout_s)
         # The order is not acknowledged; the scheduler answers what was asked after it when it has obeyed.
-        self._server_info(timeout_s)
+        self.ask("/server_info", timeout_s)
         self._paused = True
         return True
 
     def _abort(self, timeout_s: float) -> None:
         """End all requests, and let none begin. SGLang's own mode `abort` waits without an end where it stands still
         already, so requests are aborted by themselves."""
-        self._order("/pause_generation", {"mode": "retract"}, timeout_s)
-        self._order("/abort_request", {"abort_all": True}, timeout_s)
-        self._server_info(timeout_s)
+        self.order("/pause_generation", {"mode": "retract"}, timeout_s)
+        self.order("/abort_request", {"abort_all": True}, timeout_s)
+        self.ask("/server_info", timeout_s)
         self._paused = True
 
     def resume(self) -> None:
-        self._order("/continue_generation", {}, self.timeout_s)
+        self.order("/continue_generation", {})
         self._paused = False
-
-    def is_paused(self) -> bool:
-        # The server does not tell; this is what it was last told.
-        return self._paused
 
     def sleep(self, level: int, tags: Sequence[Tag], finish_s: float) -> bool:
         deadline, stood = time.monotonic() + finish_s, self._paused
@@ -99,7 +89,7 @@ class SGLangControl:
             self.resume()
             if time.monotonic() > deadline:
                 return False
-        self._order("/release_memory_occupation", {"tags": list(tags)}, self.timeout_s)
+        self.order("/release_memory_occupation", {"tags": list(tags)})
         return True
 
     def _stands_idle(self, deadline: float) -> bool:
@@ -108,7 +98,7 @@ class SGLangControl:
         finish_s = max(0.0, deadline - time.monotonic())
         if not self._paused and not self._idle(finish_s):
             return False
-        self._order("/pause_generation", {"mode": "retract"}, self.timeout_s)
+        self.order("/pause_generation", {"mode": "retract"})
         self._paused = True
         return self._idle(0.0)
 
@@ -123,39 +113,23 @@ class SGLangControl:
         return level == 2 or self._loses_weights
 
     def wake(self, tag: Tag) -> None:
-        self._order("/resume_memory_occupation", {"tags": [tag]}, self.timeout_s)
+        self.order("/resume_memory_occupation", {"tags": [tag]})
 
     def reset_prefix_cache(self) -> None:
         """It has none: see describe()."""
 
-    def weights_label(self) -> str | None:
-        label = self.client.call("GET", "/model_info", self.timeout_s)["weight_version"]
-        return None if label in (None, "default") else str(label)
+    def read_files(self, folder: Path, label: str) -> None:
+        # A flush that finds requests running ends SGLang's scheduler: the cache is reset by an order of its own.
+        body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": label, "flush_cache": False}
+        self.order("/update_weights_from_disk", body)
+        # Only the first worker answers. Another that finds the files gone keeps its old weights, and nobody is told.
+        self._wait_for_workers()
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        call = DIALECT.score(token_ids)
-        return DIALECT.scored(token_ids, self.client.call("POST", call.path, self.timeout_s, call.body)).log_probs
-
-    def wait_for_workers(self) -> None:
+    def _wait_for_workers(self) -> None:
         """Return when all tensor-parallel workers have done what was ordered, not only the first, which answers.
 
         It hands each order on before it answers, by two broadcasts over gloo, where who sends waits for the receiver.
         They spread as a tree, so a worker may be as many broadcasts behind as there are levels above it.
         """
         for _ in range((self._workers - 1).bit_length()):
-            self._server_info(self.timeout_s)
-
-    def order(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        """Have it do something that it reports as {"success", "message"}. Raises EngineError where it did not."""
-        self._order(path, body, timeout_s)
-
-    def _order(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
-        answer = self.client.call("POST", path, timeout_s, body)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(f"{path}: {answer.get('message')}")
-
-    def _server_info(self, timeout_s: float) -> dict[str, Any]:
-        data = self.client.call("GET", "/server_info", timeout_s)
-        if not isinstance(data, dict):
-            raise EngineError("/server_info did not answer with a JSON object")
-        return data
+            self.ask("/server_info")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torchtitan.inference.agent.client import Call, Malformed, NoVersion
+from torchtitan.inference.agent.dialect import FINISHED, Call, Malformed, aborted, make_completion, read_spans
 from torchtitan.inference.client import ScoredTokens
-from torchtitan.inference.labels import parse_label
-from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 
 # What SGLang takes for "all tokens".
 ALL_TOKENS = -1
@@ -17,11 +16,10 @@ ALL_TOKENS = -1
 MOST_KEPT = 4096
 # Its own parser answers 422 to a body of the wrong form, 400 to values that it cannot use.
 REFUSED = (400, 422)
-FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class SGLangDialect:
-    """Of versions 0.5.20 to 0.5.23; see engine_handling.Dialect."""
+    """Of versions 0.5.20 to 0.5.23; see agent.dialect.Dialect."""
 
     name = "sglang"
 
@@ -67,7 +65,6 @@ class SGLangDialect:
 
     def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
         about = answer["meta_info"]
-        _check_finished(about)
         rows = about["input_token_logprobs"]
         given = [row[1] for row in rows]
         # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
@@ -90,36 +87,21 @@ def _seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _check_finished(about: dict[str, Any]) -> FinishReason:
-    kind = about["finish_reason"]["type"]
-    return FINISHED.get(kind, "abort")
-
-
 def _completion(sample: Any, truncated: bool) -> Completion:
     about = sample["meta_info"]
-    finished = _check_finished(about)
+    finished = FINISHED.get(about["finish_reason"]["type"])
+    if finished is None:
+        return aborted()
     token_ids = [int(token) for token in sample["output_ids"]]
-    if finished == "abort":
-        # Whoever asked has to ask again: the rest of the answer means nothing.
-        return Completion([], [], "abort", [])
     rows = about["output_token_logprobs"]
-    if [row[1] for row in rows] != token_ids:
-        raise Malformed("the log-probs are of other tokens than those of the answer")
     log_probs, kept = [float(row[0]) for row in rows], None
     if truncated:
         log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
         kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
-        if len(kept) != len(token_ids):
-            raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
-    return Completion(token_ids, log_probs, finished, _spans(about, len(token_ids)), kept)
+    spans = _spans(about, len(token_ids))
+    return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept)
 
 
 def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:
-    spans = []
-    for part in about.get("weight_versions") or [{"version": about["weight_version"], "start": 0, "end": tokens}]:
-        held = parse_label(part["version"])
-        if held is None:
-            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
-        if part["end"] > part["start"]:
-            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
-    return spans
+    whole = [{"version": about["weight_version"], "start": 0, "end": tokens}]
+    return read_spans(about.get("weight_versions") or whole)

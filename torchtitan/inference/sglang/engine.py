@@ -1,4 +1,4 @@
-"""SGLang beside an agent: how its server is started, and the two ways by which it takes weights."""
+"""SGLang beside an agent: how its server is started, and how weights get into it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan.inference.agent.control import EngineControl
-from torchtitan.inference.agent.engine import EngineOptions, Route
-from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.utils.cores import numa_nodes, usable_cores
 from torchtitan.utils.gpus import has_gpu
+
+if TYPE_CHECKING:
+    from torchtitan.inference.agent.loading import WeightLoader
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -30,22 +33,14 @@ CPU_ARGUMENTS = (
 )  # fmt: skip
 
 
-class SGLang:
+class SGLang(ForeignEngine):
     """See agent.engine.ForeignEngine."""
 
     name = "sglang"
-    routes: tuple[Route, ...] = ("agent", "engine")
+    routes = ("agent", "engine")
 
-    def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
+    def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
-        own = [
-            options.python, "-m", "torchtitan.inference.sglang.serve",
-            "--host", options.host,
-            "--port-file", str(options.port_file),
-            "--token-env", options.token_env,
-            "--parent-pid", str(options.parent_pid),
-            "--",
-        ]  # fmt: skip
         theirs = [
             "--model-path", options.model,
             "--dtype", options.dtype,
@@ -81,20 +76,16 @@ class SGLang:
                 # Without being told it gives every worker a NUMA node, and ends where there are fewer.
                 own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
-        return [*own, *theirs, *options.arguments], environment
+        return theirs, environment
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
         return SGLangControl(url, token, options.update_timeout_s, options.in_flight_kv)
 
-    def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
+    def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
+        from torchtitan.inference.sglang.broadcast import SGLangBroadcastLoader
+
         assert isinstance(control, SGLangControl)
-        if options.route == "engine":
-            from torchtitan.inference.sglang.collective import CollectiveHandOver
-
-            return CollectiveHandOver(control, options)
-        from torchtitan.inference.sglang.disk import SGLangDiskHandOver
-
-        return SGLangDiskHandOver(control, options)
+        return SGLangBroadcastLoader(control, options)
 
 
 def _user() -> str:

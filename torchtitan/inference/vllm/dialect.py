@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan.inference.agent.client import Call, Malformed, NoVersion
+from torchtitan.inference.agent.dialect import FINISHED, Call, Malformed, aborted, make_completion, read_spans
 from torchtitan.inference.client import RequestRefused, ScoredTokens
-from torchtitan.inference.labels import parse_label
-from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 
 PATH = "/inference/v1/generate"
 REFUSED = (400, 413, 422)
-FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VLLMDialect:
-    """Of versions 0.32.0 and 0.33.0; see engine_handling.Dialect. The server runs with --enable-scale-out, which has
+    """Of versions 0.32.0 and 0.33.0; see agent.dialect.Dialect. The server runs with --enable-scale-out, which has
     this route, and --logprobs-mode processed_logprobs: those that tokens were sampled with."""
 
     name = "vllm"
@@ -73,14 +71,9 @@ DIALECT = VLLMDialect()
 
 
 def _completion(choice: dict[str, Any], truncated: bool) -> Completion:
-    finished = FINISHED.get(choice["finish_reason"], "abort")
-    if finished == "abort":
-        # Whoever asked has to ask again: what there is of the answer means nothing.
-        return Completion([], [], "abort", [])
-    token_ids = [int(token) for token in choice["token_ids"]]
-    rows = choice["logprobs"]["content"]
-    if [row["token_id"] for row in rows] != token_ids:
-        raise Malformed("the log-probs are of other tokens than those of the answer")
+    finished = FINISHED.get(choice["finish_reason"])
+    if finished is None:
+        return aborted()
     kept = choice.get("sampling_mask")
     if truncated and kept is None:
         raise RequestRefused(
@@ -88,20 +81,15 @@ def _completion(choice: dict[str, Any], truncated: bool) -> Completion:
             "this vLLM does not say which tokens top-p, top-k or min-p kept, without which their log-probs mean "
             "nothing: start it with --return-sampling-mask where it has that, or sample without truncation",
         )
-    if kept is not None and len(kept) != len(token_ids):
-        raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
-    log_probs = [float(row["logprob"]) for row in rows]
-    return Completion(token_ids, log_probs, finished, _spans(choice, len(token_ids)), kept if truncated else None)
+    token_ids = [int(token) for token in choice["token_ids"]]
+    rows = choice["logprobs"]["content"]
+    scored, log_probs = [row["token_id"] for row in rows], [float(row["logprob"]) for row in rows]
+    spans = _spans(choice, len(token_ids))
+    return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None)
 
 
 def _spans(choice: dict[str, Any], tokens: int) -> list[VersionSpan]:
-    spans = []
-    for part in choice["weight_versions"] or []:
-        held = parse_label(part["version"])
-        if held is None:
-            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
-        if part["end"] > part["start"]:
-            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
+    spans = read_spans(choice["weight_versions"] or [])
     if sum(span.end - span.start for span in spans) != tokens:
         raise Malformed(f"the versions {choice['weight_versions']} are not those of {tokens} tokens")
     return spans

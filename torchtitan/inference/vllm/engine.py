@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from typing import TYPE_CHECKING
 
 import psutil
 
 from torchtitan.inference.agent.control import EngineControl
-from torchtitan.inference.agent.engine import EngineOptions, Route
-from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.vllm.control import VLLMControl
-from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.inference.vllm.plugin import BACKEND
 from torchtitan.utils.gpus import has_gpu
 
+if TYPE_CHECKING:
+    from torchtitan.inference.agent.loading import WeightLoader
+
 GIGABYTE = 2**30
-# Its own way of taking weights. Options that are handed through come after it, and so count.
-ENGINE_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+# Of the routes that have one: ours, and vLLM's own.
+TRANSFER_BACKENDS = {"direct": BACKEND, "engine": "nccl"}
 # Where its sockets lie, unless somebody has said that already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
@@ -27,22 +31,13 @@ CPU_ARGUMENTS = (
 )
 
 
-class VLLM:
+class VLLM(ForeignEngine):
     """See agent.engine.ForeignEngine."""
 
     name = "vllm"
-    routes: tuple[Route, ...] = ("direct", "agent", "engine")
+    routes = ("direct", "agent", "engine")
 
-    def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
-        own = [
-            options.python, "-m", "torchtitan.inference.vllm.serve",
-            "--host", options.host,
-            "--port-file", str(options.port_file),
-            "--token-env", options.token_env,
-            "--parent-pid", str(options.parent_pid),
-            *(() if options.route == "direct" else ("--stock",)),
-            "--",
-        ]  # fmt: skip
+    def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         theirs = [
             "--model", options.model,
             "--dtype", options.dtype,
@@ -52,8 +47,9 @@ class VLLM:
             # Requests say all that matters; the checkpoint's own defaults would come on top.
             "--generation-config", "vllm",
             "--disable-uvicorn-access-log",
-            *(ENGINE_TRANSFER if options.route == "engine" else ()),
         ]  # fmt: skip
+        if options.route in TRANSFER_BACKENDS:
+            theirs += ["--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKENDS[options.route]})]
         if options.sleep_level:
             theirs.append(SLEEP_MODE)
         if options.device_share:
@@ -70,24 +66,24 @@ class VLLM:
             theirs += CPU_ARGUMENTS
         if memory_gb:
             theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
-        return [*own, *theirs, *options.arguments], environment
+        return theirs, environment
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
-        masks = "--return-sampling-mask" in options.arguments
-        sleeps = options.sleep_level > 0 or SLEEP_MODE in options.arguments
-        return VLLMControl(url, token, options.update_timeout_s, options.in_flight_kv, kept_tokens=masks, sleeps=sleeps)
+        return VLLMControl(
+            url, token, options.update_timeout_s, options.in_flight_kv,
+            kept_tokens="--return-sampling-mask" in options.arguments,
+            sleeps=options.sleep_level > 0 or SLEEP_MODE in options.arguments,
+            repacks_heads=bool(options.python),
+        )  # fmt: skip
 
-    def hand_over(self, control: EngineControl, options: EngineOptions) -> HandOver:
+    def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
+        from torchtitan.inference.vllm.broadcast import VLLMBroadcastLoader
+        from torchtitan.inference.vllm.direct import DirectLoader
+
         assert isinstance(control, VLLMControl)
-        if options.route == "direct":
-            return DirectHandOver(control, options.host, options.update_timeout_s, options.stage_on_device)
         if options.route == "engine":
-            from torchtitan.inference.vllm.collective import CollectiveHandOver
-
-            return CollectiveHandOver(control, options)
-        from torchtitan.inference.vllm.disk import VLLMDiskHandOver
-
-        return VLLMDiskHandOver(control, options, ours=bool(options.python))
+            return VLLMBroadcastLoader(control, options)
+        return DirectLoader(control, options.host, options.update_timeout_s, options.stage_on_device)
 
 
 def default_memory_gb() -> float:

@@ -1,4 +1,4 @@
-"""Starts vLLM's server with our weight-transfer backend; run by the Python of vLLM's environment:
+"""Starts vLLM's server with our worker extension and token; run by the Python of vLLM's environment:
 
     python -m torchtitan.inference.vllm.serve --port-file F --token-env NAME [--parent-pid P] -- [vLLM's own options]
 
@@ -29,7 +29,6 @@ OWN_OPTIONS = (
     "--logprobs-mode", "processed_logprobs",  # those that the tokens were sampled with
     "--worker-extension-cls", "torchtitan.inference.vllm.extension.WorkerExtension",
 )  # fmt: skip
-DIRECT_OPTIONS = ("--weight-transfer-config", '{"backend": "torchtitan"}')
 # vLLM's server as a program: the newer place first.
 PROGRAMS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     program = find_program()
     options = ["--host", arguments.host, "--port", str(port), *OWN_OPTIONS]
     # What was handed through comes last, and so counts.
-    sys.argv = [program, *options, *(() if arguments.stock else DIRECT_OPTIONS), *theirs]
+    sys.argv = [program, *options, *theirs]
     print(f"starting {shlex.join(['python', '-m', *sys.argv])}", flush=True)
     write_port_file(arguments.port_file, port)
     # Not as __main__ of sys.modules: vLLM's processes import that again, and this file is the lighter one.

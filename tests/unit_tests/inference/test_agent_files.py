@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.inference.agent.disk import DiskHandOver, remove_abandoned
 from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.agent.loading import FileLoader, remove_abandoned
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,9 @@ def dead_process() -> int:
     return process.pid
 
 
-def hand_over(folder: Path) -> DiskHandOver:
-    return DiskHandOver(EngineOptions("actor-0", "model", "", "agent", Path(), "", 0, disk_path=str(folder)))
+def loader(folder: Path) -> FileLoader:
+    options = EngineOptions("actor-0", "model", "", "agent", Path(), "", 0, disk_path=str(folder))
+    return FileLoader(options, lambda folder, label: None)
 
 
 def test_only_what_a_dead_agent_of_this_machine_left_is_removed(tmp_path: Path, dead_process: int) -> None:
@@ -45,12 +46,12 @@ def test_only_what_a_dead_agent_of_this_machine_left_is_removed(tmp_path: Path, 
 
 
 def test_an_agent_keeps_others_folders_and_removes_its_own(tmp_path: Path, dead_process: int) -> None:
-    first = hand_over(tmp_path)
+    first = loader(tmp_path)
     (folder,) = tmp_path.iterdir()
-    second = hand_over(tmp_path)
+    second = loader(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     (folder / "owner").write_text(f"{dead_process} {socket.gethostname()}")
-    third = hand_over(tmp_path)
+    third = loader(tmp_path)
     assert not folder.exists() and len(list(tmp_path.iterdir())) == 2
     for agent in (first, second, third):
         agent.close()

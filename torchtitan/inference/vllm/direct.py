@@ -6,14 +6,15 @@ import logging
 import threading
 
 from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
 
-class DirectHandOver:
-    """See agent.hand_over.HandOver. host: address on which the engine receives weights; timeout_s: of a load;
+class DirectLoader(WeightLoader):
+    """host: address on which the engine receives weights; timeout_s: of a load;
     on_device: it stages them on its device."""
 
     workers = 1
@@ -33,8 +34,7 @@ class DirectHandOver:
         }
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
 
-    def prepare(self, staged: StagedVersion, label: str) -> None:
-        """Nothing: the engine's receiver has staged it. An order to the engine would wait for a step that runs."""
+    # No `prepare`: the engine's receiver has staged it, and an order to the engine would wait for a step that runs.
 
     def load(self, staged: StagedVersion, label: str) -> None:
         self._begin()
@@ -68,9 +68,6 @@ class DirectHandOver:
             self._control.order("/start_weight_update", {})
         except EngineError as error:
             raise WeightsRefused(f"the engine begins no update: {error}") from error
-
-    def close(self) -> None:
-        """Nothing: the engine's receiver ends with the engine, or with the agent that leads it."""
 
 
 class _Offer:

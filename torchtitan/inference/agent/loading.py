@@ -1,4 +1,4 @@
-"""Hand-over by files: the agent writes a version as safetensors, the engine reads it, and it is removed again."""
+"""How a staged, verified version gets from the agent into the engine: the ways, and the one by files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.base_weights import outlines
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+if TYPE_CHECKING:
+    from torchtitan.inference.agent.engine import EngineOptions
 
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -25,16 +28,45 @@ OWNER = "owner"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
-class DiskHandOver:
-    """What the engines' disk routes have in common; `read_files` is the engine's own part.
-
-    The files lie in EngineOptions.disk_path, or in memory; beside them is what the checkpoint has that is no weights.
-    """
+class WeightLoader:
+    """One way into one engine. All methods are called from the agent's threads and have deadlines of their own."""
 
     workers = 0
+    """0: the agent stages whole versions. n: so many workers inside the engine stage their parts (weight_sync.worker)
+    and the agent leads them; `staged.tensors` is then empty and `staged.apply_on_workers()` has them apply."""
 
-    def __init__(self, options: EngineOptions):
-        self._model = Path(options.model)
+    def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
+        """The agent has begun to receive for `actor`; with workers, have them connect to `leader` (host:port).
+
+        Called after every connection; replaces earlier ones. Raises EngineError.
+        """
+
+    def prepare(self, staged: StagedVersion, label: str) -> None:
+        """What can be done while the engine still generates, such as writing files. Whatever it raises leaves the
+        engine as it is."""
+
+    def load(self, staged: StagedVersion, label: str) -> None:
+        """Called while the engine stands still. When it returns the engine holds the version, and says `label` of
+        every token that it samples from here on.
+
+        Raises WeightsRefused only where the engine is certainly as it was; anything else means that it may hold half
+        a version.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give up groups, files and threads. The engine may be gone already."""
+
+
+class FileLoader(WeightLoader):
+    """The agent writes a version as safetensors, the engine reads it, and it is removed again.
+
+    The files lie in EngineOptions.disk_path, or in memory; beside them is what the checkpoint has that is no weights.
+    read_files(folder, label): see EngineControl.
+    """
+
+    def __init__(self, options: EngineOptions, read_files: Callable[[Path, str], None]):
+        self._model, self._read_files = Path(options.model), read_files
         parent = Path(options.disk_path) if options.disk_path else MEMORY if MEMORY.is_dir() else None
         if options.disk_path:
             Path(options.disk_path).mkdir(parents=True, exist_ok=True)
@@ -43,9 +75,6 @@ class DiskHandOver:
         (self._folder / OWNER).write_text(f"{os.getpid()} {socket.gethostname()}")
         remove_abandoned(self._folder.parent)
         self._ready: Path | None = None
-
-    def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
-        """Nothing has to be told to the engine."""
 
     def prepare(self, staged: StagedVersion, label: str) -> None:
         size = sum(tensor.nbytes for tensor in outlines(staged.tensors).values())
@@ -66,13 +95,9 @@ class DiskHandOver:
         if folder is None:
             raise WeightsRefused("no files were prepared")
         try:
-            self.read_files(folder, label)
+            self._read_files(folder, label)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def read_files(self, folder: Path, label: str) -> None:
-        """Have the engine, which stands still, read `folder` like a checkpoint and serve it as `label`."""
-        raise NotImplementedError
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

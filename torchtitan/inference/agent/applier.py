@@ -1,4 +1,4 @@
-"""The turn of a foreign engine: it stands still, gets a version, forgets what it had cached, goes on; or sleeps."""
+"""What a foreign engine holds: it is paused, loads a version, drops what it had cached, and goes on; or it sleeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection
 
 from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.agent.control import EngineControl, EngineError
-from torchtitan.inference.agent.hand_over import HandOver
+from torchtitan.inference.agent.loading import WeightLoader
+from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.labels import make_label
 from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
@@ -21,21 +22,23 @@ class Applier:
     """What the engine holds, and the only hand that changes it or makes it stand still.
 
     Args:
-        control, hand_over: of the engine.
+        control, loader: of the engine.
         drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
         timeout_s: of one order to the engine.
         activity: notes when the engine stood still.
+        base: adapters are merged into these weights; None where workers inside the engine do that.
     """
 
     def __init__(
         self,
         control: EngineControl,
-        hand_over: HandOver,
+        loader: WeightLoader,
         timeout_s: float,
         drain_timeout_s: float = 0.0,
         activity: ActivityLog | None = None,
+        base: BaseWeights | None = None,
     ):
-        self._control, self._hand_over = control, hand_over
+        self._control, self._loader, self._base = control, loader, base
         self._timeout_s, self._drain_timeout_s = timeout_s, drain_timeout_s
         self._activity = activity or ActivityLog()
         self._lock = threading.Lock()
@@ -54,8 +57,8 @@ class Applier:
         """Memory that the engine has given back; after an order that failed, what it may have given back"""
         self._cache_follows = False
         """The KV cache was to wake, and does as soon as there is a version to fill it with"""
-        self.unsettled: str | None = None
-        """An order to stand still was given up: the engine may obey late. settle() makes it go on"""
+        self.lost_pause: str | None = None
+        """An order to stand still was given up: the engine may obey late. undo_lost_pause() makes it go on"""
 
     @property
     def stands(self) -> bool:
@@ -90,9 +93,7 @@ class Applier:
         """End pause(); an engine with half a version, or asleep, goes on standing still. Raises EngineError."""
         with self._lock:
             self.paused = False
-            if not self.stands:
-                self._control.resume()
-                self.unsettled = None
+            self._resume()
 
     def sleep(self, level: int, finish_s: float) -> bool:
         """Have the engine give its memory back; False, and it goes on, where something still runs after `finish_s`.
@@ -141,18 +142,15 @@ class Applier:
         # The engine may have gone on by itself.
         if self.stands:
             self._stand_still("keep")
-        else:
-            self._control.resume()
-            self.unsettled = None
+        self._resume()
 
-    def settle(self) -> None:
+    def undo_lost_pause(self) -> None:
         """After an order to stand still that was given up: have the engine go on. Raises EngineError."""
-        if self.unsettled is None or not self._lock.acquire(blocking=False):
+        if self.lost_pause is None or not self._lock.acquire(blocking=False):
             return
         try:
-            if self.unsettled is not None and not self.stands:
-                self._control.resume()
-                self.unsettled = None
+            if self.lost_pause is not None:
+                self._resume()
         finally:
             self._lock.release()
 
@@ -176,7 +174,9 @@ class Applier:
 
     def _apply(self, staged: StagedVersion, label: str) -> dict[str, float]:
         try:
-            self._hand_over.prepare(staged, label)
+            if self._base is not None:
+                staged = self._base.whole(staged)
+            self._loader.prepare(staged, label)
         except Exception as error:
             raise WeightsRefused(f"could not be prepared for the engine: {error!r}") from error
         ordered, ordered_at = time.monotonic(), time.time()
@@ -185,7 +185,7 @@ class Applier:
         if drained_by:
             self._activity.updated("drain", ordered_at, begun_at, staged.version)
         try:
-            self._hand_over.load(staged, label)
+            self._loader.load(staged, label)
         except WeightsRefused:
             self._go_on()
             raise
@@ -199,9 +199,8 @@ class Applier:
             self.poisoned = None
             if self._cache_follows:
                 self._wake("kv_cache")
-            elif not self.stands:
-                self._control.resume()
-                self.unsettled = None
+            else:
+                self._resume()
         except BaseException as error:
             self._poison(f"the engine did not go on with version {staged.version}: {error}")
             raise
@@ -231,16 +230,21 @@ class Applier:
                 return self._control.pause("wait", self._drain_timeout_s)
             return self._control.pause("abort" if mode == "abort" else "keep", self._timeout_s)
         except EngineError as error:
-            self.unsettled = str(error)
+            self.lost_pause = str(error)
             raise
 
-    def _go_on(self) -> None:
-        if self.stands:
-            return
-        try:
+    def _resume(self) -> None:
+        """Have the engine go on, unless it has to stand still. Raises EngineError."""
+        if not self.stands:
             self._control.resume()
+            self.lost_pause = None
+
+    def _go_on(self) -> None:
+        """As `_resume`, where a failure means that it is tried again."""
+        try:
+            self._resume()
         except EngineError as error:
-            self.unsettled = str(error)
+            self.lost_pause = str(error)
 
     def _poison(self, reason: str) -> None:
         self.poisoned, self.holds = reason, None

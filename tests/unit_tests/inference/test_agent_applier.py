@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from torchtitan.inference.agent.applying import Applier
+from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.agent.watch import Watch
@@ -20,7 +20,7 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
 class Engine:
-    """Control and hand-over in one; keeps a list of what was asked. `fails` names what raises."""
+    """Control and loader in one; keeps a list of what was asked. `fails` names what raises."""
 
     workers = 0
 
@@ -171,7 +171,7 @@ def test_half_a_version_is_never_served(failing: str) -> None:
     assert engine.calls[-1] == "pause abort" and engine.standing
     engine.fails.clear()
     applier.resume()
-    applier.settle()
+    applier.undo_lost_pause()
     assert engine.standing
     engine.calls.clear()
     applier.apply(1, staged(2))
@@ -203,9 +203,9 @@ def test_an_order_to_stand_still_that_was_given_up_is_taken_back() -> None:
         applier.apply(1, staged(1))
     # A frozen engine finds the order when it wakes up.
     engine.standing = True
-    assert applier.unsettled is not None and applier.holds == ("epoch", 0)
-    applier.settle()
-    assert not engine.standing and applier.unsettled is None
+    assert applier.lost_pause is not None and applier.holds == ("epoch", 0)
+    applier.undo_lost_pause()
+    assert not engine.standing and applier.lost_pause is None
 
 
 def test_a_version_comes_between_the_two_parts_of_waking() -> None:
@@ -218,7 +218,7 @@ def test_a_version_comes_between_the_two_parts_of_waking() -> None:
         applier.apply(1, staged(1))
     applier.wake(["weights"])
     applier.apply(1, staged(1))
-    applier.settle()
+    applier.undo_lost_pause()
     applier.resume()
     assert engine.standing, "without its KV cache nobody has it go on"
     applier.wake(["kv_cache"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.vllm.hand_over import DirectHandOver
+from torchtitan.inference.vllm.direct import DirectLoader
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
@@ -47,11 +47,11 @@ def load(control: Control) -> int:
     """How often workers were ordered to apply."""
     offers = Offers()
     staged = StagedVersion("e1", 3, "digest", {}, apply_on_workers=offers)
-    hand_over = DirectHandOver(control, "127.0.0.1", 5.0)  # type: ignore[arg-type]
-    hand_over.prepare(staged, "label")
+    loader = DirectLoader(control, "127.0.0.1", 5.0)  # type: ignore[arg-type]
+    loader.prepare(staged, "label")
     assert not control.orders  # each would wait for a step of the engine, which generates still
     try:
-        hand_over.load(staged, "label")
+        loader.load(staged, "label")
     except WeightsRefused:
         assert offers.count == 0
         raise

@@ -17,38 +17,14 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent import nccl_group
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.vllm import collective
-from torchtitan.inference.vllm.collective import CollectiveHandOver
-from torchtitan.inference.vllm.transfer import BUFFER_BYTES, PACKING, TransferDialect, chunks
+from torchtitan.inference.vllm import broadcast
+from torchtitan.inference.vllm.broadcast import BUFFER_BYTES, PACKING, VLLMBroadcastLoader, chunks
 from torchtitan.weight_sync.staging import StagedVersion
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
 # More than a test may take.
 LONG_SECONDS = 1000.0
 VERSION = StagedVersion("e1", 3, "d3", TENSORS)
-
-
-@pytest.mark.parametrize("version", ["0.24.0", "0.32.0", "0.33.0rc1.dev4+g12ab", "1.0", "dev"])
-def test_the_group_is_told_how_its_bytes_are_packed(version: str) -> None:
-    dialect = TransferDialect(version)
-    init = dialect.init({"master_address": "127.0.0.1", "master_port": 7}, 2)["init_info"]
-    assert init == {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "world_size": 3, **PACKING}
-    update = dialect.update(TENSORS)["update_info"]
-    assert update == {
-        "names": ["a.weight", "b.weight"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("version", ["0.22.0", "0.23.1"])
-def test_older_servers_are_told_with_every_update(version: str) -> None:
-    dialect = TransferDialect(version)
-    assert "packed" not in dialect.init({}, 1)["init_info"]
-    assert dialect.update(TENSORS)["update_info"].items() >= PACKING.items()
-
-
-def test_still_older_ones_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"vLLM 0.21.3 .* 0.22 or later"):
-        TransferDialect("0.21.3")
 
 
 def test_the_tensor_that_fills_a_piece_is_its_last() -> None:
@@ -61,7 +37,7 @@ def test_the_tensor_that_fills_a_piece_is_its_last() -> None:
     assert BUFFER_BYTES > 2**20
 
 
-# The hand-over
+# The server's half
 
 
 class Server:
@@ -97,12 +73,40 @@ class Group:
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collective, "has_gpu", lambda: False)
-    monkeypatch.setattr(collective, "WeightGroup", Group)
+    monkeypatch.setattr(broadcast, "has_gpu", lambda: False)
+    monkeypatch.setattr(broadcast, "WeightGroup", Group)
 
 
 def options(**changes: Any) -> EngineOptions:
     return EngineOptions("a", "m", "", "engine", Path(), "", 0, **{"update_timeout_s": 5.0, **changes})
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("version", ["0.24.0", "0.32.0", "0.33.0rc1.dev4+g12ab", "1.0", "dev"])
+def test_the_group_is_told_how_its_bytes_are_packed(version: str) -> None:
+    init, update = told(version)
+    assert init == {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "world_size": 3, **PACKING}
+    assert update == {
+        "names": ["a.weight", "b.weight"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [4]],
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("version", ["0.22.0", "0.23.1"])
+def test_older_servers_are_told_with_every_update(version: str) -> None:
+    init, update = told(version)
+    assert "packed" not in init
+    assert update.items() >= PACKING.items()
+
+
+def told(version: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a server of that version and two workers hears of its group, and of an update."""
+    server = Server()
+    server.version = version
+    loader = VLLMBroadcastLoader(server, options(tensor_parallel_size=2))  # type: ignore[arg-type]
+    loader.prepare(VERSION, "e1/3")
+    loader.load(VERSION, "e1/3")
+    return server.bodies["init_weight_transfer_engine"]["init_info"], server.bodies["update_weights"]["update_info"]
 
 
 CLEAN = ["start_weight_update", "update_weights", "finish_weight_update"]
@@ -111,18 +115,18 @@ CLEAN = ["start_weight_update", "update_weights", "finish_weight_update"]
 @pytest.mark.usefixtures("on_host")
 def test_an_update_takes_nothing_over_from_one_that_broke_off() -> None:
     server = Server()
-    hand_over = CollectiveHandOver(server, options())  # type: ignore[arg-type]
+    loader = VLLMBroadcastLoader(server, options())  # type: ignore[arg-type]
 
     def load() -> list[str]:
         server.orders = []
-        hand_over.prepare(VERSION, "e1/3")
-        hand_over.load(VERSION, "e1/3")
+        loader.prepare(VERSION, "e1/3")
+        loader.load(VERSION, "e1/3")
         return server.orders
 
     # Whoever was there before may have left something.
     assert load() == ["init_weight_transfer_engine", "start_weight_update", "finish_weight_update", *CLEAN]
     assert server.bodies["finish_weight_update"] == {"weight_version": "e1/3"}
-    group: Any = hand_over._group
+    group: Any = loader._group
     (piece,) = group.sent
     assert piece.dtype == torch.uint8 and len(piece) == 6 * 4 + 4 * 2
     assert torch.equal(piece[:24].view(torch.float32).view(2, 3), TENSORS["a.weight"])
@@ -134,15 +138,15 @@ def test_an_update_takes_nothing_over_from_one_that_broke_off() -> None:
         assert server.orders[-1] == "shutdown_weight_transfer_engine" and group.closed
         server.fails = []
         assert load() == ["init_weight_transfer_engine", "start_weight_update", "finish_weight_update", *CLEAN]
-        group = hand_over._group
-    hand_over.close()
-    assert group.closed and hand_over._group is None
+        group = loader._group
+    loader.close()
+    assert group.closed and loader._group is None
 
 
 @pytest.mark.usefixtures("on_host")
 def test_an_update_that_is_open_already_is_ended_first() -> None:
     server = Server()
-    hand_over = CollectiveHandOver(server, options())  # type: ignore[arg-type]
+    loader = VLLMBroadcastLoader(server, options())  # type: ignore[arg-type]
     order, refused = server.order, []
 
     def once(path: str, body: dict[str, Any], timeout_s: float) -> None:
@@ -152,22 +156,23 @@ def test_an_update_that_is_open_already_is_ended_first() -> None:
             raise EngineError("a weight update is already active")
 
     server.order = once  # type: ignore[method-assign]
-    hand_over.prepare(VERSION, "e1/3")
-    hand_over.load(VERSION, "e1/3")
+    loader.prepare(VERSION, "e1/3")
+    loader.load(VERSION, "e1/3")
     assert server.orders[1:] == ["start_weight_update", "finish_weight_update", *CLEAN]
 
 
 def test_what_is_too_old_or_has_no_gpu_to_spare_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
-    server.version = "0.19.1"
-    with pytest.raises(UserError, match="route = engine: vLLM 0.19.1"):
-        CollectiveHandOver(server, options())  # type: ignore[arg-type]
+    for version in ("0.19.1", "0.21.3"):
+        server.version = version
+        with pytest.raises(UserError, match=f"route = engine: vLLM {version} .* 0.22 or later"):
+            VLLMBroadcastLoader(server, options())  # type: ignore[arg-type]
     server.version = "0.32.0"
-    monkeypatch.setattr(collective, "has_gpu", lambda: True)
+    monkeypatch.setattr(broadcast, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    hand_over = CollectiveHandOver(server, options(tensor_parallel_size=2))  # type: ignore[arg-type]
+    loader = VLLMBroadcastLoader(server, options(tensor_parallel_size=2))  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="a GPU more than the engine's 2"):
-        hand_over.prepare(VERSION, "e1/3")
+        loader.prepare(VERSION, "e1/3")
 
 
 # NCCL's group, without NCCL
