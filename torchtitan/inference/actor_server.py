@@ -11,7 +11,6 @@ import hmac
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +18,6 @@ from typing import Any, ClassVar, TypeVar
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.inference.client import TOKEN_VARIABLE, base_url
 from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import Tag
 from torchtitan.weight_sync import wire
@@ -55,8 +53,6 @@ class ActorServer:
 
     def __init__(self, token: str | None, data_host: str):
         self._token, self._data_host = token, data_host
-        self.stopped = asyncio.Event()
-        """Set when the process is to end"""
         self._connecting = threading.Lock()
         self._receiver: Receiver | None = None
         self._lost: str | None = None
@@ -235,22 +231,6 @@ class ActorServer:
 
     async def _weights(self, _request: web.Request) -> web.Response:
         return answer({"weights": self.state()["weights"]})
-
-
-def said_of_token(token_env: str | None, token: str | None) -> str:
-    """What a server says of its token when it starts: a token that is in no variable has to be copied from there."""
-    if token is None:
-        return "no token needed"
-    return f"token from {token_env}" if token_env else f"token {token}"
-
-
-def how_to_connect(backend: str, host: str, port: int, token_env: str | None, token: str | None) -> str:
-    """What a person needs who has started an actor by hand: how a run finds it, and with which token."""
-    url = base_url(socket.gethostname() if host in ("0.0.0.0", "::") else host, port)
-    text = f"for the run: --inference.backend {backend} --inference.servers {url}"
-    if token is None or token_env == TOKEN_VARIABLE:
-        return text if token is None else f"{text}, with the same {TOKEN_VARIABLE}"
-    return f"{text}, after: export {TOKEN_VARIABLE}=" + (f'"${token_env}"' if token_env else token)
 
 
 def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Response:

@@ -108,7 +108,7 @@ def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:
         raise UserError(f"{options.tensor_parallel_size} workers")
 
     engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, loader=loader)
-    arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", update_mode="in_flight")
+    arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", drain_timeout_s=0.0)
     options = EngineOptions("a", "m", "", "engine", Path(), "", 0)
     with pytest.raises(UserError, match="4 workers"):
         asyncio.run(RunningAgent(arguments, engine, options, "").start(time.monotonic() + PATIENCE_S))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from torchtitan.config.derived import shares_devices, sleeps_between_batches, world_size
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.actor_main import shared_command
 from torchtitan.inference.agent.engine import load_engine
-from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
 from torchtitan.inference.placement import threads_per_actor
 from torchtitan.weight_sync.transports import IN_TRAINER
@@ -32,31 +31,19 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     name = f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
     command = [
-        sys.executable, "-m", "torchtitan.inference.agent",
+        *shared_command("torchtitan.inference.agent", config, port_file),
         "--engine", engine,
         "--route", route,
         "--name", name,
-        "--model", config.model.hf_assets_path,
         "--python", find_python(engine, inference.engine_python),
-        "--host", inference.host,
-        "--port", "0",
-        "--port-file", str(port_file),
         "--log-file", str(port_file.with_name(f"{name}.engine.log")),
-        "--max-sequences", str(inference.max_sequences),
-        "--max-length", str(config.training.seq_len),
         "--tensor-parallel-size", str(inference.tensor_parallel_size),
         "--memory-gb", str(memory_gb),
         "--device-share", str(device_share),
         "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
-        "--dtype", inference.dtype,
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
-        "--in-flight-kv", inference.in_flight_kv,
-        "--update-mode", inference.update_mode,
-        "--drain-timeout", str(inference.drain_timeout_s),
         "--update-timeout", str(sync.apply_timeout_s * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
-        "--token-env", TOKEN_VARIABLE,
-        "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
     if sync.transport in IN_TRAINER:
         # These bring a version from device to device.

@@ -67,8 +67,7 @@ class RunningAgent:
             raise UserError(f"the engine at {self.engine_url}: {error}") from error
         # One that runs already knows its workers. In a weight group for fewer, the others would end SGLang's server.
         options = replace(options, tensor_parallel_size=facts.world_size)
-        drain_timeout_s = arguments.drain_timeout if arguments.update_mode == "drain" else 0.0
-        if drain_timeout_s and not facts.can_wait:
+        if arguments.drain_timeout_s and not facts.can_wait:
             raise UserError(
                 f"{self._engine.name} cannot let running requests finish while new ones wait: inference.update_mode = "
                 f'"drain" is not for it'
@@ -77,7 +76,7 @@ class RunningAgent:
         # Workers inside the engine merge adapters for themselves.
         base = None if loader.workers else BaseWeights(options.model)
         activity = ActivityLog(arguments.activity_file)
-        applier = Applier(control, loader, options.update_timeout_s, drain_timeout_s, activity, base)
+        applier = Applier(control, loader, options.update_timeout_s, arguments.drain_timeout_s, activity, base)
         capabilities = replace(facts.capabilities, route=options.route)
         place = EnginePlace(self.engine_url, capabilities, token_env)
         self._server = AgentServer(place, control, loader, applier, self._token, options.host, options.update_timeout_s)

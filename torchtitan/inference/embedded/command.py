@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import psutil
 
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.actor_main import shared_command
 from torchtitan.inference.placement import actor_cores, threads_per_actor
 
 
@@ -24,22 +22,10 @@ def embedded_command(config: JobConfig, port_file: Path, number: int = 0) -> lis
     got its first weights version. Raises UserError where its cores are not there."""
     inference = config.inference
     command = [
-        sys.executable, "-m", "torchtitan.inference.embedded",
-        "--model", config.model.hf_assets_path,
-        "--host", inference.host,
-        "--port", "0",
-        "--port-file", str(port_file),
-        "--max-sequences", str(inference.max_sequences),
-        "--max-length", str(config.training.seq_len),
+        *shared_command("torchtitan.inference.embedded", config, port_file),
         "--cache-mb", str(cache_megabytes(config)),
-        "--dtype", inference.dtype,
         "--threads", str(threads_per_actor(inference)),
-        "--in-flight-kv", inference.in_flight_kv,
-        "--update-mode", inference.update_mode,
-        "--drain-timeout", str(inference.drain_timeout_s),
         "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
-        "--token-env", TOKEN_VARIABLE,
-        "--parent-pid", str(os.getpid()),
         "--require-version",
     ]  # fmt: skip
     if inference.pin_cores:

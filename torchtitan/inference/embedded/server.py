@@ -59,6 +59,8 @@ class EngineServer(ActorServer):
         super().__init__(token, data_host)
         self.engine, self.model = engine, model
         self._event_loop = asyncio.get_running_loop()
+        self.stopped = asyncio.Event()
+        """Set when the process is to end"""
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
         self.verifier = Verifier(verify_every, engine.live_parameters, self._found_torn)

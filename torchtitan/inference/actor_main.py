@@ -1,0 +1,112 @@
+"""What the programs of all actors share (`python -m torchtitan.inference.embedded` and `.agent`): command line, token,
+port, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.errors import UserError
+from torchtitan.inference.client import TOKEN_VARIABLE, base_url
+from torchtitan.inference.engine_server import write_port_file
+from torchtitan.inference.parent_watch import end_with_parent
+
+if TYPE_CHECKING:
+    from torchtitan.config.job_config import JobConfig
+
+
+def actor_parser(module: str, description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """A parser that knows the shared options; check_shared() looks at their values."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, epilog=epilog, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to, also a foreign engine's")
+    parser.add_argument("--port", type=int, default=0, help="port to bind to; 0 takes a free one")
+    parser.add_argument("--port-file", type=Path, help="file that gets the port once requests are served")
+    parser.add_argument("--max-sequences", type=int, default=256, help="sequences that generate at a time")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type of the weights")
+    kv_help = "what running requests do with their KV cache when weights arrive"
+    parser.add_argument("--in-flight-kv", choices=("keep", "recompute"), default="keep", help=kv_help)
+    update_help = "apply weights while requests run, or let those that have begun finish first (new ones wait)"
+    parser.add_argument("--update-mode", choices=("in_flight", "drain"), default="in_flight", help=update_help)
+    parser.add_argument("--drain-timeout", type=float, default=5.0, help="drain: seconds until it is done in flight")
+    parser.add_argument("--activity-file", type=Path, help="bounded file for a note of when the engine worked")
+    parser.add_argument("--token-env", help="environment variable that holds the bearer token; else one is made up")
+    parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
+    return parser
+
+
+def check_shared(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exits with code 2 and a message where a shared option is wrong; adds `drain_timeout_s`, 0 without a drain."""
+    if arguments.max_sequences < 1:
+        parser.error("--max-sequences must be at least 1")
+    if not 0 < arguments.drain_timeout < float("inf"):
+        parser.error("--drain-timeout must be greater than 0")
+    if arguments.token_env and not os.environ.get(arguments.token_env):
+        parser.error(f"--token-env {arguments.token_env}: this environment variable is not set")
+    arguments.drain_timeout_s = arguments.drain_timeout if arguments.update_mode == "drain" else 0.0
+
+
+def run_actor(arguments: argparse.Namespace, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run `work` in an asyncio loop; returns the exit code. A UserError is said in one line."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.parent_pid:
+        end_with_parent(arguments.parent_pid)
+    try:
+        return asyncio.run(work())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def set_on_signal(event: asyncio.Event) -> None:
+    """Have SIGTERM and SIGINT set `event`."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+
+
+def announce(arguments: argparse.Namespace, backend: str, listening: str, port: int, token: str | None) -> None:
+    """Report the port, and say that the actor listens. To a person who has started it by hand also how a run finds it,
+    and with which token."""
+    write_port_file(arguments.port_file, port)
+    variable = arguments.token_env
+    said = "no token needed" if token is None else f"token from {variable}" if variable else f"token {token}"
+    print(f"{listening} ({said})", flush=True)
+    if arguments.parent_pid:
+        return
+    here = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
+    hint = f"for the run: --inference.backend {backend} --inference.servers {base_url(here, port)}"
+    if variable == TOKEN_VARIABLE:
+        hint += f", with the same {TOKEN_VARIABLE}"
+    elif token is not None:
+        hint += f", after: export {TOKEN_VARIABLE}=" + (f'"${variable}"' if variable else token)
+    print(hint, flush=True)
+
+
+def shared_command(module: str, config: JobConfig, port_file: Path) -> list[str]:
+    """The beginning of the command line of an actor that a run starts; it reports its port in `port_file`."""
+    inference = config.inference
+    return [
+        sys.executable, "-m", module,
+        "--model", config.model.hf_assets_path,
+        "--host", inference.host,
+        "--port", "0",
+        "--port-file", str(port_file),
+        "--max-sequences", str(inference.max_sequences),
+        "--max-length", str(config.training.seq_len),
+        "--dtype", inference.dtype,
+        "--in-flight-kv", inference.in_flight_kv,
+        "--update-mode", inference.update_mode,
+        "--drain-timeout", str(inference.drain_timeout_s),
+        "--token-env", TOKEN_VARIABLE,
+        "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
