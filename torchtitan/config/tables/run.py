@@ -60,6 +60,9 @@ class Metrics:
     completions_per_step: Annotated[int, Range(-1)] = 16
     """Completions written to completions.jsonl per step; -1 for all"""
 
+    live_port: Annotated[int, Range(0, 65535)] = 0
+    """Port of the live page on 127.0.0.1, which shows the run while it goes on; 0 for none"""
+
 
 @dataclass(config=TABLE)
 class Checkpoint:
