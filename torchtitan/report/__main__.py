@@ -1,7 +1,9 @@
-"""python -m torchtitan.report RUN_DIR [--minutes N] [--plot FILE.png]: write a run's trace.json.
+"""python -m torchtitan.report RUN_DIR: write report.html and trace.json, also of a run that goes on or was killed.
 
-A run does it by itself when it ends; this is for one that goes on or was killed, for another window, and for a picture
-of some steps.
+    python -m torchtitan.report RUN_DIR --trace-only --minutes 60 --plot steps.png --steps 12 --last-step 40
+    python -m torchtitan.report --compare RUN_A RUN_B --labels asynchronous blocking --output figure.svg
+
+A run writes both files by itself when it ends.
 """
 
 from __future__ import annotations
@@ -12,28 +14,43 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.errors import UserError
+from torchtitan.report.html import write_report
+from torchtitan.report.plots import compare_runs
 from torchtitan.report.timeline import read_timeline
+from torchtitan.report.timeline_plot import STEPS, write_plot
 from torchtitan.report.trace import LAST_MINUTES, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m torchtitan.report", description=__doc__)
-    parser.add_argument("run_dir", help="run folder")
-    parser.add_argument("--minutes", type=float, default=LAST_MINUTES, help="how much, from the end of the run back")
-    parser.add_argument("--plot", type=Path, help="also draw some steps as a .svg or .png file")
-    parser.add_argument("--steps", type=int, default=12, help="steps in the plot")
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", nargs="?", type=Path, help="run folder")
+    parser.add_argument("--trace-only", action="store_true", help="write trace.json, not report.html")
+    parser.add_argument(
+        "--minutes", type=float, default=LAST_MINUTES, help="of the trace, from the end of the run back"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps as a .svg or .png file")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps in the plot")
     parser.add_argument("--last-step", type=int, help="the last of them; the newest by default")
+    parser.add_argument("--compare", nargs="+", metavar="RUN_DIR", help="plot reward and evaluation of several runs")
+    parser.add_argument("--labels", nargs="+", help="names of the compared runs, in their order")
+    parser.add_argument("--output", default="compare.svg", help="figure of --compare: .svg or .png")
     arguments = parser.parse_args(argv)
     if not arguments.minutes > 0 or arguments.steps < 1:
         parser.error("--minutes must be greater than 0, --steps at least 1")
+    if (arguments.run_dir is None) == (arguments.compare is None):
+        parser.error("give a run folder, or --compare with several")
     try:
+        if arguments.compare:
+            print(compare_runs(arguments.compare, arguments.output, arguments.labels))
+            return 0
+        if not arguments.trace_only:
+            print(write_report(arguments.run_dir))
         print(write_trace(arguments.run_dir, arguments.minutes))
         if arguments.plot is not None:
-            from torchtitan.report.timeline_plot import write_plot
-
-            timeline = read_timeline(Path(arguments.run_dir))
-            print(write_plot(timeline, arguments.plot, arguments.steps, arguments.last_step))
+            print(write_plot(read_timeline(arguments.run_dir), arguments.plot, arguments.steps, arguments.last_step))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, else one line per step."""
+"""What a person sees while a run goes on: log lines, and a live display on a terminal or else one line per step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from torchtitan.config.job_config import Metrics as MetricsConfig
 
@@ -16,73 +17,76 @@ Row = Mapping[str, Any]
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class Console(Protocol):
-    def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
-        """Show a trained batch."""
-
-    def evaluation(self, step: int, row: Row) -> None:
-        """Show an evaluation."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
+def set_up_logging(run_dir: Path, rank: int) -> None:
+    """Log to stderr and to {run_dir}/logs/rank-N.log; libraries only from warnings on."""
+    folder = run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(),
+        logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8"),
+    ]
+    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True, format=line, datefmt="%H:%M:%S")
+    logging.getLogger("torchtitan").setLevel(logging.INFO)
 
 
 def make_console(config: MetricsConfig, total_steps: int, first_step: int = 0) -> Console:
     """The console that metrics.console asks for; auto takes the live one on a terminal."""
     if config.console == "rich" or (config.console == "auto" and sys.stderr.isatty()):
         return LiveConsole(total_steps, first_step)
-    return PlainConsole(total_steps)
+    return Console(total_steps)
 
 
-class PlainConsole:
+class Console:
     """One log line per step: readable in files, in CI and behind torchrun's --tee."""
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
 
     def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
-        logger.info("step %d/%d  %s", step, self.total_steps, describe_step(row))
+        """Show a trained batch; actors: name → state."""
+        logger.info(
+            f"step {step}/{self.total_steps}  reward {figure(row, 'reward/mean')}  loss {figure(row, 'loss')}  "
+            f"entropy {figure(row, 'entropy')}  kl {figure(row, 'mismatch_kl')}  grad {figure(row, 'grad_norm')}  "
+            f"stale {figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}  "
+            f"len {figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
+            f"{describe_times(row)}  {describe_weights(row)}"
+        )
 
     def evaluation(self, step: int, row: Row) -> None:
+        """Show an evaluation."""
         logger.info("eval after step %d  %s", step, describe_evaluation(row))
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Leave the terminal as it was. May be called twice."""
 
 
-class LiveConsole:
+class LiveConsole(Console):
     """A display that stays in place, drawn anew with every step; log lines scroll above it."""
 
     def __init__(self, total_steps: int, first_step: int = 0):
+        from rich import progress
         from rich.console import Console as RichConsole
         from rich.live import Live
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
-        self._progress = Progress(
-            TextColumn("step"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        )
+        super().__init__(total_steps)
+        self._progress = progress.Progress(
+            progress.TextColumn("step"), progress.BarColumn(None), progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
+        )  # fmt: skip
         self._task = self._progress.add_task("", total=total_steps, completed=first_step)
         self._rewards: deque[float] = deque(maxlen=40)
         self._evaluation = ""
         # The stream is taken now: Live puts a proxy in its place, and log handlers follow that below.
-        stream = sys.stderr
-        self._live = Live(
-            self._progress, console=RichConsole(file=stream, force_terminal=True), auto_refresh=False, transient=False
-        )
+        self._stream = sys.stderr
+        console = RichConsole(file=self._stream, force_terminal=True)
+        self._live = Live(self._progress, console=console, auto_refresh=False, transient=False)
         self._live.start()
         self._handlers = [
             handler
             for handler in logging.getLogger().handlers
-            if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+            if isinstance(handler, logging.StreamHandler) and handler.stream is self._stream
         ]
-        self._stream = stream
         for handler in self._handlers:
             handler.setStream(sys.stderr)
 
@@ -115,7 +119,7 @@ class LiveConsole:
 
     def evaluation(self, step: int, row: Row) -> None:
         self._evaluation = f"{describe_evaluation(row)}  (after step {step})"
-        logger.info("eval after step %d  %s", step, describe_evaluation(row))
+        super().evaluation(step, row)
 
     def close(self) -> None:
         self._live.stop()
@@ -123,23 +127,15 @@ class LiveConsole:
             handler.setStream(self._stream)
 
 
-def figure(row: Row, key: str) -> str:
-    """A number in four significant digits, or a dash."""
-    value = row.get(key)
-    if value is None:
-        return "–"
+def number(value: Any) -> str:
+    """A number in four significant digits, or a dash; text as it is."""
+    if value is None or isinstance(value, str):
+        return value or "–"
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
-def describe_step(row: Row) -> str:
-    """The figures of a step on one line."""
-    return (
-        f"reward {figure(row, 'reward/mean')}  loss {figure(row, 'loss')}  entropy {figure(row, 'entropy')}  "
-        f"kl {figure(row, 'mismatch_kl')}  grad {figure(row, 'grad_norm')}  "
-        f"stale {figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}  "
-        f"len {figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
-        f"{describe_times(row)}  {describe_weights(row)}"
-    )
+def figure(row: Row, key: str) -> str:
+    return number(row.get(key))
 
 
 def describe_times(row: Row) -> str:
@@ -150,10 +146,8 @@ def describe_times(row: Row) -> str:
 
 
 def describe_weights(row: Row) -> str:
-    return (
-        f"published {figure(row, 'weight_sync/versions_published')}, "
-        f"skipped {figure(row, 'weight_sync/versions_skipped')}"
-    )
+    published, skipped = "weight_sync/versions_published", "weight_sync/versions_skipped"
+    return f"published {figure(row, published)}, skipped {figure(row, skipped)}"
 
 
 def describe_evaluation(row: Row) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +29,16 @@ class JournalTail:
     """
 
     def __init__(self, path: Path, last_bytes: int = 0):
-        self._path, self._last_bytes = path, last_bytes
-        self._file: BinaryIO | None = None
-        self._rest = b""
+        self._path, self._place = path, 0
+        if last_bytes and path.is_file():
+            self._place = line_start(path, path.stat().st_size - last_bytes)
 
     def read(self) -> Iterator[Record]:
         """What has been written since the last call; nothing where there is no file yet."""
-        if self._file is None:
-            if not self._path.is_file():
+        while self._path.is_file():
+            lines, self._place = read_lines(self._path, self._place)
+            if not lines:
                 return
-            self._file = self._path.open("rb")
-            behind = self._path.stat().st_size - self._last_bytes
-            if self._last_bytes and behind > 0:
-                self._file.seek(behind)
-                self._file.readline()
-        while chunk := self._file.read(CHUNK_BYTES):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 try:
                     record = json.loads(line)
@@ -55,11 +49,26 @@ class JournalTail:
                 else:
                     logger.warning("%s: a line is no JSON object, left out", self._path)
 
-    def close(self) -> None:
-        """May be called twice."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+
+def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:
+    """The whole lines from a place on, about `most_bytes` of them or one long one, and the place behind them."""
+    with path.open("rb") as file:
+        file.seek(place)
+        data = file.read(most_bytes)
+        while b"\n" not in data and (more := file.read(most_bytes)):
+            data += more
+    whole = data[: data.rfind(b"\n") + 1]
+    return whole.decode(errors="replace").split("\n")[:-1], place + len(whole)
+
+
+def line_start(path: Path, place: int) -> int:
+    """Where the first line begins that begins at `place` or behind it."""
+    if place <= 0:
+        return 0
+    with path.open("rb") as file:
+        file.seek(place - 1)
+        file.readline()
+        return file.tell()
 
 
 class Outcome(enum.Enum):
@@ -159,39 +168,45 @@ class Incident:
     phase: str = ""
 
 
-class Listener:
-    """What a reader of the journal wants to know; everything else it leaves as it is here."""
+Told = Delivery | Publication | Incident
+"""What the journal tells: of a delivery when it cannot change any more"""
 
-    def finished(self, delivery: Delivery) -> None:
-        """This delivery cannot change any more."""
 
-    def published(self, publication: Publication) -> None:
-        """A version was published, or given up."""
-
-    def happened(self, incident: Incident) -> None:
-        """Somebody was evicted, or the like."""
+# Events that are incidents as well, and what those are called.
+_INCIDENTS = {"suspect": "suspect", "poisoned": "poisoned", "evict": "evicted", "courier_lost": "courier lost"}
 
 
 class DeliveryBook:
-    """Reads the coordinator's journal record by record, and tells a listener. `close` ends what is open."""
+    """Makes of the coordinator's records what they tell together. `close` ends what is open."""
 
-    def __init__(self, listener: Listener):
-        self._listener = listener
+    def __init__(self) -> None:
         self.epoch = ""
+        self._told: list[Told] = []
         self._open: dict[str, dict[int, Delivery]] = {}
         self._live: set[str] = set()
         self._newest: Publication | None = None
 
-    def feed(self, records: Iterable[Record]) -> None:
+    def feed(self, records: Iterable[Record]) -> Iterator[Told]:
         """Take records in their order; events that are of no interest here are passed over."""
         for record in records:
-            handler = _HANDLERS.get(record.get("event", ""))
-            if handler is not None:
-                handler(self, record)
+            self._told = []
+            event = str(record.get("event"))
+            if event in _INCIDENTS:
+                text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
+                self._incident(record, _INCIDENTS[event], text)
+            take = getattr(self, f"_on_{event}", None)
+            if take is not None:
+                take(record)
+            yield from self._told
 
-    def close(self) -> None:
+    def close(self) -> list[Told]:
         """No more records: the newest version of each live actor stays pending, everything else is over."""
-        for actor, deliveries in list(self._open.items()):
+        self._told = []
+        self._end_all()
+        return self._told
+
+    def _end_all(self) -> None:
+        for actor, deliveries in self._open.items():
             if not deliveries:
                 continue
             newest = max(deliveries)
@@ -199,14 +214,11 @@ class DeliveryBook:
             delivery = deliveries.pop(newest)
             if delivery.outcome is Outcome.PENDING and actor not in self._live:
                 delivery.outcome = delivery.last_failure or Outcome.EVICTED
-            self._listener.finished(delivery)
-        self._open.clear()
+            self._told.append(delivery)
 
     def _delivery(self, actor: str, version: int) -> Delivery:
         deliveries = self._open.setdefault(actor, {})
-        if version not in deliveries:
-            deliveries[version] = Delivery(self.epoch, version, actor)
-        return deliveries[version]
+        return deliveries.setdefault(version, Delivery(self.epoch, version, actor))
 
     def _end(self, actor: str, up_to: int) -> None:
         """Something newer than these versions has taken their place, or they were applied: they are over."""
@@ -215,72 +227,73 @@ class DeliveryBook:
             delivery = deliveries.pop(version)
             if delivery.outcome is Outcome.PENDING:
                 delivery.outcome = delivery.last_failure or Outcome.SUPERSEDED
-            self._listener.finished(delivery)
+            self._told.append(delivery)
 
-    def _attempt(self, actor: str, version: int | None = None) -> tuple[Delivery, Attempt] | None:
+    def _attempt(self, actor: str, version: int | None = None) -> Attempt | None:
         """What is under way to an actor."""
         for delivery in self._open.get(actor, {}).values():
             if version in (None, delivery.version) and delivery.attempts and delivery.attempts[-1].ended_at is None:
-                return delivery, delivery.attempts[-1]
+                return delivery.attempts[-1]
         return None
 
-    def _fail(self, record: Record, failure: Outcome, phase: str) -> None:
-        found = self._attempt(record["actor"], record.get("version"))
-        if found is not None:
-            _, attempt = found
+    def _fail(self, attempt: Attempt | None, record: Record, failure: Outcome, phase: str, reason: str = "") -> None:
+        if attempt is not None:
             attempt.ended_at, attempt.failure, attempt.phase = record["time"], failure, phase
-            attempt.reason = str(record.get("reason", ""))
+            attempt.reason = reason or str(record.get("reason", ""))
 
-    # Events
+    def _incident(self, record: Record, kind: str, text: str) -> None:
+        actor, phase = record.get("actor", ""), str(record.get("phase", ""))
+        self._told.append(Incident(record["time"], kind, actor, text, phase))
 
-    def _start(self, record: Record) -> None:
-        for actor in list(self._open):
-            found = self._attempt(actor)
-            if found is not None:
-                found[1].ended_at, found[1].failure = record["time"], Outcome.ABORTED
-                found[1].reason = "the coordinator was started again"
+    # One method per event of the journal
+
+    def _on_start(self, record: Record) -> None:
+        for actor in self._open:
+            attempt = self._attempt(actor)
+            self._fail(attempt, record, Outcome.ABORTED, "", "the coordinator was started again")
         epoch = record.get("epoch", self.epoch)
         if epoch != self.epoch:
-            self.close()
+            self._end_all()
             self.epoch, self._newest = epoch, None
         else:
-            self._incident(record, "coordinator restarted", "", f"term {record.get('term')}")
+            self._incident(record, "coordinator restarted", f"term {record.get('term')}")
         self._live.clear()
 
-    def _join(self, record: Record) -> None:
+    def _on_join(self, record: Record) -> None:
         actor, served = record["actor"], record.get("served")
         self._live.add(actor)
-        if served and served[0] == self.epoch:
-            found = self._open.get(actor, {}).get(served[1])
+        version = served[1] if served and served[0] == self.epoch else None
+        if version is not None:
+            found = self._open.get(actor, {}).get(version)
             if found is not None and found.outcome is Outcome.PENDING:
                 # It did apply, only the acknowledgement was lost.
                 found.outcome = Outcome.APPLIED
                 found.attempts[-1].ended_at = found.attempts[-1].ended_at or record["time"]
-            self._end(actor, served[1])
-        if self._newest is not None and not (served and served[0] == self.epoch and served[1] >= self._newest.version):
+            self._end(actor, version)
+        if self._newest is not None and (version is None or version < self._newest.version):
             delivery = self._delivery(actor, self._newest.version)
             delivery.published_at = delivery.published_at or record["time"]
 
-    def _publish(self, record: Record) -> None:
+    def _on_publish(self, record: Record) -> None:
         self._newest = Publication(record["time"], self.epoch, record["version"])
-        self._listener.published(self._newest)
+        self._told.append(self._newest)
         for actor in self._live:
             self._delivery(actor, record["version"]).published_at = record["time"]
 
-    def _drop(self, record: Record) -> None:
+    def _on_drop(self, record: Record) -> None:
         reason = str(record.get("reason") or "unknown")
-        self._listener.published(Publication(record["time"], self.epoch, record["version"], reason))
+        self._told.append(Publication(record["time"], self.epoch, record["version"], reason))
 
-    def _offer(self, record: Record) -> None:
+    def _on_offer(self, record: Record) -> None:
         self._live.add(record["actor"])
         self._delivery(record["actor"], record["version"]).attempts.append(Attempt(record["time"]))
 
-    def _apply(self, record: Record) -> None:
-        found = self._attempt(record["actor"], record["version"])
-        if found is not None:
-            found[1].applying_at = record["time"]
+    def _on_apply(self, record: Record) -> None:
+        attempt = self._attempt(record["actor"], record["version"])
+        if attempt is not None:
+            attempt.applying_at = record["time"]
 
-    def _applied(self, record: Record) -> None:
+    def _on_applied(self, record: Record) -> None:
         actor, version = record["actor"], record["version"]
         delivery = self._delivery(actor, version)
         delivery.outcome, delivery.figures = Outcome.APPLIED, dict(record.get("figures") or {})
@@ -288,51 +301,21 @@ class DeliveryBook:
             delivery.attempts[-1].ended_at = record["time"]
         self._end(actor, version)
 
-    def _abort(self, record: Record) -> None:
-        self._fail(record, Outcome.ABORTED, str(record.get("phase", "")))
+    def _on_abort(self, record: Record) -> None:
+        attempt = self._attempt(record["actor"], record.get("version"))
+        self._fail(attempt, record, Outcome.ABORTED, str(record.get("phase", "")))
 
-    def _refused(self, record: Record) -> None:
-        self._fail(record, Outcome.REFUSED, "APPLYING")
+    def _on_refused(self, record: Record) -> None:
+        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.REFUSED, "APPLYING")
 
-    def _poisoned(self, record: Record) -> None:
-        self._fail(record, Outcome.POISONED, "APPLYING")
-        self._incident(record, "poisoned", record["actor"], str(record.get("reason", "")))
+    def _on_poisoned(self, record: Record) -> None:
+        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.POISONED, "APPLYING")
 
-    def _suspect(self, record: Record) -> None:
-        self._incident(record, "suspect", record["actor"], str(record.get("reason", "")))
-
-    def _evict(self, record: Record) -> None:
+    def _on_evict(self, record: Record) -> None:
         actor, phase = record["actor"], str(record.get("phase", ""))
         self._live.discard(actor)
-        self._incident(record, "evicted", actor, str(record.get("reason", "")))
-        found = self._attempt(actor)
-        if found is not None:
-            found[1].ended_at, found[1].failure, found[1].phase = record["time"], Outcome.EVICTED, phase
-            found[1].reason = str(record.get("reason", ""))
+        self._fail(self._attempt(actor), record, Outcome.EVICTED, phase)
         deliveries = self._open.get(actor, {})
         tried = [delivery for delivery in deliveries.values() if delivery.attempts]
         for delivery in (tried or list(deliveries.values()))[-1:]:
             delivery.evicted_in = phase
-
-    def _courier_lost(self, record: Record) -> None:
-        self._incident(record, "courier lost", "", f"rank {record.get('rank')}")
-
-    def _incident(self, record: Record, kind: str, actor: str, text: str) -> None:
-        self._listener.happened(Incident(record["time"], kind, actor, text, str(record.get("phase", ""))))
-
-
-_HANDLERS: dict[str, Callable[[DeliveryBook, Record], None]] = {
-    "start": DeliveryBook._start,
-    "join": DeliveryBook._join,
-    "publish": DeliveryBook._publish,
-    "drop": DeliveryBook._drop,
-    "offer": DeliveryBook._offer,
-    "apply": DeliveryBook._apply,
-    "applied": DeliveryBook._applied,
-    "abort": DeliveryBook._abort,
-    "refused": DeliveryBook._refused,
-    "poisoned": DeliveryBook._poisoned,
-    "suspect": DeliveryBook._suspect,
-    "evict": DeliveryBook._evict,
-    "courier_lost": DeliveryBook._courier_lost,
-}

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
-from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 
 # Other tools rely on these: every step's object has them, null where there is no figure.
 REQUIRED_KEYS = (
-    "step",
-    "policy_version",
-    "loss",
-    "grad_norm",
-    "reward/mean",
-    "reward/std",
-    "entropy",
-    "mismatch_kl",
-    "staleness/mean",
-    "staleness/max",
-    "completion/length_mean",
-    "completion/truncated_fraction",
-    "groups/zero_variance_fraction",
-    "time/step_s",
-    "time/data_wait_s",
-    "time/train_s",
-    "time/snapshot_s",
-    "time/sync_stall_s",
-    "tokens_per_s",
-    "weight_sync/versions_published",
-    "weight_sync/versions_skipped",
-)
+    "step", "policy_version", "loss", "grad_norm", "reward/mean", "reward/std", "entropy", "mismatch_kl",
+    "staleness/mean", "staleness/max", "completion/length_mean", "completion/truncated_fraction",
+    "groups/zero_variance_fraction", "time/step_s", "time/data_wait_s", "time/train_s", "time/snapshot_s",
+    "time/sync_stall_s", "tokens_per_s", "weight_sync/versions_published", "weight_sync/versions_skipped",
+)  # fmt: skip
 
 Figure = float | int | None
 
@@ -52,7 +35,7 @@ class Decoder(Protocol):
 
 
 class MetricsLogger:
-    """Writes what a run measures. On ranks other than 0 every method does nothing.
+    """Writes what a run measures. Lives on rank 0 only.
 
     With resumed_step, rows of later steps (from the life of the run that was interrupted) are cut off first.
 
@@ -60,76 +43,61 @@ class MetricsLogger:
         UserError: wandb is asked for and not installed.
     """
 
-    def __init__(self, config: JobConfig, run_dir: str | Path, rank: int = 0, resumed_step: int | None = None):
+    def __init__(self, config: JobConfig, run_dir: str | Path, resumed_step: int | None = None):
         self.config = config
         self.run_dir = Path(run_dir)
-        self._active = rank == 0
-        self._board: Any = None
-        self._wandb: Any = None
-        if not self._active:
-            return
+        self._closing = contextlib.ExitStack()
+        self._boards: list[Callable[[Mapping[str, Figure], int], None]] = []
         if config.metrics.enable_wandb:
-            self._wandb = _start_wandb(config, self.run_dir)
-        for name in (METRICS_FILE, COMPLETIONS_FILE):
-            cut_after(self.run_dir / name, -1 if resumed_step is None else resumed_step)
-        self._rows = (self.run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._completions = (self.run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
+            run = _start_wandb(config, self.run_dir)
+            self._closing.callback(run.finish)
+            self._boards.append(lambda figures, step: run.log(figures, step=step))
         if config.metrics.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = None if resumed_step is None else resumed_step + 1
-            self._board = SummaryWriter(str(self.run_dir / config.metrics.save_tb_folder), purge_step=purge)
+            board = SummaryWriter(str(self.run_dir / config.metrics.save_tb_folder), purge_step=purge)
+            self._closing.callback(board.close)
+
+            def add_scalars(figures: Mapping[str, Figure], step: int) -> None:
+                for name, value in figures.items():
+                    board.add_scalar(name, value, step)
+
+            self._boards.append(add_scalars)
+        for name in (METRICS_FILE, COMPLETIONS_FILE):
+            cut_after(self.run_dir / name, -1 if resumed_step is None else resumed_step)
+        self._rows = self._closing.enter_context(JsonLines(self.run_dir / METRICS_FILE, allow_nan=False))
+        self._completions = self._closing.enter_context(JsonLines(self.run_dir / COMPLETIONS_FILE, ensure_ascii=False))
         self._console = make_console(config.metrics, config.training.steps, resumed_step or 0)
+        self._closing.callback(self._console.close)
 
     def log_step(self, step: int, figures: Mapping[str, Figure], actors: Mapping[str, str] | None = None) -> None:
         """Write the object of one trained batch; actors (name → state, for the display) as they are now."""
-        if not self._active:
-            return
-        row = dict.fromkeys(REQUIRED_KEYS) | {name: finite(value) for name, value in figures.items()} | {"step": step}
-        self._write(step, row)
+        row = self._write(dict.fromkeys(REQUIRED_KEYS) | dict(figures) | {"step": step})
         if step % self.config.metrics.log_freq == 0 or step == self.config.training.steps:
             self._console.step(step, row, actors or {})
 
     def log_evaluation(self, step: int, figures: Mapping[str, Figure]) -> None:
         """Write an evaluation as an object of its own, with `eval/…` keys and the step after which it was made."""
-        if not self._active:
-            return
-        row = {"step": step} | {name: finite(value) for name, value in figures.items()}
-        self._write(step, row)
-        self._console.evaluation(step, row)
+        self._console.evaluation(step, self._write({"step": step} | dict(figures)))
 
     def log_completions(self, step: int, batch: Batch, tokenizer: Decoder) -> None:
         """Write the first samples of a batch in words, at most metrics.completions_per_step."""
         limit = self.config.metrics.completions_per_step
-        if not self._active or limit == 0:
-            return
-        samples = batch.samples if limit < 0 else batch.samples[:limit]
-        for sample in samples:
-            row = describe_sample(step, batch.version, sample, tokenizer)
-            self._completions.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._completions.flush()
+        for sample in batch.samples[: None if limit < 0 else limit]:
+            self._completions.write(describe_sample(step, batch.version, sample, tokenizer))
 
     def close(self) -> None:
         """Close the files and the display; calling it again does nothing."""
-        if not self._active:
-            return
-        self._active = False
-        self._console.close()
-        self._rows.close()
-        self._completions.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._closing.close()
 
-    def _write(self, step: int, row: Mapping[str, Figure]) -> None:
-        _append(self._rows, row)
+    def _write(self, figures: dict[str, Figure]) -> dict[str, Figure]:
+        row = {name: finite(value) for name, value in figures.items()}
+        self._rows.write(row)
         numbers = {name: value for name, value in row.items() if value is not None and name != "step"}
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        for board in self._boards:
+            board(numbers, int(row["step"] or 0))
+        return row
 
 
 def finite(value: Figure) -> Figure:
@@ -163,16 +131,12 @@ def cut_after(path: Path, step: int) -> None:
     if not path.is_file():
         return
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    temporary.write_bytes(b"")
+    with JsonLines(temporary, ensure_ascii=False) as file:
         for row in read_json_lines(path):
             if row["step"] <= step:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(row)
     os.replace(temporary, path)
-
-
-def _append(file: TextIO, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row, allow_nan=False) + "\n")
-    file.flush()
 
 
 def _start_wandb(config: JobConfig, run_dir: Path) -> Any:

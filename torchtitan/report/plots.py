@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_COLORS = ("#2463b4", "#d9622b", "#2e8b57", "#8d4fb0", "#b8860b", "#c03955")
+COLORS = ("#2463b4", "#d9622b", "#2e8b57", "#8d4fb0", "#b8860b", "#c03955")
 TIMES = (
     ("time/data_wait_s", "data wait", "#d9a62b"),
     ("time/train_s", "train", "#2463b4"),
@@ -29,20 +30,37 @@ TIMES = (
 _MAX_POINTS = 800
 
 
-def run_plots(steps: list[Row], evaluations: list[Row]) -> list[str]:
+@dataclass(frozen=True)
+class Plot:
+    """Some figures of metrics.jsonl over steps, for the report and for the live page."""
+
+    title: str
+    keys: tuple[tuple[str, str], ...]
+    """(key, label) of each line; a key that ends in * stands for all keys that begin so"""
+    spread: str = ""
+    """Key of the standard deviation around the first line"""
+    log: bool = False
+    parts: bool = False
+    """The lines are parts of time/step_s, to be drawn on top of each other"""
+
+
+PLOTS = (
+    Plot("Reward", (("reward/mean", "mean"),), spread="reward/std"),
+    Plot("Evaluation on held-out prompts", (("eval/pass@*", ""), ("eval/greedy", "greedy"))),
+    Plot("Loss", (("loss", ""),)),
+    Plot("Entropy", (("entropy", ""),)),
+    Plot("Mismatch KL (trainer against engine)", (("mismatch_kl", ""),), log=True),
+    Plot("Staleness (versions)", (("staleness/mean", "mean"), ("staleness/max", "max"))),
+    Plot("Seconds per step", tuple((key, label) for key, label, _ in TIMES), parts=True),
+    Plot("Tokens per second", (("tokens_per_s", ""),)),
+    Plot("Gradient norm", (("grad_norm", ""),)),
+    Plot("Completion length (tokens)", (("completion/length_mean", "mean"),)),
+)
+
+
+def run_plots(rows: list[Row]) -> list[str]:
     """SVG texts of the plots of one run; those without any figure are left out."""
-    figures = [
-        _lines(steps, "Reward", [("reward/mean", "mean")], spread="reward/std"),
-        _evaluation(evaluations),
-        _lines(steps, "Loss", [("loss", "")]),
-        _lines(steps, "Entropy", [("entropy", "")]),
-        _lines(steps, "Mismatch KL (trainer against engine)", [("mismatch_kl", "")], log=True),
-        _lines(steps, "Staleness (versions)", [("staleness/mean", "mean"), ("staleness/max", "max")]),
-        _time_split(steps),
-        _lines(steps, "Tokens per second", [("tokens_per_s", "")]),
-        _lines(steps, "Gradient norm", [("grad_norm", "")]),
-        _lines(steps, "Completion length (tokens)", [("completion/length_mean", "mean")]),
-    ]
+    figures = [_time_split(rows, plot) if plot.parts else _lines(rows, plot) for plot in PLOTS]
     return [svg_text(figure, f"plot{index}") for index, figure in enumerate(figures) if figure is not None]
 
 
@@ -53,38 +71,31 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
         UserError: a folder without rows, another number of labels than runs, or another kind of file.
     """
     output = Path(output)
-    if output.suffix not in (".svg", ".png"):
-        raise UserError(f"--output {output}: the figure must be a .svg or a .png file")
     if labels is not None and len(labels) != len(run_dirs):
         raise UserError(f"--labels names {len(labels)} runs, --compare {len(run_dirs)}")
     figure = blank_figure(width=10.5, height=6.4)
-    (reward, reward_time), (accuracy, accuracy_time) = figure.subplots(2, 2)
-    for index, run_dir in enumerate(run_dirs):
-        rows = read_json_lines(Path(run_dir) / METRICS_FILE)
-        if not rows:
-            raise UserError(f"{Path(run_dir) / METRICS_FILE} has no rows to plot")
-        label = labels[index] if labels else Path(run_dir).resolve().name
-        clock, elapsed = 0.0, {0: 0.0}
-        for row in rows:
-            if "loss" in row:
-                clock += row.get("time/step_s") or 0.0
-            elapsed[row["step"]] = clock
-        for axes, key, marker in ((reward, "reward/mean", ""), (accuracy, "eval/pass@1", "o")):
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            x, y = [step for step, _ in points], [value for _, value in points]
-            timed = reward_time if axes is reward else accuracy_time
-            for target, along in ((axes, x), (timed, [elapsed[step] for step in x])):
-                _curve(target, along, y, _COLORS[index % len(_COLORS)], label, marker)
-    for axes, title, x_label in (
-        (reward, "Training reward", "step"),
-        (reward_time, "Training reward", "seconds in steps"),
-        (accuracy, "Held-out pass@1", "step"),
-        (accuracy_time, "Held-out pass@1", "seconds in steps"),
-    ):
-        dress(axes, title, x_label)
-    reward.legend(frameon=False, fontsize=8)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, output, dpi=130)
+    panels = zip(
+        figure.subplots(2, 2),
+        (("reward/mean", "Training reward", ""), ("eval/pass@1", "Held-out pass@1", "o")),
+        strict=True,
+    )
+    for (by_step, by_time), (key, title, marker) in panels:
+        for index, run_dir in enumerate(run_dirs):
+            rows = read_json_lines(Path(run_dir) / METRICS_FILE)
+            if not rows:
+                raise UserError(f"{Path(run_dir) / METRICS_FILE} has no rows to plot")
+            clocks = itertools.accumulate((row.get("time/step_s") or 0.0) if "loss" in row else 0.0 for row in rows)
+            points = [
+                (row["step"], now, row[key]) for row, now in zip(rows, clocks, strict=True) if row.get(key) is not None
+            ]
+            label = labels[index] if labels else Path(run_dir).resolve().name
+            for axes, place in ((by_step, 0), (by_time, 1)):
+                x, y = [point[place] for point in points], [point[2] for point in points]
+                _curve(axes, x, y, COLORS[index % len(COLORS)], label, marker)
+        dress(by_step, title, "step")
+        dress(by_time, title, "seconds in steps")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    write_figure(figure, output, "--output")
     return output
 
 
@@ -101,16 +112,14 @@ def dress(axes: Axes, title: str, x_label: str = "step") -> None:
     axes.set_xlabel(x_label, fontsize=8, color="#667080")
     axes.tick_params(labelsize=8, colors="#667080")
     axes.grid(alpha=0.25, linewidth=0.6)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c5cbd3")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#c5cbd3")
 
 
-def _points(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    found = found[:: max(1, -(-len(found) // _MAX_POINTS))]
-    return [step for step, _ in found], [value for _, value in found]
+def _with_figure(rows: list[Row], *keys: str) -> list[Row]:
+    """The rows that have all these figures, thinned out to what a plot can show."""
+    found = [row for row in rows if all(row.get(key) is not None for key in keys)]
+    return found[:: max(1, -(-len(found) // _MAX_POINTS))]
 
 
 def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, label: str, marker: str = "") -> None:
@@ -121,64 +130,50 @@ def _curve(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, label
         axes.plot(x, y, color=color, linewidth=1.2, label=label, marker=marker, markersize=3.5)
         return
     sums = [0.0, *itertools.accumulate(y)]
-    smooth = [
-        (sums[min(i + window + 1, len(y))] - sums[max(0, i - window)])
-        / (min(i + window + 1, len(y)) - max(0, i - window))
-        for i in range(len(y))
-    ]
+    smooth = []
+    for i in range(len(y)):
+        first, behind = max(0, i - window), min(i + window + 1, len(y))
+        smooth.append((sums[behind] - sums[first]) / (behind - first))
     axes.plot(x, y, color=color, linewidth=0.7, alpha=0.28)
     axes.plot(x, smooth, color=color, linewidth=1.5, label=label)
 
 
-def _lines(
-    rows: list[Row], title: str, keys: list[tuple[str, str]], spread: str = "", log: bool = False
-) -> Figure | None:
-    series = [(*_points(rows, key), label) for key, label in keys]
-    if not any(x for x, _, _ in series):
+def _lines(rows: list[Row], plot: Plot) -> Figure | None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = []
+    for key, label in plot.keys:
+        found = [name for name in names if name.startswith(key[:-1])] if key.endswith("*") else [key]
+        lines += [(name, label or name.removeprefix("eval/"), _with_figure(rows, name)) for name in found]
+    lines = [line for line in lines if line[2]]
+    if not lines:
         return None
     figure = blank_figure()
     axes = figure.subplots()
-    for (x, y, label), color in zip(series, _COLORS, strict=False):
-        _curve(axes, x, y, color, label)
-    if spread:
-        both = [row for row in rows if row.get(spread) is not None and row.get(keys[0][0]) is not None]
-        both = both[:: max(1, -(-len(both) // _MAX_POINTS))]
-        low = [row[keys[0][0]] - row[spread] for row in both]
-        high = [row[keys[0][0]] + row[spread] for row in both]
-        axes.fill_between(
-            [row["step"] for row in both], low, high, color=_COLORS[0], alpha=0.13, linewidth=0, label="± std"
-        )
-    if log and any(value > 0 for _, y, _ in series for value in y):
-        axes.set_yscale("log", nonpositive="mask")
-    if len(keys) > 1 or spread:
+    evaluation = lines[0][0].startswith("eval/")
+    for (name, label, shown), color in zip(lines, COLORS, strict=False):
+        values = [row[name] for row in shown]
+        _curve(axes, [row["step"] for row in shown], values, color, label, "o" if evaluation else "")
+        if plot.log and max(values) > 0:
+            axes.set_yscale("log", nonpositive="mask")
+    if plot.spread:
+        mean = plot.keys[0][0]
+        both = _with_figure(rows, mean, plot.spread)
+        low, high = ([row[mean] + sign * row[plot.spread] for row in both] for sign in (-1, 1))
+        x = [row["step"] for row in both]
+        axes.fill_between(x, low, high, color=COLORS[0], alpha=0.13, linewidth=0, label="± std")
+    if len(plot.keys) > 1 or plot.spread:
         axes.legend(frameon=False, fontsize=8)
-    dress(axes, title)
+    if evaluation:
+        axes.set_ylim(-0.03, 1.03)
+    dress(axes, plot.title)
     return figure
 
 
-def _evaluation(rows: list[Row]) -> Figure | None:
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name.startswith("eval/pass@")]
-    names += ["eval/greedy"]
-    series = [(name, *_points(rows, name)) for name in names]
-    if not any(x for _, x, _ in series):
-        return None
-    figure = blank_figure()
-    axes = figure.subplots()
-    for (name, x, y), color in zip(series, _COLORS, strict=False):
-        if x:
-            axes.plot(x, y, color=color, marker="o", markersize=3.5, linewidth=1.2, label=name.removeprefix("eval/"))
-    axes.set_ylim(-0.03, 1.03)
-    axes.legend(frameon=False, fontsize=8)
-    dress(axes, "Evaluation on held-out prompts")
-    return figure
-
-
-def _time_split(rows: list[Row]) -> Figure | None:
-    timed = [row for row in rows if row.get("time/step_s") is not None]
-    timed = timed[:: max(1, -(-len(timed) // _MAX_POINTS))]
+def _time_split(rows: list[Row], plot: Plot) -> Figure | None:
+    timed = _with_figure(rows, "time/step_s")
     if not timed:
         return None
-    parts = [[row.get(key) or 0.0 for row in timed] for key, _, _ in TIMES]
+    parts = [[row.get(key) or 0.0 for row in timed] for key, _ in plot.keys]
     other = [max(0.0, row["time/step_s"] - sum(part[i] for part in parts)) for i, row in enumerate(timed)]
     labels, colors = [label for _, label, _ in TIMES], [color for _, _, color in TIMES]
     figure = blank_figure()
@@ -192,7 +187,7 @@ def _time_split(rows: list[Row]) -> Figure | None:
     axes.set_ylim(0, max(1e-9, 1.15 * whole[min(len(whole) - 1, int(0.98 * len(whole)))]))
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], fontsize=7, loc="upper right", framealpha=0.9)
-    dress(axes, "Seconds per step")
+    dress(axes, plot.title)
     return figure
 
 
@@ -202,6 +197,14 @@ def svg_text(figure: Figure, salt: str) -> str:
     save_figure(figure, buffer, format="svg", salt=salt)
     text = buffer.getvalue().decode()
     return text[text.index("<svg") :]  # without the XML head, which has no place inside a page
+
+
+def write_figure(figure: Figure, output: Path, option: str) -> None:
+    """Write an SVG or PNG file. Raises UserError, which names the command's option, for another kind of file."""
+    if output.suffix not in (".svg", ".png"):
+        raise UserError(f"{option} {output}: the figure must be a .svg or a .png file")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(figure, output, dpi=130)
 
 
 def save_figure(figure: Figure, target: Any, salt: str = "figure", **options: Any) -> None:

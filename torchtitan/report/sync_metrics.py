@@ -5,12 +5,11 @@ All of them come from one reading of the coordinator's journal (report/deliverie
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from torchtitan.report.deliveries import (
     BYTES,
@@ -19,11 +18,11 @@ from torchtitan.report.deliveries import (
     DeliveryBook,
     Incident,
     JournalTail,
-    Listener,
     Outcome,
     Publication,
+    Told,
 )
-from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines
 from torchtitan.utils.timeline_files import rank_file
 
 Row = dict[str, Any]
@@ -37,7 +36,7 @@ VERSIONS_FILE = "versions.jsonl"
 TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
 _STALLS = ("time/snapshot_s", "time/sync_stall_s")
 MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
-_COUNTED = (Outcome.APPLIED, Outcome.SUPERSEDED, Outcome.ABORTED, Outcome.REFUSED, Outcome.POISONED, Outcome.EVICTED)
+_COUNTS = ("offered", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
 # A delivery ends long before so many newer versions are trained.
 _REMEMBERED_VERSIONS = 1024
 
@@ -46,43 +45,34 @@ class Sums:
     """Counts, bytes and means over deliveries, under their names in metrics.jsonl (without weight_sync/)."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._sums: Counter[str] = Counter()
-        self._values: Counter[str] = Counter()
-        self._longest_pause: float | None = None
+        self._totals: Counter[str] = Counter(dict.fromkeys((*_COUNTS, *BYTES), 0))
+        self._values: dict[str, list[float]] = {}
         self._evicted_in: Counter[str] = Counter()
 
-    def add(self, row: Row) -> None:
-        """Count a finished delivery's row; times and rates of those that were applied."""
-        self._counts["offered"] += row["attempts"]
-        self._counts[row["outcome"]] += 1
-        for name in BYTES:
-            self._sums[name] += row[name] or 0
-        if row["outcome"] != Outcome.APPLIED.value:
+    def add(self, told: Told) -> None:
+        """Count a delivery, with times and rates if it was applied, or an eviction by its phase."""
+        if isinstance(told, Incident) and told.kind == "evicted":
+            self._evicted_in[f"evicted_in/{told.phase}"] += 1
+        if not isinstance(told, Delivery):
             return
-        for name in MEANS:
+        row = told.row()
+        self._totals["offered"] += row["attempts"]
+        if row["outcome"] in _COUNTS:
+            self._totals[row["outcome"]] += 1
+        for name in BYTES:
+            self._totals[name] += row[name] or 0
+        for name in MEANS if told.outcome is Outcome.APPLIED else ():
             if row[name] is not None:
-                self._sums[name] += row[name]
-                self._values[name] += 1
-        if row["pause_s"] is not None:
-            self._longest_pause = max(row["pause_s"], self._longest_pause or 0.0)
-
-    def happened(self, incident: Incident) -> None:
-        """Count an eviction by its phase."""
-        if incident.kind == "evicted":
-            self._evicted_in[incident.phase] += 1
+                self._values.setdefault(name, []).append(row[name])
 
     def figures(self) -> dict[str, float]:
         """Of everything so far; no mean of nothing."""
-        figures: dict[str, float] = {name: self._counts[name] for name in ("offered", *(one.value for one in _COUNTED))}
-        figures |= {name: self._sums[name] for name in BYTES}
-        figures |= {name: self._sums[name] / self._values[name] for name in MEANS if self._values[name]}
-        if self._longest_pause is not None:
-            figures["pause_s/max"] = self._longest_pause
-        return figures | {f"evicted_in/{phase}": count for phase, count in sorted(self._evicted_in.items())}
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        longest = {"pause_s/max": max(self._values["pause_s"])} if "pause_s" in self._values else {}
+        return {**self._totals, **means, **longest, **dict(sorted(self._evicted_in.items()))}
 
 
-class SyncMetrics(Listener):
+class SyncMetrics:
     """Follows a run's journal: writes a row per version and actor when it is final, and sums up each step.
 
     What an earlier launch left in the run folder is read first, and its rows are written anew. Without a weight_sync
@@ -92,23 +82,25 @@ class SyncMetrics(Listener):
     def __init__(self, run_dir: Path, earlier: Iterable[Row] = ()):
         """earlier: the rows of metrics.jsonl so far."""
         folder = run_dir / FOLDER
-        self._book = DeliveryBook(self)
+        self._book = DeliveryBook()
         self._tail = JournalTail(folder / JOURNAL_FILE)
         self._trainer: dict[int, Row] = {}
         self._skipped = 0
         self._sums = Sums()
-        self._file: TextIO | None = None
+        self._file: JsonLines | None = None
         if not folder.is_dir():
             return
         path = folder / VERSIONS_FILE
         temporary = path.with_name(path.name + ".tmp")
-        self._file = temporary.open("w", encoding="utf-8")
-        for row in earlier:
-            self._note_step(row)
-        for row in read_json_lines(rank_file(run_dir, 0)):
-            self._note_snapshots(row["snapshots"])
-        self._book.feed(self._tail.read())
+        temporary.write_bytes(b"")
+        with JsonLines(temporary) as self._file:
+            for row in earlier:
+                self._note_step(row)
+            for row in read_json_lines(rank_file(run_dir, 0)):
+                self._note_snapshots(row["snapshots"])
+            self._note(self._book.feed(self._tail.read()))
         os.replace(temporary, path)
+        self._file = JsonLines(path)
         self._sums, self._skipped = Sums(), 0
 
     def step(self, row: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> dict[str, float]:
@@ -120,8 +112,7 @@ class SyncMetrics(Listener):
             return {}
         self._note_step(row)
         self._note_snapshots(snapshots)
-        self._book.feed(self._tail.read())
-        self._file.flush()
+        self._note(self._book.feed(self._tail.read()))
         sums, self._sums = self._sums, Sums()
         figures = sums.figures()
         if snapshots:
@@ -132,23 +123,18 @@ class SyncMetrics(Listener):
         """Write what is still open as it stands. May be called twice."""
         if self._file is None:
             return
-        self._book.feed(self._tail.read())
-        self._book.close()
+        self._note(self._book.feed(self._tail.read()))
+        self._note(self._book.close())
         self._file.close()
-        self._tail.close()
         self._file = None
 
-    def finished(self, delivery: Delivery) -> None:
-        row = delivery.row()
-        self._sums.add(row)
-        self._write(row | self._trainer.get(delivery.version, dict.fromkeys(TRAINER_FIGURES)))
-
-    def published(self, publication: Publication) -> None:
-        if publication.dropped:
-            self._write_nobody(publication.version, "dropped", publication.dropped)
-
-    def happened(self, incident: Incident) -> None:
-        self._sums.happened(incident)
+    def _note(self, told: Iterable[Told]) -> None:
+        for one in told:
+            self._sums.add(one)
+            if isinstance(one, Delivery):
+                self._write(one.row() | self._trainer.get(one.version, dict.fromkeys(TRAINER_FIGURES)))
+            elif isinstance(one, Publication) and one.dropped:
+                self._write_undelivered(one.version, "dropped", one.dropped)
 
     def _note_step(self, row: Mapping[str, Any]) -> None:
         version = row.get("policy_version")
@@ -156,7 +142,7 @@ class SyncMetrics(Listener):
             return
         skipped = row.get("weight_sync/versions_skipped") or 0
         if skipped > self._skipped:
-            self._write_nobody(version, "skipped", "a rank had no free slot, or the step was not finite")
+            self._write_undelivered(version, "skipped", "a rank had no free slot, or the step was not finite")
         self._skipped = skipped
         self._about(version)["sync_stall_s"] = sum(row.get(name) or 0.0 for name in _STALLS)
 
@@ -169,39 +155,26 @@ class SyncMetrics(Listener):
             del self._trainer[next(iter(self._trainer))]
         return self._trainer.setdefault(version, dict.fromkeys(TRAINER_FIGURES))
 
-    def _write_nobody(self, version: int, outcome: str, reason: str) -> None:
+    def _write_undelivered(self, version: int, outcome: str, reason: str) -> None:
         row = {"epoch": self._book.epoch or None, "version": version, "actor": None, "outcome": outcome}
         self._write(row | {"reason": reason})
 
     def _write(self, row: Row) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-
-
-class _ByActor(Listener):
-    def __init__(self) -> None:
-        self.sums: dict[str, Sums] = {}
-
-    def finished(self, delivery: Delivery) -> None:
-        self.sums.setdefault(delivery.actor, Sums()).add(delivery.row())
-
-    def happened(self, incident: Incident) -> None:
-        if incident.actor:
-            self.sums.setdefault(incident.actor, Sums()).happened(incident)
+            self._file.write(row)
 
 
 def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
     """Figures of the whole run, per actor (see Sums)."""
-    by_actor = _ByActor()
-    read_journal(run_dir, by_actor)
-    return {actor: sums.figures() for actor, sums in sorted(by_actor.sums.items())}
+    sums: defaultdict[str, Sums] = defaultdict(Sums)
+    for told in read_journal(run_dir):
+        if not isinstance(told, Publication) and told.actor:
+            sums[told.actor].add(told)
+    return {actor: sums[actor].figures() for actor in sorted(sums)}
 
 
-def read_journal(run_dir: Path, listener: Listener, last_bytes: int = 0) -> None:
-    """Tell a listener everything that a run's journal says, or its last bytes; nothing where there is none."""
-    book, tail = DeliveryBook(listener), JournalTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes)
-    try:
-        book.feed(tail.read())
-        book.close()
-    finally:
-        tail.close()
+def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Told]:
+    """Everything that a run's journal tells, or its last bytes; nothing where there is none."""
+    book = DeliveryBook()
+    yield from book.feed(JournalTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())
+    yield from book.close()

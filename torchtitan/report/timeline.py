@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.deliveries import Attempt, Delivery, Incident, Listener, Outcome, Publication
+from torchtitan.report.deliveries import Attempt, Delivery, Incident, Outcome, Publication
 from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
 from torchtitan.report.sync_metrics import read_journal
 from torchtitan.utils.json_lines import read_json_lines
@@ -100,47 +100,24 @@ def nested(spans: Iterable[Span]) -> list[Span]:
 def read_timeline(run_dir: Path) -> Timeline:
     """All that a run's files still hold; also of a run that goes on or was killed."""
     files = run_dir / FOLDER
-    ranks = {_number(path): read_json_lines(path) for path in files.glob("rank-*.jsonl")}
-    activities = {
-        path.stem: read_json_lines(path) for path in files.glob("*.jsonl") if not path.stem.startswith("rank-")
-    }
-    journal = _Journal()
-    read_journal(run_dir, journal, JOURNAL_BYTES)
+    notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
+    ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
+    told = deque(read_journal(run_dir, JOURNAL_BYTES), MOST_RECORDS)
+    deliveries = [one for one in told if isinstance(one, Delivery)]
+    publications = [one for one in told if isinstance(one, Publication)]
+    incidents = [one for one in told if isinstance(one, Incident)]
     tracks = []
     for rank, rows in sorted(ranks.items()):
         tracks.append(Track(TRAINER, f"rank {rank}", nested(_steps(rows))))
         tracks.append(Track(TRAINER, f"rank {rank}{SNAPSHOTS}", nested(_snapshots(rows))))
     reached = {version: end for row in ranks.get(0, []) for version, _, end in row["snapshots"]}
-    publishing = nested(_publishing(journal.publications, reached))
-    if publishing:
-        tracks.append(Track(SYNC, "publish", publishing))
-    for actor in sorted({delivery.actor for delivery in journal.deliveries} | set(activities)):
-        deliveries = [one for one in journal.deliveries if one.actor == actor]
-        tracks.append(Track(actor, "weights", nested(span for one in deliveries for span in _delivery(one))))
-        tracks.append(Track(actor, "generation", nested(_activity(activities.get(actor, [])))))
-    moments = [*_incidents(journal.incidents), *_events(run_dir), *_faults(run_dir)]
+    tracks.append(Track(SYNC, "publish", nested(_publishing(publications, reached))))
+    for actor in sorted({one.actor for one in deliveries if one.attempts} | set(notes)):
+        spans = (span for one in deliveries if one.actor == actor for span in _delivery(one))
+        tracks.append(Track(actor, "weights", nested(spans)))
+        tracks.append(Track(actor, "generation", nested(_activity(notes.get(actor, [])))))
+    moments = [*_incidents(incidents), *_events(run_dir), *_faults(run_dir)]
     return Timeline([track for track in tracks if track.spans], sorted(moments, key=lambda one: one.time))
-
-
-class _Journal(Listener):
-    def __init__(self) -> None:
-        self.deliveries: deque[Delivery] = deque(maxlen=MOST_RECORDS)
-        self.publications: deque[Publication] = deque(maxlen=MOST_RECORDS)
-        self.incidents: deque[Incident] = deque(maxlen=MOST_RECORDS)
-
-    def finished(self, delivery: Delivery) -> None:
-        if delivery.attempts:
-            self.deliveries.append(delivery)
-
-    def published(self, publication: Publication) -> None:
-        self.publications.append(publication)
-
-    def happened(self, incident: Incident) -> None:
-        self.incidents.append(incident)
-
-
-def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("rank-"))
 
 
 def _steps(rows: list[dict[str, Any]]) -> Iterator[Span]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.errors import UserError
-from torchtitan.report.plots import TIMES, blank_figure, dress, save_figure
-from torchtitan.report.timeline import SNAPSHOTS, SYNC, TRAINER, Moment, Span, Timeline, Track
+from torchtitan.report.plots import TIMES, blank_figure, dress, write_figure
+from torchtitan.report.timeline import SNAPSHOTS, SYNC, TRAINER, Moment, Timeline, Track
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 STEPS = 12
 MOST_RANKS = 2
 MOST_ACTORS = 6
+# Height of a process in the plot, without the space between two.
+LANE = 1.6
 
 # Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
 COLORS = {label: color for _, label, color in TIMES} | {
@@ -55,25 +57,23 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
     ranks = _ranks(timeline)[:MOST_RANKS]
     names = list(dict.fromkeys(track.process for track in timeline.tracks if track.name in ("weights", "generation")))
     actors = names[:MOST_ACTORS]
-    lanes = [(tracks[0].name if len(ranks) > 1 else TRAINER, tracks, 1.6) for tracks in ranks]
-    lanes += [(actor, [track for track in timeline.tracks if track.process == actor], 1.6) for actor in actors]
-    figure = blank_figure(width=11.0, height=1.5 + 0.42 * sum(height for _, _, height in lanes))
+    lanes = [(tracks[0].name if len(ranks) > 1 else TRAINER, tracks) for tracks in ranks]
+    lanes += [(actor, [track for track in timeline.tracks if track.process == actor]) for actor in actors]
+    figure = blank_figure(width=11.0, height=1.5 + 0.42 * LANE * len(lanes))
     axes = figure.subplots()
     shown: dict[str, str] = {}
-    top = 0.0
-    for name, tracks, height in lanes:
+    tops = [number * (LANE + 0.2) for number in range(len(lanes))]
+    for top, (name, tracks) in zip(tops, lanes, strict=True):
         for track in tracks:
-            _draw(axes, track, begin, end, top, height, shown)
+            _draw(axes, track, begin, end, top, shown)
         here = (TRAINER, SYNC) if top == 0.0 else (name,)
         moments = [one for one in timeline.moments if one.process in here and begin <= one.time <= end]
-        _draw_moments(axes, moments, begin, top + height - 0.3, shown)
-        axes.axhline(top + height + 0.1, color="#e3e6ea", linewidth=0.6)
-        top += height + 0.2
-    axes.set_ylim(top - 0.1, -0.45)
+        _draw_moments(axes, moments, begin, top + LANE - 0.3, shown)
+        axes.axhline(top + LANE + 0.1, color="#e3e6ea", linewidth=0.6)
+    axes.set_ylim(len(lanes) * (LANE + 0.2) - 0.1, -0.45)
     axes.set_xlim(0, end - begin)
-    middles = _middles(lanes)
+    axes.set_yticks([top + LANE / 2 for top in tops], [name for name, _ in lanes])
     left_out = len(names) - len(actors)
-    axes.set_yticks(middles, [name for name, _, _ in lanes])
     title = "Trainer and actors on one clock" + (f" ({left_out} more actors not drawn)" if left_out else "")
     dress(axes, title, "seconds")
     axes.grid(axis="y", visible=False)
@@ -83,13 +83,10 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
 
 def write_plot(timeline: Timeline, output: Path, steps: int = STEPS, last_step: int | None = None) -> Path:
     """Write the plot as an SVG or PNG file. Raises UserError where there is nothing to draw, or for another ending."""
-    if output.suffix not in (".svg", ".png"):
-        raise UserError(f"--plot {output}: the picture must be a .svg or a .png file")
     figure = plot_timeline(timeline, steps, last_step)
     if figure is None:
         raise UserError("the run folder says of no step when it was made: there is nothing to draw")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, output, dpi=130)
+    write_figure(figure, output, "--plot")
     return output
 
 
@@ -117,17 +114,13 @@ def _ranks(timeline: Timeline) -> list[list[Track]]:
     return [[one, *filter(None, [tracks.get(one.name + SNAPSHOTS)])] for one in steps]
 
 
-def _kind(span: Span) -> str:
-    return "failed" if span.kind in _FAILED else span.kind
-
-
-def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, height: float, shown: dict[str, str]) -> None:
+def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown: dict[str, str]) -> None:
     """One track in its lane: generation in the upper part of an actor's lane, weights in the lower."""
     for span in track.spans:
         if span.end < begin or span.begin > end:
             continue
         left, right = max(span.begin, begin) - begin, min(span.end, end) - begin
-        kind = _kind(span)
+        kind = "failed" if span.kind in _FAILED else span.kind
         if kind == "step":
             axes.axvline(right, color="#c5cbd3", linewidth=0.6, zorder=0)
             if top == 0.0 and right - left > 0.04 * (end - begin):
@@ -161,14 +154,6 @@ def _draw_moments(axes: Axes, moments: list[Moment], begin: float, y: float, sho
 
 def _label(axes: Axes, x: float, y: float, text: str, color: str, anchor: str) -> None:
     axes.text(x, y, text, fontsize=7, color=color, ha="center", va=anchor, clip_on=True)
-
-
-def _middles(lanes: list[tuple[str, list[Track], float]]) -> list[float]:
-    middles, top = [], 0.0
-    for _, _, height in lanes:
-        middles.append(top + height / 2)
-        top += height + 0.2
-    return middles
 
 
 def _legend(figure: Figure, shown: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,63 +53,47 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
         if len(begins) > most_events:
             timeline = timeline.since(begins[most_events])
     begin = timeline.begin
-    processes = _processes(timeline)
+    names = {track.process for track in timeline.tracks} | {one.process for one in timeline.moments}
     events: list[Event] = []
-    for index, process in enumerate(processes):
-        events += _named(index, process, [track.name for track in timeline.tracks if track.process == process])
-    for track in timeline.tracks:
-        thread = _thread_names(timeline, track.process).index(track.name) + 1
-        events += [_complete(span, begin, processes.index(track.process), thread) for span in track.spans]
-    events += [_instant(one, begin, processes.index(one.process)) for one in timeline.moments[-most_events:]]
+    for pid, process in enumerate(sorted(names, key=_place), start=1):
+        tracks = [track for track in timeline.tracks if track.process == process]
+        events += _named(pid, 0, "process", process, pid - 1)
+        for tid, track in enumerate(tracks, start=1):
+            events += _named(pid, tid, "thread", track.name, tid)
+        for tid, track in enumerate(tracks, start=1):
+            events += [_complete(span, begin) | {"pid": pid, "tid": tid} for span in track.spans]
+        moments = [one for one in timeline.moments[-most_events:] if one.process == process]
+        events += [_instant(one, begin) | {"pid": pid, "tid": 0} for one in moments]
     shown = sum(len(track.spans) for track in timeline.tracks)
-    said = {
-        "spans_left_out": whole - shown,
-        "window_minutes": minutes,
-        "begins_at": _clock(begin),
-        "ends_at": _clock(timeline.end),
-    }
+    extent = {"begins_at": _clock(begin), "ends_at": _clock(timeline.end)}
+    said = {"spans_left_out": whole - shown, "window_minutes": minutes, **extent}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
 
 
-def _processes(timeline: Timeline) -> list[str]:
-    """The trainer, the synchronisation, then actors by name; those that only moments speak of too."""
-    names = {track.process for track in timeline.tracks} | {one.process for one in timeline.moments}
-    first = [name for name in (TRAINER, SYNC) if name in names]
-    return first + sorted(names - set(first), key=_natural)
+def _place(process: str) -> tuple[int, str, int]:
+    """The trainer, the synchronisation, then actors by name: actor-10 comes after actor-9."""
+    stem = process.rstrip("0123456789")
+    return [TRAINER, SYNC, process].index(process), stem, int(process[len(stem) :] or 0)
 
 
-def _natural(name: str) -> tuple[str, int]:
-    """actor-10 comes after actor-9."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)
+def _named(pid: int, tid: int, what: str, name: str, place: int) -> list[Event]:
+    """Metadata: the name of a process or thread, and its place among them."""
+    event = {"ph": "M", "ts": 0, "pid": pid, "tid": tid}
+    return [
+        event | {"name": f"{what}_name", "args": {"name": name}},
+        event | {"name": f"{what}_sort_index", "args": {"sort_index": place}},
+    ]
 
 
-def _thread_names(timeline: Timeline, process: str) -> list[str]:
-    return [track.name for track in timeline.tracks if track.process == process]
-
-
-def _named(index: int, process: str, threads: list[str]) -> Iterable[Event]:
-    pid = index + 1
-    yield _metadata("process_name", pid, 0, {"name": process})
-    yield _metadata("process_sort_index", pid, 0, {"sort_index": index})
-    for number, name in enumerate(threads, start=1):
-        yield _metadata("thread_name", pid, number, {"name": name})
-        yield _metadata("thread_sort_index", pid, number, {"sort_index": number})
-
-
-def _metadata(name: str, pid: int, tid: int, arguments: Mapping[str, Any]) -> Event:
-    return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": arguments}
-
-
-def _complete(span: Span, begin: float, index: int, thread: int) -> Event:
+def _complete(span: Span, begin: float) -> Event:
     start, end = _microseconds(span.begin, begin), _microseconds(span.end, begin)
     event = {"name": span.name, "cat": span.kind, "ph": "X", "ts": start, "dur": end - start}
-    return event | {"pid": index + 1, "tid": thread, "args": _plain(span.details)}
+    return event | {"args": _plain(span.details)}
 
 
-def _instant(moment: Moment, begin: float, index: int) -> Event:
+def _instant(moment: Moment, begin: float) -> Event:
     event = {"name": moment.name, "cat": "event", "ph": "i", "s": "p", "ts": _microseconds(moment.time, begin)}
-    return event | {"pid": index + 1, "tid": 0, "args": _plain(moment.details)}
+    return event | {"args": _plain(moment.details)}
 
 
 def _microseconds(moment: float, begin: float) -> int:

@@ -20,7 +20,7 @@ from torchtitan.inference.colocated.colocation import open_replica
 from torchtitan.inference.colocated.rounds import Round
 from torchtitan.models.batch_invariance import said_of
 from torchtitan.models.parallelize import build_policy
-from torchtitan.report.logs import set_up_logging
+from torchtitan.report.console import set_up_logging
 from torchtitan.report.step_recorder import StepRecorder
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch

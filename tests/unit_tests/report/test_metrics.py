@@ -68,15 +68,6 @@ def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
     assert second["loss"] is None and second["grad_norm"] is None and second["reward/mean"] == 0.5
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    logger = MetricsLogger(make_config(), tmp_path, rank=1)
-    logger.log_step(1, figures(1))
-    logger.log_evaluation(1, {"eval/pass@1": 1.0})
-    logger.log_completions(1, make_batch(), Words())
-    logger.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     logger = MetricsLogger(make_config(), tmp_path)
     for step in range(1, 6):

@@ -15,7 +15,8 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
-from torchtitan.report.html import main, write_report
+from torchtitan.report.__main__ import main
+from torchtitan.report.html import write_report
 from torchtitan.report.metrics import REQUIRED_KEYS
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -126,9 +127,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     runs = [
         str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))
     ]
-    command = [sys.executable, "-m", "torchtitan.report.html", runs[0]]
+    command = [sys.executable, "-m", "torchtitan.report", runs[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout.strip() == f"{runs[0]}/report.html"
+    assert done.stdout.split() == [f"{runs[0]}/report.html", f"{runs[0]}/trace.json"]
     svg = tmp_path / "figures" / "both.svg"
     assert main(["--compare", *runs, "--labels", "asynchronous", "blocking", "--output", str(svg)]) == 0
     texts = "".join(ElementTree.parse(svg).getroot().itertext())

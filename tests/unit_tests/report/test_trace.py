@@ -105,7 +105,7 @@ def test_a_window_of_the_end_and_a_bound(tmp_path: Path, capsys: pytest.CaptureF
     timeline = read_timeline(run_dir)
     whole = chrome_trace(timeline)
     assert whole["otherData"]["spans_left_out"] == 0
-    assert main([str(run_dir), "--minutes", "0.5"]) == 0
+    assert main([str(run_dir), "--trace-only", "--minutes", "0.5"]) == 0
     trace = json.loads((run_dir / "trace.json").read_text())
     steps = {e["args"]["step"] for e in check_trace(json.dumps(trace)) if e.get("cat") == "step"}
     assert max(steps) == 100 and 25 < len(steps) < 40
@@ -230,7 +230,7 @@ def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     (tmp_path / "short").mkdir()
     assert ">evicted<" in write_report(make_run(tmp_path / "short")).read_text()
     picture = tmp_path / "pictures" / "steps.png"
-    assert main([str(run_dir), "--plot", str(picture), "--steps", "3", "--last-step", "10"]) == 0
+    assert main([str(run_dir), "--trace-only", "--plot", str(picture), "--steps", "3", "--last-step", "10"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([str(run_dir), "--plot", str(tmp_path / "x.gif")]) == 1
     os.remove(rank_file(run_dir, 0))
