@@ -1,9 +1,10 @@
 """python -m torchtitan.report RUN_DIR: write report.html and trace.json, also of a run that goes on or was killed.
 
     python -m torchtitan.report RUN_DIR --trace-only --minutes 60 --plot steps.png --steps 12 --last-step 40
+    python -m torchtitan.report --serve RUN_DIR --port 8000
     python -m torchtitan.report --compare RUN_A RUN_B --labels asynchronous blocking --output figure.svg
 
-A run writes both files by itself when it ends.
+A run writes both files by itself when it ends, and serves its page itself where metrics.live_port is set.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from torchtitan.errors import UserError
 from torchtitan.report.html import write_report
+from torchtitan.report.live import serve_run
 from torchtitan.report.plots import compare_runs
 from torchtitan.report.timeline import read_timeline
 from torchtitan.report.timeline_plot import STEPS, write_plot
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw some steps as a .svg or .png file")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps in the plot")
     parser.add_argument("--last-step", type=int, help="the last of them; the newest by default")
+    parser.add_argument("--serve", action="store_true", help="serve the live page of the run, until Ctrl-C")
+    parser.add_argument("--port", type=int, default=0, help="of the live page on 127.0.0.1; 0 takes a free one")
     parser.add_argument("--compare", nargs="+", metavar="RUN_DIR", help="plot reward and evaluation of several runs")
     parser.add_argument("--labels", nargs="+", help="names of the compared runs, in their order")
     parser.add_argument("--output", default="compare.svg", help="figure of --compare: .svg or .png")
@@ -45,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.compare:
             print(compare_runs(arguments.compare, arguments.output, arguments.labels))
+            return 0
+        if arguments.serve:
+            serve_run(arguments.run_dir, arguments.port)
             return 0
         if not arguments.trace_only:
             print(write_report(arguments.run_dir))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.report.console import number
-from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE
+from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, write_whole
 from torchtitan.report.plots import run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import read_timeline
@@ -35,10 +34,7 @@ def write_report(run_dir: str | Path) -> Path:
         UserError: there is no such folder.
     """
     path = Path(run_dir) / REPORT_FILE
-    page = report_page(Path(run_dir))
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, report_page(Path(run_dir)))
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -18,6 +19,10 @@ from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+ACTORS_FILE = "actors.json"
+# Of each step's first completions, so many are written token by token, and of each so many tokens.
+DETAILED_SAMPLES = 4
+DETAILED_TOKENS = 512
 
 # Other tools rely on these: every step's object has them, null where there is no figure.
 REQUIRED_KEYS = (
@@ -72,10 +77,12 @@ class MetricsLogger:
         self._closing.callback(self._console.close)
 
     def log_step(self, step: int, figures: Mapping[str, Figure], actors: Mapping[str, str] | None = None) -> None:
-        """Write the object of one trained batch; actors (name → state, for the display) as they are now."""
+        """Write the object of one trained batch; actors (name → state) as they are now go to actors.json."""
         row = self._write(dict.fromkeys(REQUIRED_KEYS) | dict(figures) | {"step": step})
         if step % self.config.metrics.log_freq == 0 or step == self.config.training.steps:
             self._console.step(step, row, actors or {})
+        if actors:
+            write_whole(self.run_dir / ACTORS_FILE, json.dumps({"step": step, "actors": dict(actors)}))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Figure]) -> None:
         """Write an evaluation as an object of its own, with `eval/…` keys and the step after which it was made."""
@@ -84,8 +91,9 @@ class MetricsLogger:
     def log_completions(self, step: int, batch: Batch, tokenizer: Decoder) -> None:
         """Write the first samples of a batch in words, at most metrics.completions_per_step."""
         limit = self.config.metrics.completions_per_step
-        for sample in batch.samples[: None if limit < 0 else limit]:
-            self._completions.write(describe_sample(step, batch.version, sample, tokenizer))
+        for number, sample in enumerate(batch.samples[: None if limit < 0 else limit]):
+            row = describe_sample(step, batch.version, sample, tokenizer)
+            self._completions.write(row | (describe_tokens(sample, tokenizer) if number < DETAILED_SAMPLES else {}))
 
     def close(self) -> None:
         """Close the files and the display; calling it again does nothing."""
@@ -124,6 +132,40 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder)
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.completion_ids),
     }
+
+
+def describe_tokens(sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
+    """The first tokens of a sample one by one: text, the engine's log-prob, and the trainer's where it is known."""
+    ids = sample.completion_ids[:DETAILED_TOKENS]
+    known = sample.trainer_log_probs
+    trainer = [] if known is None else known[: len(ids)].tolist()
+    return {
+        "token_texts": token_texts(ids, tokenizer),
+        "log_probs": [round(value, 4) if math.isfinite(value) else None for value in sample.log_probs[: len(ids)]],
+        "trainer_log_probs": [round(value, 4) if math.isfinite(value) else None for value in trainer],
+    }
+
+
+def token_texts(ids: list[int], tokenizer: Decoder) -> list[str]:
+    """What each token adds to the text; one that is only a part of a character adds nothing, the last of them all."""
+    texts = []
+    before = done = 0
+    for end in range(1, len(ids) + 1):
+        # With a token in front: some decoders drop the space that the first one begins with.
+        text = tokenizer.decode(ids[before:end], skip_special=False)
+        if text.endswith("�") and end - done < 4 and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(tokenizer.decode(ids[before:done], skip_special=False)) :])
+        before, done = done, end
+    return texts
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in one rename: a reader finds the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.report.metrics import write_whole
 from torchtitan.report.timeline import SYNC, TRAINER, Moment, Span, Timeline, read_timeline
 
 TRACE_FILE = "trace.json"
@@ -37,10 +37,8 @@ def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}")
     path = run_dir / TRACE_FILE
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(chrome_trace(read_timeline(run_dir), minutes), file, allow_nan=False, separators=(",", ":"))
-    os.replace(temporary, path)
+    trace = chrome_trace(read_timeline(run_dir), minutes)
+    write_whole(path, json.dumps(trace, allow_nan=False, separators=(",", ":")))
     return path
 
 

@@ -34,6 +34,8 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)
     kept_token_ids: list[list[int]] | None = None
     advantage: float = 0.0
+    trainer_log_probs: Any = None
+    """The tokens' log-probs before the batch's first optimizer step (a tensor), where this process computed them"""
 
 
 @dataclass

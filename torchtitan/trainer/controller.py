@@ -15,6 +15,7 @@ from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.rounds import Answer
 from torchtitan.report.html import write_report
+from torchtitan.report.live import LivePage
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.trace import write_trace
@@ -115,6 +116,8 @@ class Controller:
             self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
         )
         self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
+        if self.config.metrics.live_port:
+            self._closing.callback(LivePage(self.run_dir, self.config.metrics.live_port).close)
         self.sync_metrics = SyncMetrics(self.run_dir, read_json_lines(self.run_dir / METRICS_FILE))
         # Also a run that ends with an error has something to show.
         self._closing.callback(self._draw_report)

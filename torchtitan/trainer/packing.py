@@ -76,6 +76,8 @@ class MicroBatch:
     same_version: torch.Tensor
     """[A] bool: of a completion that the version that this batch is trained on has sampled from end to end"""
     kept: KeptTokens | None
+    trained: list[Sample]
+    """Whose completions the active positions predict, in their order"""
 
     @property
     def num_sequences(self) -> int:
@@ -101,6 +103,7 @@ def pack(
     token_weights: list[float] = []
     same: list[bool] = []
     kept: list[list[int]] = []
+    trained: list[Sample] = []
     for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
         whole = sample.prompt_ids + sample.completion_ids
         start = len(tokens) + len(sample.prompt_ids) - 1
@@ -108,6 +111,7 @@ def pack(
         lengths.append(len(whole) - 1)
         if not is_trained(sample, mask_truncated):
             continue
+        trained.append(sample)
         count = len(sample.completion_ids)
         active += range(start, start + count)
         targets += sample.completion_ids
@@ -131,6 +135,7 @@ def pack(
         weights=torch.tensor(token_weights, dtype=torch.float32, device=device),
         same_version=torch.tensor(same, dtype=torch.bool, device=device),
         kept=KeptTokens.from_rows(kept, device),
+        trained=trained,
     )
 
 

@@ -266,6 +266,10 @@ class _Totals:
         self._raise_largest("ratio", loss_of.ratio_max)
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
+        # What is logged of the batch shows them beside the engine's; they stay on the device until then.
+        lengths = [len(sample.completion_ids) for sample in micro_batch.trained]
+        for sample, of_sample in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
+            sample.trainer_log_probs = of_sample
         # KL(μ ‖ π), estimated from samples of μ.
         divergence = k3(micro_batch.behaviour_log_probs, log_probs)
         same = micro_batch.same_version

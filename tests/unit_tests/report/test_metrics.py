@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy
 import pytest
 
 from tests.patience import PATIENCE_S
@@ -18,7 +19,14 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import VersionSpan
 from torchtitan.report import console
-from torchtitan.report.metrics import REQUIRED_KEYS, MetricsLogger, cut_after
+from torchtitan.report.metrics import (
+    DETAILED_SAMPLES,
+    DETAILED_TOKENS,
+    REQUIRED_KEYS,
+    MetricsLogger,
+    cut_after,
+    token_texts,
+)
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.events import EventLog
 from torchtitan.utils.json_lines import read_json_lines
@@ -53,7 +61,8 @@ def figures(step: int) -> dict[str, float | None]:
 def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
     logger = MetricsLogger(make_config(), tmp_path)
     logger.log_evaluation(0, {"eval/pass@1": 0.25})
-    logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf})
+    logger.log_step(1, figures(1) | {"loss": math.nan, "grad_norm": math.inf}, {"actor-0": "READY v0"})
+    assert json.loads((tmp_path / "actors.json").read_text()) == {"step": 1, "actors": {"actor-0": "READY v0"}}
     # Every row is on the disk before the run goes on.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logger.close()
@@ -64,7 +73,7 @@ def test_rows_have_all_keys_and_only_json_numbers(tmp_path: Path) -> None:
 
     first, second = (json.loads(line, parse_constant=no_constant) for line in lines)
     assert first == {"step": 0, "eval/pass@1": 0.25}
-    assert set(REQUIRED_KEYS) | {"extra"} == set(second)
+    assert set(REQUIRED_KEYS) | {"extra"} == set(second) and next(iter(second)) == "step"
     assert second["loss"] is None and second["grad_norm"] is None and second["reward/mean"] == 0.5
 
 
@@ -104,7 +113,42 @@ def test_completions_in_words(tmp_path: Path, limit: int, expected: int) -> None
             "versions": [{"version": 3, "tokens": 1}, {"version": 4, "tokens": 1}],
             "finish_reason": "stop",
             "tokens": 2,
+            "token_texts": ["w3", " w4"],
+            "log_probs": [0, 0],
+            "trainer_log_probs": [],
         }
+    # Token by token only a few, so that the file does not grow with the batch.
+    assert sum("token_texts" in row for row in rows) == min(expected, DETAILED_SAMPLES)
+
+
+def test_tokens_with_both_log_probs(tmp_path: Path) -> None:
+    batch = make_batch()
+    sample = batch.samples[0]
+    sample.completion_ids, sample.log_probs = [5] * 1000, [-0.123456] * 1000
+    sample.trainer_log_probs = numpy.array([math.nan] + [-0.5] * 999)
+    logger = MetricsLogger(make_config(), tmp_path)
+    logger.log_completions(6, batch, Words())
+    logger.close()
+    row = read_json_lines(tmp_path / "completions.jsonl")[0]
+    assert len(row["token_texts"]) == DETAILED_TOKENS and row["tokens"] == 1000
+    assert row["log_probs"] == [-0.1235] * DETAILED_TOKENS
+    assert row["trainer_log_probs"] == [None] + [-0.5] * (DETAILED_TOKENS - 1)
+
+
+class Bytes:
+    """A decoder whose tokens are bytes, and which drops the space that a text begins with."""
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+@pytest.mark.parametrize("text", ["", "a b  c", "né 日本 🙂!", "🙂"])
+def test_texts_of_tokens_make_the_whole_text(text: str) -> None:
+    texts = token_texts(list(text.encode()), Bytes())
+    assert "".join(texts) == text and len(texts) == len(text.encode())
+    assert set(texts) <= {"", *text}
+    broken = token_texts([0xF0, 0x9F, *b"ab", 0xFF, *b"cdef"], Bytes())
+    assert "".join(broken).endswith("cdef") and len(broken) == 9
 
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
