@@ -72,20 +72,24 @@ def launch(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 7", 7), ("kill -9 $BASHPID", 137), ("exit 0", 0)])
-def test_the_launcher_carries_the_exit_code_of_a_rank(program: str, code: int) -> None:
-    done = run(*launch("1", "--no-python", "bash", "-c", program), PYTHONPATH=str(ROOT))
+def test_the_launcher_carries_the_exit_code_of_a_rank_and_leaves_nothing(
+    tmp_path: Path, program: str, code: int
+) -> None:
+    done = run(*launch("1", "--no-python", "bash", "-c", program), PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path))
     assert done.returncode == code
     assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -> None:
-    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    ready, saved, temporary = tmp_path / "ready", tmp_path / "saved", tmp_path / "temporary"
+    temporary.mkdir()
     program = f"trap 'sleep 1; touch {saved}; exit 0' TERM; touch {ready}; while true; do sleep 0.1; done"
     process = subprocess.Popen(
         launch("1", "--no-python", "bash", "-c", program),
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     )
     try:
         for _ in range(600):
@@ -98,5 +102,5 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
-    assert saved.exists()
+    assert saved.exists() and not list(temporary.iterdir())
     assert "Traceback" not in errors

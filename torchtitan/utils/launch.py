@@ -3,7 +3,8 @@
     python -m torchtitan.utils.launch <torchrun's arguments>
 
 torchrun answers every failure of a rank with exit code 1, and every signal with a traceback. Here a failed rank's own
-exit code is carried through, and a signal ends in 128 + its number once the ranks have gone.
+exit code is carried through, and a signal ends in 128 + its number once the ranks have gone. Its folder among the
+temporary files goes with it, unless `--log-dir` names another.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,8 +25,11 @@ SHUTDOWN_TIMEOUT_S = 630
 def main(arguments: list[str]) -> int:
     """Run torchrun with these arguments and return the exit code."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    parsed = parse_args(arguments)
     try:
-        run(parse_args(arguments))
+        with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+            parsed.log_dir = parsed.log_dir or folder
+            run(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # Popen reports death by signal n as -n, shells as 128 + n.
