@@ -32,7 +32,7 @@ from torchtitan.report.deliveries import CHUNK_BYTES, line_start, read_lines
 from torchtitan.report.html import description_of, report_page
 from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE
 from torchtitan.report.plots import COLORS, PLOTS
-from torchtitan.utils.subprocesses import helper_environment
+from torchtitan.utils.child_process import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class LivePage:
             arguments = [str(run_dir), str(listener.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torchtitan.report.live", *arguments],
-                env=helper_environment(threads=1, **{TOKEN_VARIABLE: token}),
+                env=child_environment(threads=1, **{TOKEN_VARIABLE: token}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
