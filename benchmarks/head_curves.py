@@ -108,7 +108,7 @@ class Replica:
 
     def loss(self, source: ReplaySource, version: int) -> float:
         """Of the recorded batch, while the replica trains on it."""
-        result = self.trainer.train_batch(source.next_batch(version), lambda: True, lambda: None)
+        result = self.trainer.train_batch(source.next_batch(version))
         loss = result.metrics["loss"]
         assert loss is not None
         return loss

@@ -25,13 +25,13 @@ def train(config: JobConfig) -> int:
         job.start()
         while (command := job.next_command()).kind is not Kind.STOP:
             if command.kind is Kind.SNAPSHOT:
-                job.snapshot_owed()
+                job.publish_pending()
             elif command.generation is not None:
                 job.generate(command.generation)
             elif command.kind is Kind.EXPORT:
                 job.export_on_demand()
             elif command.batch is not None:
-                result = job.trainer.train_batch(command.batch, job.weights.reserve, job.weights.fence)
+                result = job.trainer.train_batch(command.batch, job.sync)
                 job.version += 1
                 job.publish(result)
                 job.log_step(command.batch, result)

@@ -27,7 +27,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.trace import write_trace
 from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.source import RolloutSource, open_rollouts
+from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.utils.child_process import child_environment
@@ -40,8 +40,9 @@ EPOCH, TOKEN = "1-test", "secret-of-the-test"
 class Run:
     """A trainer without training: it changes the weights a little and publishes them."""
 
-    def __init__(self, config: JobConfig, policy: Decoder, rollout: RolloutSource, sync: WeightSync, run_dir: Path):
-        self.config, self.policy, self.rollout, self.sync, self.run_dir = config, policy, rollout, sync, run_dir
+    def __init__(self, config: JobConfig, policy: Decoder, rollouts: Rollouts, sync: WeightSync, run_dir: Path):
+        self.config, self.policy, self.sync, self.run_dir = config, policy, sync, run_dir
+        self.call, self.flow = rollouts.loop.call, rollouts.flow
         self.version = 0
         self.batches: list[Batch] = []
 
@@ -50,7 +51,7 @@ class Run:
 
     def step(self) -> Batch:
         deadline = time.monotonic() + PATIENCE_S
-        while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
+        while (batch := self.call(self.flow.next_batch, self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
             if self.sync.owed is not None:
                 self.sync.snapshot_owed(self.version)
@@ -61,7 +62,7 @@ class Run:
                 parameter.mul_(1.001)
         self.version += 1
         self.publish()
-        self.rollout.set_version(self.version)
+        self.call(self.flow.set_version, self.version)
         return batch
 
     def steps_until(self, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
@@ -104,22 +105,18 @@ def running(config: JobConfig, policy: Decoder, run_dir: Path) -> Iterator[Run]:
     run_dir.mkdir()
     journal = Journal(run_dir)
     tokenizer = Tokenizer(config.model.hf_assets_path)
-    rollout = open_rollouts(config, tokenizer, journal, EventLog(run_dir / "events.jsonl"), run_dir, EPOCH, TOKEN)
-    rollout.launch()
-    sync = None
-    try:
+    events = EventLog(run_dir / "events.jsonl")
+    with contextlib.closing(journal), contextlib.ExitStack() as stack:
+        rollouts = make_rollouts(config, 1, tokenizer, journal, events, run_dir, EPOCH, TOKEN)
+        stack.enter_context(rollouts)
         parameters = dict(policy.named_parameters())
         sync = WeightSync(config.weight_sync, parameters, epoch=EPOCH, token=TOKEN, run_dir=run_dir)
-        made = Run(config, policy, rollout, sync, run_dir)
+        stack.callback(sync.close)
+        made = Run(config, policy, rollouts, sync, run_dir)
         made.publish()
-        rollout.connect_weights(sync.coordinator_address)
-        rollout.start(0)
+        made.call(rollouts.pool.connect_weights, sync.coordinator_address)
+        made.call(rollouts.flow.set_version, 0)
         yield made
-    finally:
-        rollout.close()
-        if sync is not None:
-            sync.close()
-        journal.close()
 
 
 @pytest.fixture

@@ -74,11 +74,21 @@ def train_recorded(checkpoint: str, run_dir: str, tp: int, decoupled: bool, loss
     source = ReplaySource(run_dir)
     figures = []
     for version in range(STEPS):
-        result = trainer.train_batch(source.next_batch(version), lambda: device.rank() != 1, lambda: None)
+        result = trainer.train_batch(source.next_batch(version), Slots())
         # One rank without a free slot must be known to all of them.
         assert result.votes_against == (1 if device.world_size() > 1 else 0)
         figures.append([result.metrics[name] for name in ("loss", "grad_norm", "entropy")])
     return figures
+
+
+class Slots:
+    """None is free on rank 1."""
+
+    def reserve(self) -> bool:
+        return device.rank() != 1
+
+    def fence(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize(("decoupled", "loss_type"), [(True, "dapo"), (False, "grpo")])

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 
-from torchtitan.config.derived import global_batch_size, sleeps_between_batches, world_size
+from torchtitan.config.derived import global_batch_size, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
@@ -39,12 +39,14 @@ class RolloutFlow:
     (handed out, or dropped and counted). A saved state holds the first three: a resume neither loses nor repeats one.
     """
 
-    def __init__(self, config: JobConfig, groups: GroupMaker, stream: PromptStream, journal: Journal | None):
+    def __init__(
+        self, config: JobConfig, groups: GroupMaker, stream: PromptStream, journal: Journal | None, ranks: int
+    ):
         self._config = config
         self._groups = groups
         self._stream = stream
         self._journal = journal
-        self._batch_groups = global_batch_size(config, world_size()) // config.grpo.group_size
+        self._batch_groups = global_batch_size(config, ranks) // config.grpo.group_size
         # Actors that sleep while the trainer trains cannot work ahead, and should have nothing unfinished by then.
         ahead = 0 if sleeps_between_batches(config) else config.rollout.max_staleness
         self._pace = Pace(self._batch_groups, ahead, config.rollout.max_groups_in_flight)
@@ -60,14 +62,9 @@ class RolloutFlow:
         self._no_completion_s = self._no_group_s = 0.0
         self._statistics = self._fresh_statistics()
 
-    def start(self, version: int) -> None:
-        """Begin to generate, for the batch of `version`."""
-        self._running = True
-        self._pace.version, self._pace.handed_out = version, False
-        self._fill()
-
     def set_version(self, version: int) -> None:
-        """The trainer has made `version` out of the batch that was handed out last."""
+        """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""
+        self._running = True
         self._pace.version, self._pace.handed_out = version, False
         self._fill()
 
@@ -108,7 +105,7 @@ class RolloutFlow:
         return json.dumps(state).encode()
 
     def restore_state(self, data: bytes) -> None:
-        """Go on from an exported state, before start(). Its groups are admitted by their versions as ever.
+        """Go on from an exported state, before set_version(). Its groups are admitted by their versions as ever.
 
         Raises:
             UserError: the training prompts are not those of the state.
@@ -182,8 +179,9 @@ class RolloutFlow:
             usable = False
         self._without_reward = 0 if group.samples else self._without_reward + 1
         if self._without_reward >= BATCHES_WITHOUT_REWARD * self._batch_groups:
+            failure = self._groups.rewards.last_failure or "the functions returned None"
             raise UserError(
-                f"the last {self._without_reward} groups got no reward at all; {self._groups.last_reward_failure()}: "
+                f"the last {self._without_reward} groups got no reward at all; {failure}: "
                 "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column)"
             )
         # Over about two batches: fast enough to follow the policy, slow enough not to follow single groups.
@@ -236,9 +234,10 @@ class RolloutFlow:
         self._no_group_s += seconds
         limit = self._config.rollout.data_timeout_s
         if self._no_completion_s > limit:
+            actors = ", ".join(f"{name} {state}" for name, state in self._groups.pool.actors.items()) or "none"
             raise UserError(
                 f"no completion arrived for {limit:g} s (rollout.data_timeout_s) with {len(self._in_flight)} groups "
-                f"under way; actors: {self._groups.describe_actors()} (see events.jsonl and logs/ in the run folder)"
+                f"under way; actors: {actors} (see events.jsonl and logs/ in the run folder)"
             )
         if self._no_group_s > limit:
             counts = self._statistics

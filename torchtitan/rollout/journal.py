@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion, GenerateRequest, Tag
-from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json, decode_batch, encode_batch
-from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
+from torchtitan.rollout.types import Batch
 from torchtitan.utils.json_lines import JsonLines
-
-__all__ = ["JOURNAL_NAME", "Journal", "decode_batch", "encode_batch", "read_records"]
 
 JOURNAL_NAME = "journal.jsonl"
 
@@ -82,10 +79,7 @@ def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 class ReplaySource:
-    """Hands out the batches of a recorded run, with the interface of RolloutProducer and without actors."""
-
-    has_actors = False
-    rounds = None
+    """Hands out the batches of a recorded run, as RolloutFlow does those that are generated."""
 
     def __init__(self, run_dir: str | Path, journal: Journal | None = None):
         """What is handed out is recorded in `journal` again, so that a replay can be replayed.
@@ -99,14 +93,10 @@ class ReplaySource:
         if journal is not None and self.path.resolve() == journal.path.resolve():
             raise UserError(f"rollout.replay = {str(run_dir)!r} is the folder of this very run")
         self._offsets: dict[int, int] = {}
-        self.decisions: dict[int, bool] = {}
-        """Version -> was it published; the last word where a resumed run decided again"""
         start = 0
         for end, record in read_records(self.path):
             if record["record"] == "batch":
                 self._offsets[record["version"]] = start
-            else:
-                self.decisions[record["version"]] = record["published"]
             start = end
 
     @property
@@ -114,16 +104,7 @@ class ReplaySource:
         """Versions for which there is a batch."""
         return sorted(self._offsets)
 
-    def launch(self, timeout: float | None = None) -> None:
-        """Nothing to start."""
-
-    def start(self, version: int) -> None:
-        """Nothing to start."""
-
-    def set_version(self, version: int) -> None:
-        """The record decides what is handed out."""
-
-    def next_batch(self, version: int, timeout: float | None = None) -> Batch:
+    def next_batch(self, version: int) -> Batch:
         """The batch that the recorded run trained on at `version`, its statistics included.
 
         Raises:
@@ -141,44 +122,3 @@ class ReplaySource:
         if self._journal is not None:
             self._journal.append_batch(batch)
         return batch
-
-    def connect_weights(self, coordinator: str) -> None:
-        """There is nobody to connect."""
-
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """There is nobody to compare with."""
-
-    def redo_elsewhere(self, actor: str, reason: str) -> None:
-        """There is nothing to redo."""
-
-    def sleep(self) -> None:
-        """There is nobody to sleep."""
-
-    def wake(self, tag: Tag) -> None:
-        """There is nobody to wake."""
-
-    def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, min_version: int = 0
-    ) -> list[list[Completion]]:
-        """Raises UserError: nobody can generate."""
-        raise UserError("a replay has no actors to generate with")
-
-    def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], timeout_s: float
-    ) -> list[list[float | None]]:
-        """Raises UserError: nobody judges."""
-        raise UserError("a replay has no reward workers")
-
-    def held_out_prompts(self) -> list[Prompt]:
-        """None: a replay evaluates nothing."""
-        return []
-
-    def export_state(self) -> bytes:
-        """A replay has no rollouts of its own to keep."""
-        return b""
-
-    def restore_state(self, state: bytes) -> None:
-        """The version alone says where a replay goes on."""
-
-    def close(self) -> None:
-        """Nothing to stop."""

@@ -2,128 +2,132 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.colocated.rounds import Answer
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import Tag
 from torchtitan.report.html import write_report
 from torchtitan.report.live import LivePage
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.trace import write_trace
-from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.source import RolloutSource, open_rollouts
+from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
+from torchtitan.trainer.checkpoint import Restored
 from torchtitan.trainer.commands import Command, Kind
 from torchtitan.trainer.evaluation import Evaluator
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
+from torchtitan.utils.background_loop import CALL_TIMEOUT_S
 from torchtitan.utils.events import EventLog
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.facade import ActorStatus
+from torchtitan.weight_sync.facade import ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# How long rank 0 looks for a batch before it looks at signals and owed versions again.
+# How long rank 0 looks for a batch before it looks at signals and at a pending version again.
 POLL_S = 0.05
-# While a version is owed, a batch that is ready is taken, and one that is not is barely waited for.
-OWED_POLL_S = 0.01
-# Without free slots an owed version is not tried again for this long.
+# While a version is pending, a batch that is ready is taken, and one that is not is barely waited for.
+PENDING_POLL_S = 0.01
+# Without free slots a pending version is not tried again for this long.
 SNAPSHOT_PAUSE_S = 0.25
 # How long prompts may go on to an actor that the weight coordinator has evicted, however long a training step is.
 EVICTION_LOOK_S = 0.1
-REST_TIMES = ("time/sleep_s", "time/wake_s")
+SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
 
 
 class Controller:
-    """Context manager; lives on rank 0 only."""
+    """Lives on rank 0 only. It talks to the engines' pool and to the flow of rollouts directly, in their own thread.
 
-    _watch: concurrent.futures.Future[None] | None = None
-    """Ends by itself only with an error"""
+    A version that was skipped is pending until it, or a newer one, has gone out to the actors.
+    """
+
     _batch: Batch | None = None
     """Goes to the ranks next, when the actors sleep"""
+    _evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
+    _evaluation_due = False
+    _watch: concurrent.futures.Future[None] | None = None
+    """Ends by itself only with an error"""
 
-    def __init__(self, config: JobConfig, run_dir: Path, epoch: str, token: str, signals: SignalFlags):
-        self.config = config
-        self.run_dir = run_dir
-        self.epoch = epoch
-        self.token = token
-        self.signals = signals
-        self._closing = contextlib.ExitStack()
-        self._evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
-        self._evaluation_due = False
+    def __init__(
+        self,
+        config: JobConfig,
+        run_dir: Path,
+        epoch: str,
+        signals: SignalFlags,
+        source: Rollouts | ReplaySource,
+        weights: WeightPath,
+        *,
+        events: EventLog,
+        journal: Journal,
+        tokenizer: Tokenizer,
+        restored: Restored | None = None,
+    ):
+        """source: of batches. weights: the way by which they leave. restored: what checkpoint to go on from.
+
+        Raises UserError for rollouts of other training prompts, or without a package that [metrics] asks for.
+        """
+        self.config, self.run_dir, self.signals, self.weights = config, run_dir, signals, weights
+        self.events, self.journal, self.tokenizer = events, journal, tokenizer
+        self.replay = source if isinstance(source, ReplaySource) else None
+        self.rollouts = source if isinstance(source, Rollouts) else None
+        pool = self.rollouts and self.rollouts.pool
+        self.colocated = pool if isinstance(pool, ColocatedPool) else None
+        self.actors = pool if isinstance(pool, InferencePool) else None
+        self.sync = weights if isinstance(weights, WeightSync) else None
         self._evaluations: list[tuple[float, float]] = []
-        self._rest_times = dict.fromkeys(REST_TIMES, 0.0) if sleeps_between_batches(config) else {}
-        self._resumed_step: int | None = None
+        self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}
         self._last_snapshot_try = 0.0
         self._newest = 0
-        """The newest version that was snapshotted for the actors"""
+        """The newest version that went out to the actors"""
         self._evictions: dict[str, int] = {}
-        self._closed = threading.Event()
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
+        if restored is not None:
+            journal.resume_at(restored.version)
+            logger.info("resuming at version %d", restored.version)
+        self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
+        rows = read_json_lines(run_dir / METRICS_FILE)
+        self._evaluated = {row["step"] for row in rows if "eval/version" in row}
+        self.sync_metrics = SyncMetrics(run_dir, rows)
+        if self.rollouts is not None:
+            self._call = self.rollouts.loop.call
+            if restored is not None and restored.rollout is not None:
+                self._call(self.rollouts.flow.restore_state, restored.rollout)
+            prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
+            self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
+        if self.rollouts is not None and self.actors is not None and self.sync is not None:
+            self._call(self.actors.connect_weights, self.sync.coordinator_address)
+            self._watch = self.rollouts.loop.submit(self._watch_actors)
+        # Last: it is a process, and close() is only called for a controller that is complete.
+        self._live = LivePage(run_dir, config.metrics.live_port) if config.metrics.live_port else None
 
-    def __enter__(self) -> Controller:
-        config = self.config
-        with contextlib.ExitStack() as stack:
-            self.tokenizer = Tokenizer(config.model.hf_assets_path)
-            self.events = EventLog(self.run_dir / "events.jsonl")
-            if injected := faults.active():
-                told = config.fault_injection.faults or injected
-                self.events.write("fault_injection_is_on", level=logging.WARNING, faults=told)
-            self.journal = Journal(self.run_dir)
-            stack.callback(self.journal.close)
-            self.rollout: RolloutSource = open_rollouts(
-                config, self.tokenizer, self.journal, self.events, self.run_dir, self.epoch, self.token
-            )
-            stack.callback(self.rollout.close)
-            self.rollout.launch()
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-            stack.callback(self._executor.shutdown, wait=False, cancel_futures=True)
-            self._closing = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._closing.close()
-
-    def resume(self, version: int, rollout: bytes | None) -> None:
-        """Go on after the checkpoint of `version`, with the rollouts that it held."""
-        self.journal.resume_at(version)
-        self._resumed_step = version
-        if rollout is not None:
-            self.rollout.restore_state(rollout)
-        logger.info("resuming at version %d", version)
-
-    def connect(self, weights: WeightPath) -> None:
-        """Give the actors the way by which weights come."""
-        self.weights = weights
-        self.evaluator = Evaluator(
-            self.config, self.rollout.held_out_prompts(), self.rollout.generate, self.rollout.score, self.events
-        )
-        self.metrics = MetricsLogger(self.config, self.run_dir, resumed_step=self._resumed_step)
-        if self.config.metrics.live_port:
-            self._closing.callback(LivePage(self.run_dir, self.config.metrics.live_port).close)
-        self.sync_metrics = SyncMetrics(self.run_dir, read_json_lines(self.run_dir / METRICS_FILE))
-        # Also a run that ends with an error has something to show.
-        self._closing.callback(self._draw_report)
-        if self.rollout.has_actors:
-            self.rollout.connect_weights(weights.coordinator_address)
-            self._start_watch()
+    def close(self) -> None:
+        """Stop looking after the actors, and draw the report."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._live is not None:
+            self._live.close()
+        self.metrics.close()
+        self.sync_metrics.close()
+        logger.info("report: %s", write_report(self.run_dir))
+        logger.info("trace: %s", write_trace(self.run_dir))
 
     def start(self, version: int) -> None:
         """Start the rollouts of version `version`, which has just been published, and an evaluation if one is due.
@@ -132,10 +136,7 @@ class Controller:
         """
         self.journal.append_decision(version, published=True)
         self._newest = version
-        self.rollout.start(version)
-        rows = read_json_lines(self.run_dir / METRICS_FILE)
-        if not any(row.get("step") == version and "eval/version" in row for row in rows):
-            self._plan_evaluation(version)
+        self._reach(version)
 
     def decide(self, version: int) -> Command:
         """The next command. Returns within a quarter of comm.train_timeout_seconds, or when the actors sleep.
@@ -145,41 +146,39 @@ class Controller:
         """
         if self._batch is not None:
             held, self._batch = self._batch, None
-            with self._timed("time/sleep_s"):
-                self.rollout.sleep()
+            self._sleep()
             return Command(Kind.BATCH, held)
         give_up = time.monotonic() + self._keep_alive_s
         while True:
             if self._watch is not None and self._watch.done():
                 self._watch.result()
-            owed = self.weights.owed is not None
-            generates = self.rollout.rounds is not None and self.rollout.rounds.wanted(self._newest)
+            pending = self.sync is not None and self.sync.owed is not None
+            generates = self.colocated is not None and self.colocated.wanted(self._newest)
             if self.signals.stop_requested:
                 return Command(Kind.STOP)
             if self.signals.take_export_request():
                 return Command(Kind.EXPORT)
             if self._evaluation is not None:
                 self._look_at_evaluation(version, timeout=0 if generates else POLL_S)
-            elif self._evaluation_due and not owed:
+            elif self._evaluation_due and not pending:
                 self._start_evaluation(version)
             elif self._evaluation_due:
-                # The version to evaluate is still owed to the actors; it goes out first.
-                time.sleep(OWED_POLL_S)
+                # The version to evaluate has not gone out yet; it goes out first.
+                time.sleep(PENDING_POLL_S)
             elif version >= self.config.training.steps:
                 return Command(Kind.STOP)
             else:
-                poll = 0 if generates else OWED_POLL_S if owed else POLL_S
-                batch = self.rollout.next_batch(version, timeout=poll)
+                batch = self._next_batch(version, timeout=0 if generates else PENDING_POLL_S if pending else POLL_S)
                 if batch is not None:
-                    if not sleeps_between_batches(self.config):
+                    if not self._sleep_times:
                         return Command(Kind.BATCH, batch)
                     # Until actors sleep takes time of its own: let other ranks hear from rank 0 before.
                     self._batch = batch
                     return Command(Kind.WAIT)
-            if generates and self.rollout.rounds is not None:
-                return Command(Kind.GENERATE, generation=self.rollout.rounds.begin_round(self._newest))
+            if generates and self.colocated is not None:
+                return Command(Kind.GENERATE, generation=self.colocated.begin_round(self._newest))
             now = time.monotonic()
-            if owed and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
+            if pending and self._evaluation is None and now - self._last_snapshot_try > SNAPSHOT_PAUSE_S:
                 self._last_snapshot_try = now
                 return Command(Kind.SNAPSHOT)
             if now > give_up:
@@ -187,58 +186,49 @@ class Controller:
 
     def generated(self, answers: list[Answer]) -> None:
         """The ranks have generated: what is finished goes back to the rollouts."""
-        assert self.rollout.rounds is not None
-        self.rollout.rounds.finish_round(answers)
-
-    def make_way(self) -> None:
-        """The batch has been trained on, and its version comes next: actors that slept take memory for the weights."""
-        with self._timed("time/wake_s"):
-            self.rollout.wake("weights")
+        assert self.colocated is not None
+        self.colocated.finish_round(answers)
 
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it, and are awake."""
         self.journal.append_decision(version, published)
         self._newest = version if published else self._newest
-        if published and not self.config.grpo.async_weight_update:
-            outcome = self.weights.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
+        if published and self.sync is not None and not self.config.grpo.async_weight_update:
+            outcome = self.sync.wait_until_applied(version, self.config.weight_sync.blocking_timeout_s)
             for actor, reason in outcome.missing.items():
                 self.events.write(
                     "version_not_applied", level=logging.WARNING, actor=actor, version=version, reason=reason
                 )
-        with self._timed("time/wake_s"):
-            self.rollout.wake("kv_cache")
-        self.rollout.set_version(version)
-        self._plan_evaluation(version)
+        self.wake("kv_cache")
+        self._reach(version)
 
-    def snapshotted_owed(self, version: int) -> None:
+    def published_late(self, version: int) -> None:
         """Record that a version which had been skipped went out after all."""
         self.journal.append_decision(version, published=True)
         self._newest = version
 
-    def warn_of_mismatch(self, version: int, figures: Mapping[str, Figure]) -> None:
-        """Say so where the trainer's log-probs and the engine's are further apart than they should be."""
-        fields = mismatch.alarm(self.config, figures)
-        # Said when it begins, not in every step that it lasts.
-        if fields is not None and not self._mismatched:
-            self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
-        self._mismatched = fields is not None
-
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """The trainer's word on the probe under `version`, which actors are held to."""
-        self.rollout.expect(version, token_ids, log_probs)
+        """Hold the actors to what the trainer computes of the probe under `version`."""
+        assert self.actors is not None
+        self._call(self.actors.expect, version, token_ids, log_probs)
 
-    def take_rest_times(self) -> dict[str, float]:
+    def wake(self, tag: Tag) -> None:
+        """Have actors that sleep take a part of their memory again: the weights before they get a version, the KV cache
+        when they have it. Returns when they have, or their deadline is over."""
+        if self._sleep_times and self.actors is not None:
+            with self._timed("time/wake_s"):
+                timeout_s = self.config.inference.sleep_timeout_s + CALL_TIMEOUT_S
+                self._call(self.actors.wake, tag, timeout_s=timeout_s)
+
+    def rollout_state(self) -> bytes | None:
+        """For a checkpoint between two steps: finished but unused groups, and the position in the prompts."""
+        return None if self.rollouts is None else self._call(self.rollouts.flow.export_state)
+
+    def take_sleep_times(self) -> dict[str, float]:
         """Keys for metrics.jsonl: how long the trainer waited for actors to sleep and to wake since the last call; none
         where they do neither."""
-        times, self._rest_times = self._rest_times, dict.fromkeys(self._rest_times, 0.0)
+        times, self._sleep_times = self._sleep_times, dict.fromkeys(self._sleep_times, 0.0)
         return times
-
-    @contextlib.contextmanager
-    def _timed(self, key: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        if key in self._rest_times:
-            self._rest_times[key] += time.monotonic() - started
 
     def take_evaluations(self) -> list[tuple[float, float]]:
         """Begin and end (seconds since 1970) of the evaluations since the last call; their time belongs to no step."""
@@ -248,27 +238,57 @@ class Controller:
     def log_step(
         self, version: int, batch: Batch, figures: Mapping[str, Figure], snapshots: Sequence[Snapshot]
     ) -> None:
+        """Write down a trained batch; say so where the trainer's log-probs and the engine's are too far apart."""
         step_s = figures["time/step_s"]
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
-        actors = self.weights.actors()
-        states = {name: f"{status.state} v{status.version}" for name, status in actors.items()}
+        states = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate
         self.metrics.log_step(version, row | self.sync_metrics.step(row, snapshots), states)
         self.metrics.log_completions(version, batch, self.tokenizer)
+        fields = mismatch.alarm(self.config, row)
+        # Said when it begins, not in every step that it lasts.
+        if fields is not None and not self._mismatched:
+            self.events.write("mismatch_kl_alarm", level=logging.WARNING, version=version, **fields)
+        self._mismatched = fields is not None
 
-    def _start_watch(self) -> None:
-        """Watch the actors from a thread: during a training step nobody asks for commands, and prompts go out."""
-        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evictions")
-        self._closing.callback(executor.shutdown)
-        self._closing.callback(self._closed.set)
-        self._watch = executor.submit(self._watch_actors)
+    def _reach(self, version: int) -> None:
+        """The trainer is at `version`: rollouts for its batch, and perhaps an evaluation of it."""
+        if self.rollouts is None:
+            return
+        self._call(self.rollouts.flow.set_version, version)
+        interval, last = self.config.eval.interval, self.config.training.steps
+        regular = version == 0 or version >= last or (interval > 0 and version % interval == 0)
+        self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated
 
-    def _watch_actors(self) -> None:
-        while not self._closed.wait(EVICTION_LOOK_S):
-            self._note_evictions(self.weights.actors())
+    def _next_batch(self, version: int, timeout: float) -> Batch | None:
+        if self.rollouts is None:
+            assert self.replay is not None
+            return self.replay.next_batch(version)
+        return self._call(self.rollouts.flow.next_batch, version, timeout, timeout_s=timeout + CALL_TIMEOUT_S)
 
-    def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
+    def _sleep(self) -> None:
+        """The trainer is about to train: actors that share its devices give their memory back. Returns when they have,
+        or their deadlines are over."""
+        assert self.actors is not None
+        inference = self.config.inference
+        with self._timed("time/sleep_s"):
+            timeout_s = inference.drain_timeout_s + inference.sleep_timeout_s + CALL_TIMEOUT_S
+            self._call(self.actors.sleep, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def _timed(self, key: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._sleep_times[key] += time.monotonic() - started
+
+    async def _watch_actors(self) -> None:
+        """During a training step nobody asks for commands, and prompts go out: look after evicted actors meanwhile."""
+        while True:
+            await self._note_evictions(self.weights.actors())
+            await asyncio.sleep(EVICTION_LOOK_S)
+
+    async def _note_evictions(self, actors: Mapping[str, ActorStatus]) -> None:
         """Weight sync has its own journal; what concerns an actor's service belongs into the run's events too, and
         what an actor that is gone was working on is redone elsewhere."""
         for name, status in actors.items():
@@ -278,37 +298,29 @@ class Controller:
                     reason=status.reason,
                 )  # fmt: skip
                 # One that is back by now had only lost its connection.
-                if status.state == "EVICTED":
-                    self.rollout.redo_elsewhere(name, status.reason)
+                if status.state == "EVICTED" and self.actors is not None:
+                    await self.actors.redo_elsewhere(name, status.reason)
             self._evictions[name] = status.evictions
-
-    def _draw_report(self) -> None:
-        self.metrics.close()
-        self.sync_metrics.close()
-        logger.info("report: %s", write_report(self.run_dir))
-        logger.info("trace: %s", write_trace(self.run_dir))
-
-    def _plan_evaluation(self, version: int) -> None:
-        interval = self.config.eval.interval
-        regular = version == 0 or version >= self.config.training.steps or (interval > 0 and version % interval == 0)
-        self._evaluation_due = self.config.eval.enable and self.rollout.has_actors and regular
 
     def _start_evaluation(self, version: int) -> None:
         """Evaluate in the background; commands wait for the end, so the weights stand still meanwhile."""
+        assert self.rollouts is not None
         self._evaluation_due = False
         self._evaluation_started, self._evaluation_began = time.monotonic(), time.time()
-        self._evaluation = self._executor.submit(self._run_evaluation, version)
+        self._evaluation = self.rollouts.loop.submit(self._evaluate, version)
 
-    def _run_evaluation(self, version: int) -> dict[str, Figure] | None:
+    async def _evaluate(self, version: int) -> dict[str, Figure] | None:
+        limit, newest = self.config.eval.timeout_s, self._newest
+        if self.sync is None:
+            return await self._evaluator.evaluate(version, newest, limit)
         started = time.monotonic()
-        pinned = self._newest
-        self.weights.wait_until_applied(pinned, self.config.eval.timeout_s / 2, at_least=1, counts_as_stall=False)
-        self.weights.pin(pinned)
+        wait = functools.partial(self.sync.wait_until_applied, at_least=1, counts_as_stall=False)
+        await asyncio.to_thread(wait, newest, limit / 2)
+        await asyncio.to_thread(self.sync.pin, newest)
         try:
-            remaining = max(self.config.eval.timeout_s - (time.monotonic() - started), 1.0)
-            return self.evaluator.evaluate(version, self.epoch, pinned, remaining)
+            return await self._evaluator.evaluate(version, newest, max(limit - (time.monotonic() - started), 1.0))
         finally:
-            self.weights.unpin()
+            self.sync.unpin()
 
     def _look_at_evaluation(self, version: int, timeout: float) -> None:
         assert self._evaluation is not None

@@ -12,15 +12,18 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt
 from torchtitan.utils.events import EventLog
+
+Result = TypeVar("Result")
 
 # Times that completions of another version are asked for again.
 MAX_ROUNDS = 4
@@ -31,51 +34,33 @@ PASSING_REWARD = 1.0
 FAILURES = (UserError, OSError, TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
 
 
-class Generate(Protocol):
-    def __call__(
-        self, requests: list[GenerateRequest], timeout_s: float, min_version: int = 0
-    ) -> list[list[Completion]]:
-        """All completions of all requests, in order, by actors that serve at least `min_version`; they end at the stop
-        tokens of training. Raises TimeoutError, OSError or UserError.
-        """
-
-
-class Score(Protocol):
-    def __call__(
-        self, prompts: list[Prompt], completions: list[list[Completion]], timeout_s: float
-    ) -> list[list[float | None]]:
-        """One reward per completion, None where it could not be judged; raises as Generate does."""
-
-
 @dataclass
 class _Missing(Exception):
     reason: str
 
 
 class Evaluator:
-    """Evaluates the policy that the actors serve on a fixed set of prompts."""
+    """Evaluates the policy that the actors serve on a fixed set of prompts. Belongs to the thread of `groups`.
 
-    def __init__(
-        self, config: JobConfig, prompts: Sequence[Prompt], generate: Generate, score: Score, events: EventLog
-    ):
+    Rewards are those of eval.reward_function (or else the first of rewards.functions), without weights.
+    """
+
+    def __init__(self, config: JobConfig, epoch: str, prompts: Sequence[Prompt], groups: GroupMaker, events: EventLog):
         self.config = config
-        self.prompts = list(prompts)[: config.eval.num_prompts]
-        self.generate = generate
-        self.score = score
+        self.epoch = epoch
+        self.prompts = list(prompts)
+        self.groups = groups
         self.events = events
 
-    def evaluate(
-        self, step: int, epoch: str, version: int, timeout_s: float | None = None
-    ) -> dict[str, float | int | None] | None:
+    async def evaluate(self, step: int, version: int, timeout_s: float) -> dict[str, float | int | None] | None:
         """The `eval/…` figures of one version, which the caller has made the actors serve; None if they are missing.
 
         Samples that no reward function could judge are left out and counted in eval/unscored. timeout_s is what is
         left of eval.timeout_s.
         """
         started = time.perf_counter()
-        limit = self.config.eval.timeout_s if timeout_s is None else timeout_s
         try:
-            figures = self._evaluate(step, epoch, version, started + limit)
+            figures = await self._evaluate(step, version, started + timeout_s)
         except (_Missing, *FAILURES) as error:
             reason = error.reason if isinstance(error, _Missing) else f"{type(error).__name__}: {error}"
             self.events.write(
@@ -84,15 +69,15 @@ class Evaluator:
             return None
         return figures | {"eval/time_s": time.perf_counter() - started}
 
-    def _evaluate(self, step: int, epoch: str, version: int, deadline: float) -> dict[str, float | int | None]:
+    async def _evaluate(self, step: int, version: int, deadline: float) -> dict[str, float | int | None]:
         if not self.prompts:
             raise _Missing("there are no held-out prompts")
         requests = [self._request(step, prompt, greedy=False) for prompt in self.prompts]
         if self.config.eval.greedy:
             requests += [self._request(step, prompt, greedy=True) for prompt in self.prompts]
-        completions, redone = self._generate_pinned(requests, epoch, version, deadline)
+        completions, redone = await self._generate_pinned(requests, version, deadline)
         prompts = self.prompts * (2 if self.config.eval.greedy else 1)
-        rewards = self.score(prompts, completions, _remaining(deadline))
+        rewards = await self._score(prompts, completions, deadline)
         sampled, greedy = rewards[: len(self.prompts)], rewards[len(self.prompts) :]
         judged = [[reward for reward in group if reward is not None] for group in sampled]
         counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
@@ -114,8 +99,8 @@ class Evaluator:
             "eval/redone": redone,
         }
 
-    def _generate_pinned(
-        self, requests: list[GenerateRequest], epoch: str, version: int, deadline: float
+    async def _generate_pinned(
+        self, requests: list[GenerateRequest], version: int, deadline: float
     ) -> tuple[list[list[Completion]], int]:
         """Completions of one version only, and how many requests had to be redone for that."""
         results: dict[int, list[Completion]] = {}
@@ -125,10 +110,11 @@ class Evaluator:
             # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
             batch = [_renamed(requests[index], round_number) for index in wanted]
             redone += len(wanted) if round_number else 0
-            groups = self.generate(batch, _remaining(deadline), version)
+            # Actors that serve an older version are left out.
+            groups = await _before(deadline, [self.groups.pool.generate(request, version) for request in batch])
             for index, group in zip(wanted, groups, strict=True):
                 whole = len(group) == requests[index].sampling.n
-                if whole and all(is_pinned(completion, epoch, version) for completion in group):
+                if whole and all(is_pinned(completion, self.epoch, version) for completion in group):
                     results[index] = group
             if len(results) == len(requests):
                 return [results[index] for index in range(len(requests))], redone
@@ -136,6 +122,13 @@ class Evaluator:
             f"{len(requests) - len(results)} of {len(requests)} requests were answered by other versions than "
             f"{version}, {MAX_ROUNDS} times in a row"
         )
+
+    async def _score(
+        self, prompts: list[Prompt], completions: list[list[Completion]], deadline: float
+    ) -> list[list[float | None]]:
+        name = self.config.eval.reward_function or self.config.rewards.functions[0]
+        work = [self.groups.score(prompt, group, [name]) for prompt, group in zip(prompts, completions, strict=True)]
+        return [[rewards[name] for _, rewards in group] for group in await _before(deadline, work)]
 
     def _request(self, step: int, prompt: Prompt, greedy: bool) -> GenerateRequest:
         rollout, settings = self.config.rollout, self.config.eval
@@ -147,6 +140,8 @@ class Evaluator:
             max_tokens=max(1, min(rollout.max_completion_tokens, room)),
             n=1 if greedy else settings.samples_per_prompt,
             temperature=0.0 if greedy else settings.temperature,
+            # An evaluation must end where training does.
+            stop_token_ids=self.groups.stop_token_ids,
             seed=int.from_bytes(digest[:4], "big") >> 1,
         )
         return GenerateRequest(f"eval-{step}-{kind}-{prompt.index}", prompt.token_ids, sampling)
@@ -174,11 +169,22 @@ def _renamed(request: GenerateRequest, round_number: int) -> GenerateRequest:
     return GenerateRequest(name, request.prompt_ids, request.sampling)
 
 
-def _remaining(deadline: float) -> float:
+async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results; where one fails or time runs out, the others are cancelled. Raises TimeoutError."""
     left = deadline - time.perf_counter()
     if left <= 0:
+        for one in work:
+            one.close()
         raise _Missing("eval.timeout_s passed")
-    return left
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.wait_for(asyncio.gather(*tasks), left))
+    except asyncio.TimeoutError:
+        raise TimeoutError(f"not done within {left:g} s") from None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -22,6 +22,9 @@ from torchtitan.models.batch_invariance import said_of
 from torchtitan.models.parallelize import build_policy
 from torchtitan.report.console import set_up_logging
 from torchtitan.report.step_recorder import StepRecorder
+from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.rollouts import Rollouts, make_rollouts
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer
@@ -36,7 +39,9 @@ from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
-from torchtitan.weight_sync.faults import switch_on
+from torchtitan.utils.events import EventLog
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.facade import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +54,7 @@ class Job:
     def __init__(self, config: JobConfig):
         self.config = config
         self.version = 0
+        self._sleeps = sleeps_between_batches(config)
         self._closing = contextlib.ExitStack()
         self._waited = self._probe_s = 0.0
         self._stepped = False
@@ -76,11 +82,9 @@ class Job:
 
     def start(self) -> None:
         """Publish the initial weights, then start the rollouts."""
-        begun = time.time()
-        self.weights.reserve()
-        self.weights.commit(self.version, noes=0)
-        self._recorder.add("commit", begun)
-        self._expect()
+        if self.sync is not None:
+            self.sync.reserve()
+        self._offer_version(votes_against=0)
         if self.controller is not None:
             self.controller.start(self.version)
         self._boundary = time.perf_counter()
@@ -101,8 +105,8 @@ class Job:
         self._waited += time.perf_counter() - started
         self._recorder.add("data wait", begun)
         self._commanded_at = time.time()
-        if command.kind in (Kind.BATCH, Kind.STOP):
-            self.weights.make_room()
+        if command.kind in (Kind.BATCH, Kind.STOP) and self.replica is not None:
+            self.replica.make_room()
         if command.kind is Kind.STOP and self.version < self.config.training.steps:
             self.signals.start_deadline()
         return command
@@ -119,49 +123,60 @@ class Job:
 
     def publish(self, result: BatchResult) -> None:
         """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
-        # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays owed.
-        noes = result.votes_against + (0 if result.last_step_applied else 1)
-        begun = time.time()
-        self._recorder.add("train", self._commanded_at, begun)
+        self._recorder.add("train", self._commanded_at)
         self._wake_actors()
-        begun = time.time()
-        outcome = self.weights.commit(self.version, noes)
-        self._recorder.add("commit" if outcome == "published" else "skip", begun)
-        if outcome == "published":
-            self._expect()
-        self._make_way()
+        # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays pending.
+        published = self._offer_version(result.votes_against + (0 if result.last_step_applied else 1))
+        self._release_memory()
         if self.controller is not None:
             begun = time.time()
-            self.controller.published(self.version, outcome == "published")
+            self.controller.published(self.version, published)
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
 
     def _wake_actors(self) -> None:
         """Actors that slept on these devices take their weights' memory again (collective)."""
-        if not sleeps_between_batches(self.config):
+        if not self._sleeps:
             return
         begun = time.time()
-        self._make_way()
+        self._release_memory()
         if self.controller is not None:
-            self.controller.make_way()
+            self.controller.wake("weights")
         self._recorder.add("wake", begun)
 
-    def _make_way(self) -> None:
+    def _release_memory(self) -> None:
         """Leave actors that sleep on these devices the memory that is not in use (collective)."""
-        if sleeps_between_batches(self.config):
+        if self._sleeps:
             device.release_cached_memory()
             # No rank may be late with that.
             gather_bytes(b"")
 
-    def snapshot_owed(self) -> None:
+    def publish_pending(self) -> None:
         """Offer a version that was skipped, while there is no data to train on."""
+        assert self.sync is not None
         begun = time.time()
-        taken = self.weights.snapshot_owed(self.version)
-        self._recorder.add("commit" if taken else "skip", begun)
-        if taken:
-            self._expect()
-        if taken and self.controller is not None:
-            self.controller.snapshotted_owed(self.version)
+        published = self.sync.snapshot_owed(self.version)
+        self._offered(published, begun)
+        if published and self.controller is not None:
+            self.controller.published_late(self.version)
+
+    def _offer_version(self, votes_against: int) -> bool:
+        """Offer the weights as they are now to the actors (collective). False: this version is skipped."""
+        begun = time.time()
+        published = self.weights.commit(self.version, votes_against) == "published"
+        self._offered(published, begun)
+        return published
+
+    def _offered(self, published: bool, begun: float) -> None:
+        """Of a published version, compute what actors have to say of the probe (collective)."""
+        self._recorder.add("commit" if published else "skip", begun)
+        if published and self._probe and self.version % self.config.weight_sync.verify_every == 0:
+            begun = time.time()
+            log_probs = self.trainer.score(self._probe)
+            self._recorder.add("probe", begun)
+            self._probe_s += time.time() - begun
+            if self.controller is not None:
+                self.controller.expect(self.version, self._probe, log_probs)
 
     def save_if_due(self) -> None:
         if self.checkpointer.due(self.version):
@@ -174,11 +189,11 @@ class Job:
         now = time.perf_counter()
         evaluations = [] if self.controller is None else self.controller.take_evaluations()
         evaluation = sum(end - begin for begin, end in evaluations)
-        rests = {} if self.controller is None else self.controller.take_rest_times()
+        sleeps = {} if self.controller is None else self.controller.take_sleep_times()
         times = {
             "time/step_s": now - self._boundary - evaluation,
-            "time/data_wait_s": max(self._waited - evaluation - rests.get("time/sleep_s", 0.0), 0.0),
-            **rests,
+            "time/data_wait_s": max(self._waited - evaluation - sleeps.get("time/sleep_s", 0.0), 0.0),
+            **sleeps,
         }
         if self._probe:
             times["time/probe_s"], self._probe_s = self._probe_s, 0.0
@@ -189,13 +204,12 @@ class Job:
         self._boundary, self._waited = now, 0.0
         for begin, end in evaluations:
             self._recorder.add("evaluation", begin, end)
-        snapshots = self.weights.take_snapshots()
+        snapshots = [] if self.sync is None else self.sync.take_snapshots()
         self._recorder.end_step(self.version, snapshots)
         self._profiler.step()
         if self.controller is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
             self.controller.log_step(self.version, batch, statistics, snapshots)
-            self.controller.warn_of_mismatch(self.version, statistics)
         self._mismatch = mismatch.reason_to_stop(self.config, result.metrics, self.version)
 
     def export(self) -> None:
@@ -210,7 +224,7 @@ class Job:
             logger.error("the export after step %d failed, training goes on: %s", self.version, error)
 
     def finish(self) -> None:
-        """What is owed at the end of a run: its last checkpoint and the export. Raises what stopped the run early."""
+        """Write the last checkpoint and the export. Raises what stopped the run early."""
         # A run that must not go on is saved in any case, for whoever looks at it.
         if self.config.checkpoint.enable or self._mismatch is not None:
             self._save()
@@ -220,19 +234,9 @@ class Job:
         if (failure := self._failure or self._mismatch) is not None:
             raise failure
 
-    def _expect(self) -> None:
-        """Tell what the trainer computes of the probe with the version that has just been published (collective)."""
-        if self._probe and self.version % self.config.weight_sync.verify_every == 0:
-            begun = time.time()
-            log_probs = self.trainer.score(self._probe)
-            self._recorder.add("probe", begun)
-            self._probe_s += time.time() - begun
-            if self.controller is not None:
-                self.controller.expect(self.version, self._probe, log_probs)
-
     def _save(self) -> None:
         # Only rank 0 has rollouts to keep; data positions are in there too.
-        rollout = None if self.controller is None else self.controller.rollout.export_state()
+        rollout = None if self.controller is None else self.controller.rollout_state()
         self.checkpointer.save(self.version, self.version, data={}, rollout=rollout)
 
     def _build(self) -> None:
@@ -242,25 +246,36 @@ class Job:
         rank, ranks = device.rank(), device.world_size()
         self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
         facts = self._agree_on_facts()
-        self.run_dir = Path(facts["run_dir"])
+        self.run_dir, epoch, token = Path(facts["run_dir"]), facts["epoch"], facts["token"]
         set_up_logging(self.run_dir, rank)
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
-        faults = config.fault_injection
-        if faults.enable:
+        injection = config.fault_injection
+        if injection.enable:
             # Before anything is started: every process inherits it.
-            plan = self.run_dir / "weight_sync" / f"faults-{facts['epoch']}.txt"
-            switch_on(faults.seed, faults.faults, plan, write=rank == 0)
+            plan = self.run_dir / "weight_sync" / f"faults-{epoch}.txt"
+            faults.switch_on(injection.seed, injection.faults, plan, write=rank == 0)
         elsewhere = config.rollout.replay or config.inference.servers or config.inference.mode == "colocate"
         actors = 0 if elsewhere else config.inference.num_actors
         device.set_threads(config.training.threads, beside=actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         if rank == 0:
-            # Actors need as long to start as the trainer does: let them start side by side.
-            self.controller = self._closing.enter_context(
-                Controller(config, self.run_dir, facts["epoch"], facts["token"], self.signals)
-            )
+            tokenizer = Tokenizer(config.model.hf_assets_path)
+            events, journal = EventLog(self.run_dir / "events.jsonl"), Journal(self.run_dir)
+            self._closing.callback(journal.close)
+            if injected := faults.active():
+                told = injection.faults or injected
+                events.write("fault_injection_is_on", level=logging.WARNING, faults=told)
+            source: Rollouts | ReplaySource
+            if config.rollout.replay:
+                source = ReplaySource(config.rollout.replay, journal)
+            else:
+                # Actors need as long to start as the trainer does: let them start side by side.
+                rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
+                source = self._closing.enter_context(rollouts)
+            # Also a run that ends with an error has something to show, and the rest has ended by then.
+            self._closing.callback(self._close_controller)
         policy = build_policy(config, self.dims)
         optimizer = build_optimizer(policy, config.optimizer)
         scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
@@ -268,11 +283,10 @@ class Job:
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
+        restored = None
         if config.checkpoint.resume:
             restored = self.checkpointer.load(config.checkpoint.load_step)
             self.version = restored.version
-            if self.controller is not None:
-                self.controller.resume(restored.version, restored.rollout)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
@@ -280,17 +294,24 @@ class Job:
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
         self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
         self.weights = self._closing.enter_context(
-            open_weight_path(config, policy, facts["epoch"], facts["token"], self.run_dir, self.replica)
+            open_weight_path(config, policy, epoch, token, self.run_dir, self.replica)
         )
-        if self.controller is not None:
-            self.controller.connect(self.weights)
+        self.sync = self.weights if isinstance(self.weights, WeightSync) else None
         if rank == 0:
+            self.controller = Controller(
+                config, self.run_dir, epoch, self.signals, source, self.weights,
+                events=events, journal=journal, tokenizer=tokenizer, restored=restored,
+            )  # fmt: skip
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
             if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":
                 said = said_of(policy.invariant_sizes(), "the engine's log-probs")
                 if said is not None:
                     logger.warning(said)
+
+    def _close_controller(self) -> None:
+        if self.controller is not None:
+            self.controller.close()
 
     def _agree_on_facts(self) -> dict[str, str]:
         """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torchtitan.config.derived import probe_tolerance, verification
@@ -21,12 +22,28 @@ Figures = Mapping[str, float | None]
 
 
 def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None:
-    """The fields of an event where a batch's mismatch is above grpo.mismatch_kl_alarm, or no number at all."""
+    """The fields of an event where a batch's mismatch is more than old weights explain, or no number at all.
+
+    figures: those of the batch's rollouts and of its training. Tokens of the trained version may diverge by
+    grpo.mismatch_kl_alarm, all together by so much and what staleness adds.
+    """
     limit = config.grpo.mismatch_kl_alarm
-    if limit == 0 or not _above(figures.get("mismatch_kl"), limit):
+    bound = limit_with_staleness(limit, figures.get("staleness/mean") or 0.0, figures.get("mismatch_kl/drift"))
+    same_version = _above(figures.get("mismatch_kl/same_version"), limit)
+    if limit == 0 or not (same_version or _above(figures.get("mismatch_kl"), bound)):
         return None
-    names = ("mismatch_kl", "mismatch_kl/same_version")
-    return {name: figures.get(name) for name in names} | {"limit": limit}
+    names = ("mismatch_kl", "mismatch_kl/same_version", "mismatch_kl/drift", "staleness/mean")
+    return {name: figures.get(name) for name in names} | {"limit": limit if same_version else bound}
+
+
+def limit_with_staleness(limit: float, staleness: float, drift: float | None) -> float:
+    """The divergence that is allowed after `staleness` versions, each of which moves the policy by a divergence of
+    `drift`; where that was not measured, each may move it by the limit itself.
+
+    A divergence is about half the mean square of the log-ratios. It is the ratios that add up, so its roots do.
+    """
+    step = drift if drift is not None and math.isfinite(drift) else limit
+    return (math.sqrt(limit) + staleness * math.sqrt(step)) ** 2
 
 
 def reason_to_stop(config: JobConfig, figures: Figures, version: int) -> UserError | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -36,8 +36,18 @@ from torchtitan.trainer.throughput import Passes, model_flops, throughput
 logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
-MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens")
+MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
 LARGEST = ("ratio", "mismatch")
+
+
+class Slots(Protocol):
+    """What training needs of weight_sync.facade.WeightSync."""
+
+    def reserve(self) -> bool:
+        """Lease a slot for the version that is being made; False where none is free."""
+
+    def fence(self) -> None:
+        """Right before parameters change: on the device, the change waits for the last snapshot."""
 
 
 @dataclass
@@ -75,10 +85,9 @@ class PolicyTrainer:
         self.reference = reference
         self.settings = loss_settings(config.grpo)
 
-    def train_batch(self, batch: Batch, reserve: Callable[[], bool], fence: Callable[[], None]) -> BatchResult:
-        """Train on `batch`. `reserve` leases a slot for the new version; its answer rides on the last reduction.
-
-        `fence` is called right before parameters change: on the device, the change waits for the last snapshot.
+    def train_batch(self, batch: Batch, slots: Slots | None = None) -> BatchResult:
+        """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
+        whether every rank has one rides on the last reduction.
 
         Raises:
             UserError: too many optimizer steps in a row were not finite.
@@ -95,17 +104,18 @@ class PolicyTrainer:
         learning_rate = self.scheduler.get_last_lr()[0]
         for position, part in enumerate(schedule):
             last = position == len(schedule) - 1
-            against = 1.0 if last and not reserve() else 0.0
-            loss = self._forward_backward(parts[part], fixed[part], totals, measure_mismatch=position == 0)
+            against = 1.0 if last and slots is not None and not slots.reserve() else 0.0
+            loss = self._forward_backward(parts[part], fixed[part], totals, first=position == 0, last=last)
             votes = torch.stack((torch.tensor(against, device=self.device), (~loss.isfinite()).float()))
             norm, votes = gradient_norm_and_votes(self.parameters, votes)
-            noes, not_finite = votes.tolist()
-            result.votes_against = int(noes)
+            votes_against, not_finite = votes.tolist()
+            result.votes_against = int(votes_against)
             result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
             if result.last_step_applied:
                 if self.config.training.max_norm > 0:
                     clip_gradients_(self.parameters, norm, self.config.training.max_norm)
-                fence()
+                if slots is not None:
+                    slots.fence()
                 self.optimizer.step()
                 norms.append(norm.item())
             else:
@@ -211,7 +221,7 @@ class PolicyTrainer:
         return fixed
 
     def _forward_backward(
-        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, measure_mismatch: bool
+        self, part: list[MicroBatch], fixed: list[FixedLogProbs], totals: _Totals, first: bool, last: bool
     ) -> torch.Tensor:
         """Accumulate the gradients of one minibatch; returns this rank's share of its loss."""
         total = torch.zeros((), device=self.device)
@@ -224,8 +234,10 @@ class PolicyTrainer:
             else:
                 log_probs, entropy = self._forward(self.policy, micro_batch)
                 loss = loss_of(log_probs, entropy, slice(0, len(log_probs))).sum()
-            if known.old is None and measure_mismatch:
+            if known.old is None and first:
                 totals.add_mismatch(log_probs.detach(), micro_batch)
+            elif known.old is not None and last and not first:
+                totals.add_drift(known.old, log_probs.detach())
             loss.backward()
             total += loss.detach()
             totals.add(loss.detach(), loss_of)
@@ -280,6 +292,12 @@ class _Totals:
         self.sums["same_version"] += divergence[same].sum()
         self.sums["same_version_tokens"] += same.sum()
 
+    def add_drift(self, old: torch.Tensor, log_probs: torch.Tensor) -> None:
+        """How far all optimizer steps of the batch but the last have moved the policy."""
+        divergence = k3(old, log_probs)
+        self.sums["drift"] += divergence.sum()
+        self.sums["drift_tokens"] += len(divergence)
+
     def _raise_largest(self, name: str, value: torch.Tensor) -> None:
         self.largest[name] = torch.maximum(self.largest[name], value.double())
 
@@ -293,7 +311,9 @@ class _Totals:
         by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
         largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)
-        same = sums["same_version_tokens"]
+        same, drifted = sums["same_version_tokens"], sums["drift_tokens"]
+        # The last forward has seen all steps but one; a divergence grows with the square of the way.
+        whole_way = (optimizer_steps / max(optimizer_steps - 1, 1)) ** 2
         return {
             "loss": sums["loss"] / optimizer_steps,
             "entropy": sums["entropy"] / tokens,
@@ -306,5 +326,6 @@ class _Totals:
             "mismatch_kl": sums["mismatch"] / max(sums["mismatch_tokens"], 1.0),
             "mismatch_kl/max": largest["mismatch"],
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
+            "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
         }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import inspect
 import logging
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, overload
 
 from torchtitan.errors import UserError
 
@@ -15,33 +16,55 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+# The loop answers at once; this is for a machine that is very busy.
+CALL_TIMEOUT_S = 60.0
+
 
 class BackgroundLoop:
-    """Runs coroutines for other threads. The thread is a daemon: it never keeps the process alive."""
+    """Runs functions and coroutines for other threads. The thread is a daemon: it never keeps the process alive."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Run `work` in the loop and return its result, or raise its exception.
+    @overload
+    def call(
+        self, function: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any, timeout_s: float = ...
+    ) -> Result: ...
+
+    @overload
+    def call(self, function: Callable[..., Result], *arguments: Any, timeout_s: float = ...) -> Result: ...
+
+    def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call a function in the loop's thread, or await a coroutine function there, and return what it returns.
 
         Raises:
             UserError: it was not done within `timeout_s`; it is cancelled then.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.submit(function, *arguments)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             if future.done():
-                raise  # the work's own
+                raise  # the function's own
             raise UserError(
                 f"the rollouts gave no answer within {timeout_s:g} s: the machine is too busy, or an actor's start "
                 "hangs (see logs/ in the run folder)"
             ) from None
         finally:
             future.cancel()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> concurrent.futures.Future[Any]:
+        """As `call`, without waiting for the end."""
+        if self._loop.is_closed():
+            raise RuntimeError(f"the thread {self._thread.name} has ended")
+
+        async def work() -> Any:
+            result = function(*arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(work(), self._loop)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancel what still runs and end the thread."""

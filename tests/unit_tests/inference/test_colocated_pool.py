@@ -1,11 +1,10 @@
-"""Where requests wait for the trainer's own devices, and when the controller lets them generate."""
+"""Where requests wait for the trainer's own devices."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,8 +13,6 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.trainer.commands import Kind
-from torchtitan.trainer.controller import Controller
 
 
 def completion(name: str) -> Completion:
@@ -125,33 +122,3 @@ def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -
         now[0] += command.steps * 0.01
         shared.finish_round([])
     assert steps[0] < steps[-1] == 25
-
-
-# The controller's order
-
-
-def test_a_batch_goes_before_generation_and_generation_before_waiting() -> None:
-    controller = Controller.__new__(Controller)
-    ready: list[Any] = []
-    waited: list[float] = []
-
-    def next_batch(version: int, timeout: float) -> Any:
-        waited.append(timeout)
-        return ready.pop() if ready else None
-
-    rounds = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
-    controller.rollout = cast("Any", SimpleNamespace(next_batch=next_batch, sleep=lambda: None, rounds=rounds))
-    controller._rest_times = {}
-    controller.weights = cast("Any", SimpleNamespace(owed=None, actors=dict))
-    controller.signals = cast("Any", SimpleNamespace(stop_requested=False, take_export_request=lambda: False))
-    controller.config = JobConfig()
-    controller._newest, controller._keep_alive_s, controller._evictions = 5, 0.2, {}
-    controller._evaluation, controller._evaluation_due = None, False
-    command = controller.decide(5)
-    assert (command.kind, command.generation) == (Kind.GENERATE, Round("e/5", 1))
-    ready.append("batch")
-    assert controller.decide(5).kind is Kind.BATCH
-    rounds.wanted = lambda version: False
-    assert controller.decide(5).kind is Kind.WAIT
-    assert waited[:2] == [0, 0]
-    assert waited[2] > 0

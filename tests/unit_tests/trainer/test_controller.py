@@ -1,50 +1,33 @@
-"""What rank 0 makes of actors that the weight synchronisation has given up, and of those that sleep."""
+"""What rank 0 does about actors that weight synchronisation has given up, about those that sleep, and about rounds."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.rounds import Round
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.commands import Kind
 from torchtitan.trainer.controller import Controller
 from torchtitan.trainer.job import Job
+from torchtitan.utils.background_loop import BackgroundLoop
 from torchtitan.utils.events import EventLog
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 
 
-def status(state: str, evictions: int) -> ActorStatus:
-    return ActorStatus(state, "e1", 3, "d", state == "READY", False, "no byte within 5 s", evictions)
+class Everything:
+    """The flow, the pool, the weight path, the journal and the recorder in one; keeps a list of what was asked."""
 
-
-def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path) -> None:
-    controller = Controller(JobConfig(), tmp_path, "e1", "token", cast("Any", None))
-    redone: list[tuple[str, str]] = []
-    controller.events = EventLog(tmp_path / "events.jsonl")
-    controller.rollout = cast(
-        "Any", SimpleNamespace(redo_elsewhere=lambda actor, reason: redone.append((actor, reason)))
-    )
-    for actors in (
-        {"a": status("READY", 0), "b": status("READY", 0)},
-        {"a": status("EVICTED", 1), "b": status("READY", 0)},
-        {"a": status("EVICTED", 1), "b": status("READY", 0)},
-        {"a": status("READY", 1), "b": status("JOINING", 1)},  # b had only lost its connection
-        {"a": status("EVICTED", 2), "b": status("READY", 1)},
-    ):
-        controller._note_evictions(actors)
-    assert redone == [("a", "no byte within 5 s")] * 2
-    told = [(event["kind"], event["actor"]) for event in controller.events.read()]
-    assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
-
-
-class Actors:
-    """The rollouts, the weight path and the trainer's recorder in one; keeps a list of what was asked."""
-
-    rounds, has_actors, owed, coordinator_address = None, False, None, ""
+    owed = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -54,9 +37,9 @@ class Actors:
         self.calls.append("next_batch")
         return self.batch
 
-    def commit(self, version: int, noes: int) -> str:
+    def commit(self, version: int, votes_against: int) -> str:
         self.calls.append(f"commit {version}")
-        return "skipped" if noes else "published"
+        return "skipped" if votes_against else "published"
 
     def wait_until_applied(self, version: int, timeout: float) -> SyncOutcome:
         self.calls.append(f"applied {version}")
@@ -69,6 +52,136 @@ class Actors:
         return lambda *arguments: self.calls.append(" ".join([name, *map(str, arguments)]))
 
 
+class Signals:
+    exit_code = 0
+
+    def __init__(self) -> None:
+        self.stop_requested = False
+
+    def take_export_request(self) -> bool:
+        return False
+
+
+def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controller:
+    """A controller whose rollouts, actors and weights are `parts`, called in this very thread."""
+    config = JobConfig() if config is None else config
+    config.metrics.enable_tensorboard = False
+    controller = Controller(
+        config,
+        folder,
+        "e1",
+        cast("Any", Signals()),
+        cast("Any", None),
+        parts,
+        events=EventLog(folder / "events.jsonl"),
+        journal=parts,
+        tokenizer=cast("Any", None),
+    )
+    controller.rollouts = cast("Any", SimpleNamespace(flow=parts))
+    controller.actors = controller.sync = parts
+    controller._call = lambda function, *arguments, timeout_s=60.0: function(*arguments)  # type: ignore[assignment]
+    return controller
+
+
+def status(state: str, evictions: int) -> ActorStatus:
+    return ActorStatus(state, "e1", 3, "d", state == "READY", False, "no byte within 5 s", evictions)
+
+
+class Evicted:
+    """A pool whose actors are asked to be redone elsewhere, and the weight path that evicts them."""
+
+    def __init__(self, error: Exception | None = None):
+        self.states = {"a": status("READY", 0), "b": status("READY", 0)}
+        self.redone: list[tuple[str, str]] = []
+        self.error = error
+
+    def actors(self) -> dict[str, ActorStatus]:
+        return dict(self.states)
+
+    async def redo_elsewhere(self, actor: str, reason: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.redone.append((actor, reason))
+
+
+def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path) -> None:
+    parts = Evicted()
+    controller = make(tmp_path, parts)
+    for actors in (
+        {"a": status("READY", 0), "b": status("READY", 0)},
+        {"a": status("EVICTED", 1), "b": status("READY", 0)},
+        {"a": status("EVICTED", 1), "b": status("READY", 0)},
+        {"a": status("READY", 1), "b": status("JOINING", 1)},  # b had only lost its connection
+        {"a": status("EVICTED", 2), "b": status("READY", 1)},
+    ):
+        asyncio.run(controller._note_evictions(actors))
+    assert parts.redone == [("a", "no byte within 5 s")] * 2
+    told = [(event["kind"], event["actor"]) for event in controller.events.read()]
+    assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def loop() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop("test")
+    yield loop
+    loop.close()
+
+
+def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, loop: BackgroundLoop) -> None:
+    parts = Evicted()
+    controller = make(tmp_path, parts)
+    controller._watch = loop.submit(controller._watch_actors)
+    parts.states["b"] = status("EVICTED", 1)
+    wait_for(lambda: bool(parts.redone))
+    controller.close()
+    assert [actor for actor, _ in parts.redone] == ["b"] and controller._watch.done()
+    parts.states["a"] = status("EVICTED", 1)
+    time.sleep(0.3)
+    assert [actor for actor, _ in parts.redone] == ["b"], "it goes on after the end"
+
+
+def test_a_pool_that_fails_ends_the_run(tmp_path: Path, loop: BackgroundLoop) -> None:
+    parts = Evicted(UserError("no inference actor is left"))
+    parts.states["a"] = status("EVICTED", 1)
+    controller = make(tmp_path, parts)
+    controller._watch = loop.submit(controller._watch_actors)
+    wait_for(controller._watch.done)
+    with pytest.raises(UserError, match="no inference actor is left"):
+        controller.decide(0)
+
+
+def test_a_batch_goes_before_generation_and_generation_before_waiting(tmp_path: Path) -> None:
+    ready: list[Any] = []
+    waited: list[float] = []
+
+    def next_batch(version: int, timeout: float) -> Any:
+        waited.append(timeout)
+        return ready.pop() if ready else None
+
+    config = JobConfig()
+    config.comm.train_timeout_seconds = 1
+    controller = make(tmp_path, SimpleNamespace(next_batch=next_batch), config)
+    engines = SimpleNamespace(wanted=lambda version: True, begin_round=lambda version: Round(f"e/{version}", 1))
+    controller.actors = controller.sync = None
+    controller.colocated = cast("Any", engines)
+    controller._newest = 5
+    command = controller.decide(5)
+    assert (command.kind, command.generation) == (Kind.GENERATE, Round("e/5", 1))
+    ready.append("batch")
+    assert controller.decide(5).kind is Kind.BATCH
+    engines.wanted = lambda version: False
+    assert controller.decide(5).kind is Kind.WAIT
+    assert waited[:2] == [0, 0]
+    assert waited[2] > 0
+
+
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("sleep_level", [0, 1])
 def test_actors_sleep_before_a_batch_and_wake_around_its_version(
@@ -76,30 +189,28 @@ def test_actors_sleep_before_a_batch_and_wake_around_its_version(
 ) -> None:
     config = JobConfig()
     config.grpo.async_weight_update, config.inference.sleep_level = False, sleep_level
-    actors = Actors()
-    controller = Controller(config, tmp_path, "e1", "token", cast("Any", SimpleNamespace(stop_requested=False)))
-    controller.signals.take_export_request = lambda: False  # type: ignore[method-assign]
-    controller.journal = controller.rollout = controller.weights = cast("Any", actors)
-    actors.batch = Batch(0, [])
+    parts = Everything()
+    controller = make(tmp_path, parts, config)
+    parts.batch = Batch(0, [])
     command = controller.decide(0)
     if sleep_level:
         # The other ranks hear from rank 0 before the actors have their time, and get the batch whatever happens then.
-        assert command.kind is Kind.WAIT and actors.calls == ["next_batch"]
-        controller.signals = cast("Any", SimpleNamespace(stop_requested=True))
+        assert command.kind is Kind.WAIT and parts.calls == ["next_batch"]
+        controller.signals.stop_requested = True  # type: ignore[misc]
         command = controller.decide(0)
-    assert command.kind is Kind.BATCH and command.batch is actors.batch
-    assert actors.calls == ["next_batch", "sleep"][: 1 + sleep_level]
+    assert command.kind is Kind.BATCH and command.batch is parts.batch
+    assert parts.calls == ["next_batch", "sleep"][: 1 + sleep_level]
 
     job = Job(config)
     job.controller, job.version, job._probe = controller, 1, []
-    job.weights = job._recorder = cast("Any", actors)
+    job.weights = job._recorder = cast("Any", parts)
     job._commanded_at = 0.0
-    actors.calls.clear()
+    parts.calls.clear()
     job.publish(cast("Any", SimpleNamespace(votes_against=int(skipped), last_step_applied=True)))
-    weights = ["wake weights"] if sleep_level else []
+    weights, cache = (["wake weights"], ["wake kv_cache"]) if sleep_level else ([], [])
     applied = [] if skipped else ["applied 1"]
-    rest = [f"append_decision 1 {not skipped}", *applied, "wake kv_cache", "set_version 1"]
-    assert actors.calls == [*weights, "commit 1", *rest]
-    times = controller.take_rest_times()
+    decided = [f"append_decision 1 {not skipped}", *applied, *cache, "set_version 1"]
+    assert parts.calls == [*weights, "commit 1", *decided]
+    times = controller.take_sleep_times()
     assert times.keys() == ({"time/sleep_s", "time/wake_s"} if sleep_level else set())
-    assert set(controller.take_rest_times().values()) <= {0.0}
+    assert set(controller.take_sleep_times().values()) <= {0.0}

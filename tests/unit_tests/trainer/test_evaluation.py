@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
+from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
 from torchtitan.utils.events import EventLog
@@ -25,36 +29,49 @@ def completion(tokens: list[int], *spans: tuple[str, int, int, int], reason: str
 
 
 class Actors:
-    """Sample i of prompt p passes where p > i, the greedy answer where p is odd. Misbehaves for the first calls."""
+    """Sample i of prompt p passes where p > i, the greedy answer where p is odd. Misbehaves for the first rounds.
 
-    def __init__(self, stale_calls: int = 0, error: Exception | None = None):
-        self.stale_calls, self.error = stale_calls, error
-        self.calls: list[list[GenerateRequest]] = []
+    Stands for the pool of actors and for the reward workers.
+    """
 
-    def generate(
-        self, requests: list[GenerateRequest], timeout_s: float, min_version: int = 0
-    ) -> list[list[Completion]]:
-        assert 0 < timeout_s <= 300 and min_version == VERSION
-        self.calls.append(requests)
+    def __init__(self, stale_rounds: int = 0, error: Exception | None = None, delay: float = 0.0):
+        self.stale_rounds, self.error, self.delay = stale_rounds, error, delay
+        self.rounds: dict[str, list[GenerateRequest]] = {}
+        self.cancelled = 0
+        self.blind: Callable[[int, int], bool] = lambda prompt, sample: False
+
+    @property
+    def calls(self) -> list[list[GenerateRequest]]:
+        return list(self.rounds.values())
+
+    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+        assert min_version == VERSION and request.sampling.stop_token_ids == [9]
+        round_name = request.request_id.rpartition("-again")[2] if "-again" in request.request_id else ""
+        self.rounds.setdefault(round_name, []).append(request)
+        try:
+            await asyncio.sleep(self.delay * request.prompt_ids[-1])
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         if self.error is not None:
             raise self.error
-        groups = []
-        for request in requests:
-            prompt = request.prompt_ids[-1]
-            if request.sampling.temperature == 0:
-                groups.append([completion([prompt % 2])])
-            else:
-                groups.append([completion([int(prompt > i), 0]) for i in range(request.sampling.n)])
-        if len(self.calls) <= self.stale_calls:
-            wrong = completion([1, 1], (EPOCH, VERSION, 0, 1), (EPOCH, VERSION + 1, 1, 2))  # would pass
-            groups[min(1, len(groups) - 1)][-1] = wrong
-        return groups
+        prompt = request.prompt_ids[-1]
+        if request.sampling.temperature == 0:
+            return [completion([prompt % 2])]
+        group = [completion([int(prompt > i), 0]) for i in range(request.sampling.n)]
+        if len(self.calls) <= self.stale_rounds and prompt == 1:
+            group[-1] = completion([1, 1], (EPOCH, VERSION, 0, 1), (EPOCH, VERSION + 1, 1, 2))  # would pass
+        return group
 
-    def score(
-        self, prompts: list[Prompt], groups: list[list[Completion]], timeout_s: float
-    ) -> list[list[float | None]]:
-        assert [prompt.token_ids[-1] for prompt in prompts] == [0, 1, 2] * (len(prompts) // 3)
-        return [[float(sample.token_ids[0]) for sample in group] for group in groups]
+    async def score(
+        self, prompt: Prompt, completions: list[tuple[Completion, str]], functions: list[str]
+    ) -> list[tuple[float | None, dict[str, float | None]]]:
+        assert functions == ["arithmetic"]
+        rewards = [
+            None if self.blind(prompt.index, i) else float(sample.token_ids[0])
+            for i, (sample, _text) in enumerate(completions)
+        ]
+        return [(reward, {"arithmetic": reward}) for reward in rewards]
 
 
 def make(tmp_path: Path, actors: Actors, **settings: object) -> Evaluator:
@@ -62,12 +79,19 @@ def make(tmp_path: Path, actors: Actors, **settings: object) -> Evaluator:
     config.eval.pass_at_k, config.eval.samples_per_prompt = [1, 2, 4], 4
     for name, value in settings.items():
         setattr(config.eval, name, value)
-    return Evaluator(config, PROMPTS, actors.generate, actors.score, EventLog(tmp_path / "events.jsonl"))
+    tokenizer = SimpleNamespace(eos_token_ids=[9], decode=str)
+    groups = GroupMaker(config, actors, actors, tokenizer, EPOCH)  # type: ignore[arg-type]
+    prompts = PROMPTS[: config.eval.num_prompts]
+    return Evaluator(config, EPOCH, prompts, groups, EventLog(tmp_path / "events.jsonl"))
+
+
+def evaluate(evaluator: Evaluator) -> dict[str, float | int | None] | None:
+    return asyncio.run(evaluator.evaluate(5, VERSION, evaluator.config.eval.timeout_s))
 
 
 def test_figures(tmp_path: Path) -> None:
     actors = Actors()
-    figures = make(tmp_path, actors).evaluate(5, EPOCH, VERSION)
+    figures = evaluate(make(tmp_path, actors))
     assert figures is not None
     # Passing samples of 4: none, one, two.
     assert figures["eval/pass@1"] == pytest.approx((0 + 1 / 4 + 2 / 4) / 3)
@@ -83,9 +107,9 @@ def test_figures(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_redone_with_the_same_seed(tmp_path: Path) -> None:
-    right, actors = Actors(), Actors(stale_calls=2)
-    expected = make(tmp_path, right).evaluate(5, EPOCH, VERSION)
-    figures = make(tmp_path, actors).evaluate(5, EPOCH, VERSION)
+    right, actors = Actors(), Actors(stale_rounds=2)
+    expected = evaluate(make(tmp_path, right))
+    figures = evaluate(make(tmp_path, actors))
     assert figures is not None and expected is not None
     assert {**figures, "eval/time_s": 0, "eval/redone": 0} == {**expected, "eval/time_s": 0}
     assert figures["eval/redone"] == 2
@@ -98,7 +122,7 @@ def test_other_versions_are_redone_with_the_same_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("actors", "settings", "reason"),
     [
-        (Actors(stale_calls=MAX_ROUNDS), {}, "1 of 6 requests were answered by other versions than 7"),
+        (Actors(stale_rounds=MAX_ROUNDS), {}, "1 of 6 requests were answered by other versions than 7"),
         (Actors(error=TimeoutError()), {}, "TimeoutError"),
         (Actors(error=ConnectionResetError("gone")), {}, "ConnectionResetError: gone"),
         (Actors(), {"timeout_s": 0.0}, "eval.timeout_s passed"),
@@ -107,42 +131,41 @@ def test_other_versions_are_redone_with_the_same_seed(tmp_path: Path) -> None:
 )
 def test_missing_is_an_event_and_no_figure(tmp_path: Path, actors: Actors, settings: dict, reason: str) -> None:
     evaluator = make(tmp_path, actors, **settings)
-    assert evaluator.evaluate(5, EPOCH, VERSION) is None
+    assert evaluate(evaluator) is None
     (event,) = evaluator.events.read()
     assert event["kind"] == "evaluation_missing" and reason in event["reason"] and event["version"] == VERSION
     assert len(actors.calls) <= MAX_ROUNDS
 
 
 def test_pass_at_1_is_always_there(tmp_path: Path) -> None:
-    figures = make(tmp_path, Actors(), pass_at_k=[4]).evaluate(5, EPOCH, VERSION)
+    figures = evaluate(make(tmp_path, Actors(), pass_at_k=[4]))
     assert figures is not None
     assert [name for name in figures if "pass@" in name] == ["eval/pass@1", "eval/pass@4"]
 
 
 def test_mistakes_in_the_program_are_not_hidden(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        make(tmp_path, Actors(error=ZeroDivisionError())).evaluate(5, EPOCH, VERSION)
+        evaluate(make(tmp_path, Actors(error=ZeroDivisionError())))
+
+
+def test_what_takes_too_long_is_cancelled(tmp_path: Path) -> None:
+    actors = Actors(delay=60.0)
+    evaluator = make(tmp_path, actors, timeout_s=0.2)
+    assert evaluate(evaluator) is None
+    assert "not done within 0" in evaluator.events.read()[0]["reason"] and actors.cancelled == 4
 
 
 def test_unjudged_samples_are_left_out(tmp_path: Path) -> None:
     actors = Actors()
     evaluator = make(tmp_path, actors, greedy=False)
-    score = actors.score
-
-    def half_blind(*args: object) -> list[list[float | None]]:
-        rewards = score(*args)  # type: ignore[arg-type]
-        rewards[0] = [None] * 4
-        rewards[1][3] = None
-        return rewards
-
-    evaluator.score = half_blind  # type: ignore[assignment]
-    figures = evaluator.evaluate(5, EPOCH, VERSION)
+    actors.blind = lambda prompt, sample: prompt == 0 or (prompt == 1 and sample == 3)
+    figures = evaluate(evaluator)
     assert figures is not None
     assert figures["eval/pass@1"] == pytest.approx((1 / 3 + 2 / 4) / 2)
     assert figures["eval/pass@4"] == 1.0  # only the third prompt has four judged samples
     assert figures["eval/unscored"] == 5 and "eval/greedy" not in figures
-    evaluator.score = lambda prompts, groups, timeout_s: [[None] * len(group) for group in groups]
-    assert evaluator.evaluate(5, EPOCH, VERSION) is None
+    actors.blind = lambda prompt, sample: True
+    assert evaluate(evaluator) is None
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tup
         dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
         scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 1)
         trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
-        result = trainer.train_batch(Batch(0, groups), lambda: True, lambda: None)
+        result = trainer.train_batch(Batch(0, groups))
         loss += result.metrics["loss"] or 0.0
         total = seen[0] if rank == 0 else total + seen[0]
     return loss, total

@@ -67,7 +67,7 @@ class SpiedTrainer(PolicyTrainer):
         return super()._forward_backward(part, fixed, *others, **named)
 
     def train(self, seed: int) -> dict[str, float | None]:
-        return self.train_batch(make_batch(seed), lambda: True, lambda: None).metrics
+        return self.train_batch(make_batch(seed)).metrics
 
 
 def test_iterations_repeat_the_minibatches_with_old_log_probs_of_the_start(

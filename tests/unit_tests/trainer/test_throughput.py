@@ -40,7 +40,7 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     config.grpo.recompute_old_log_probs = scored
     trainer, batch = SpiedTrainer(config), make_batch(0)
     with FlopCounterMode(display=False) as counter:
-        metrics = trainer.train_batch(batch, lambda: True, lambda: None).metrics
+        metrics = trainer.train_batch(batch).metrics
     flops = model_flops(trainer.policy.args, batch.samples, trainer._passes())
     attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
     # The head leaves out tokens without weight.
@@ -59,7 +59,7 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
         config.lora = Lora(rank=1, target_modules=["o_proj"], modules_to_save=["input_layernorm", *saved])
         trainer, batch = SpiedTrainer(config), make_batch(0)
         with FlopCounterMode(display=False) as counter:
-            trainer.train_batch(batch, lambda: True, lambda: None)
+            trainer.train_batch(batch)
         args, samples = trainer.policy.args, batch.samples
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
         adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens

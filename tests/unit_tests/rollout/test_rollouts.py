@@ -1,4 +1,4 @@
-"""The producer with scripted actors in this process: pace, gate, drops, failures, and resumes."""
+"""Rollouts with scripted actors in this process: pace, gate, drops, failures, and resumes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tests.unit_tests.rollout.test_datasets import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.producer import RolloutProducer
+from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.rewards.pool import Score
+from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.staleness import Pace, sample_version
 from torchtitan.rollout.types import Batch, Prompt
 
@@ -38,24 +39,11 @@ class FakeActors:
         self.stop_token_ids: set[tuple[int, ...]] = set()
         self.running = self.most_running = 0
         self.failure: Exception | None = None
-        self.slept, self.woken = 0, list[str]()
         self.statistics = {"evictions": 0}
         self.actors = {"actor-0": "ready"}
 
     async def start(self) -> None:
         pass
-
-    async def redo_elsewhere(self, actor: str, reason: str) -> None:
-        raise AssertionError("nobody was evicted")
-
-    async def connect_weights(self, coordinator: str) -> None:
-        self.coordinator = coordinator
-
-    async def sleep(self) -> None:
-        self.slept += 1
-
-    async def wake(self, tag: str) -> None:
-        self.woken.append(tag)
 
     async def close(self) -> None:
         pass
@@ -118,19 +106,27 @@ def make_config(max_staleness: int = 1, **rollout: Any) -> JobConfig:
 @contextmanager
 def running(
     config: JobConfig, actors: FakeActors, rewards: FakeRewards | None = None, state: bytes = b"", version: int = 0
-) -> Iterator[RolloutProducer]:
-    producer = RolloutProducer(config, actors, rewards or FakeRewards(), Characters(), None, "now")
-    producer.launch()
-    try:
-        producer.restore_state(state)
-        producer.start(version)
-        yield producer
-    finally:
-        producer.close()
+) -> Iterator[Rollouts]:
+    with Rollouts(config, actors, rewards or FakeRewards(), Characters(), None, "now", ranks=1) as rollouts:  # type: ignore[arg-type]
+        rollouts.loop.call(rollouts.flow.restore_state, state)
+        reach(rollouts, version)
+        yield rollouts
 
 
-def take(producer: RolloutProducer, version: int, timeout: float = 10.0) -> Batch:
-    batch = producer.next_batch(version, timeout)
+def reach(rollouts: Rollouts, version: int) -> None:
+    rollouts.loop.call(rollouts.flow.set_version, version)
+
+
+def look(rollouts: Rollouts, version: int, timeout: float) -> Batch | None:
+    return rollouts.loop.call(rollouts.flow.next_batch, version, timeout)
+
+
+def saved(rollouts: Rollouts) -> bytes:
+    return rollouts.loop.call(rollouts.flow.export_state)
+
+
+def take(rollouts: Rollouts, version: int, timeout: float = 10.0) -> Batch:
+    batch = look(rollouts, version, timeout)
     assert batch is not None
     return batch
 
@@ -139,8 +135,8 @@ def indices(*batches: Batch) -> list[int]:
     return [group.prompt_index for batch in batches for group in batch.groups]
 
 
-def settle(actors: FakeActors) -> None:
-    """Wait until the producer has nothing under way any more."""
+def wait_until_quiet(actors: FakeActors) -> None:
+    """Wait until the rollouts has nothing under way any more."""
     deadline = time.monotonic() + PATIENCE_S
     quiet = 0
     while quiet < 10:
@@ -152,8 +148,8 @@ def settle(actors: FakeActors) -> None:
 
 def test_batches_hold_whole_groups_in_order_with_their_figures() -> None:
     actors = FakeActors(delay=lambda request: random.random() / 50)
-    with running(make_config(), actors) as producer:
-        batch = take(producer, 0)
+    with running(make_config(), actors) as rollouts:
+        batch = take(rollouts, 0)
     assert indices(batch) == sorted(indices(batch))
     assert [len(group.samples) for group in batch.groups] == [GROUP_SIZE] * BATCH_GROUPS
     assert batch.statistics["reward/mean"] == batch.statistics["reward/std"] == 0.5
@@ -167,28 +163,28 @@ def test_batches_hold_whole_groups_in_order_with_their_figures() -> None:
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_only_what_can_be_used_is_generated(max_staleness: int) -> None:
     actors = FakeActors()
-    with running(make_config(max_staleness), actors) as producer:
-        settle(actors)
+    with running(make_config(max_staleness), actors) as rollouts:
+        wait_until_quiet(actors)
         assert len(actors.served) == BATCH_GROUPS * (max_staleness + 1)
-        take(producer, 0)
-        settle(actors)
+        take(rollouts, 0)
+        wait_until_quiet(actors)
         assert len(actors.served) == BATCH_GROUPS * (max_staleness + 1)
         actors.version = 1
-        producer.set_version(1)
-        settle(actors)
+        reach(rollouts, 1)
+        wait_until_quiet(actors)
         assert len(actors.served) == BATCH_GROUPS * (max_staleness + 2)
 
 
 def test_without_staleness_training_is_on_policy() -> None:
     actors = FakeActors(delay=lambda request: 0.002)
-    with running(make_config(0), actors) as producer:
+    with running(make_config(0), actors) as rollouts:
         for version in range(5):
-            batch = take(producer, version)
+            batch = take(rollouts, version)
             assert {span.version for sample in batch.samples for span in sample.spans} == {version}
-            producer.set_version(version + 1)
+            reach(rollouts, version + 1)
             time.sleep(0.01)  # the actors get the new version a little later
             actors.version = version + 1
-        settle(actors)
+        wait_until_quiet(actors)
     assert all(version <= 5 for _, version in actors.served)
     assert len(actors.served) == 6 * BATCH_GROUPS  # nothing was thrown away
 
@@ -196,14 +192,14 @@ def test_without_staleness_training_is_on_policy() -> None:
 def test_actors_that_lag_never_break_the_gate_and_nothing_is_wasted_on_them() -> None:
     actors = FakeActors()
     staleness = []
-    with running(make_config(2), actors) as producer:
+    with running(make_config(2), actors) as rollouts:
         for version in range(12):
             actors.version = max(0, version - version % 3)  # the actors get every third version
-            batch = take(producer, version)
+            batch = take(rollouts, version)
             staleness += [version - sample_version(sample.spans) for sample in batch.samples]
             assert batch.statistics["staleness/max"] <= 2
             assert batch.statistics["rollout/admission_rate"] == 1.0
-            producer.set_version(version + 1)
+            reach(rollouts, version + 1)
     assert max(staleness) == 2
 
 
@@ -218,16 +214,16 @@ def test_groups_that_have_grown_too_old_are_dropped_and_counted() -> None:
             return result
 
     actors = Slow()
-    with running(make_config(1), actors) as producer:
-        first = take(producer, 0)
+    with running(make_config(1), actors) as rollouts:
+        first = take(rollouts, 0)
         assert 1 not in indices(first)
         for version in (1, 2):
             actors.version = version
-            producer.set_version(version)
+            reach(rollouts, version)
             if version == 2:
                 hold["on"] = False  # group 1 arrives now, sampled under version 0
-                settle(actors)
-            batch = take(producer, version)
+                wait_until_quiet(actors)
+            batch = take(rollouts, version)
             assert 1 not in indices(batch)
     assert batch.statistics["rollout/groups_stale"] == 1.0
     assert batch.statistics["rollout/admission_rate"] == 4 / 5
@@ -239,8 +235,8 @@ def test_groups_with_equal_rewards_do_not_count_for_the_batch(drop: bool) -> Non
     config.grpo.drop_zero_variance = drop
     rewards = FakeRewards()
     rewards.equal = lambda prompt: prompt.index % 2 == 0
-    with running(config, FakeActors(), rewards) as producer:
-        batch = take(producer, 0)
+    with running(config, FakeActors(), rewards) as rollouts:
+        batch = take(rollouts, 0)
         assert len(batch.groups) == BATCH_GROUPS
         if drop:
             assert all(index % 2 for index in indices(batch))
@@ -257,8 +253,8 @@ def test_samples_without_any_reward_are_left_out_and_counted() -> None:
     rewards = FakeRewards()
     # group 0 keeps two samples; group 1 keeps one, which has nothing to be compared with
     rewards.lost = lambda prompt, i: (prompt.index == 0 and i == 0) or (prompt.index == 1 and i < 2)
-    with running(config, FakeActors(), rewards) as producer:
-        batch = take(producer, 0)
+    with running(config, FakeActors(), rewards) as rollouts:
+        batch = take(rollouts, 0)
     assert indices(batch) == [0, 2, 3, 4]
     assert [len(group.samples) for group in batch.groups] == [2, 3, 3, 3]
     assert batch.statistics["rollout/samples_unscored"] == 3.0
@@ -268,18 +264,18 @@ def test_samples_without_any_reward_are_left_out_and_counted() -> None:
 def test_rewards_that_always_fail_stop_the_run() -> None:
     rewards = FakeRewards()
     rewards.lost = lambda prompt, i: True
-    with running(make_config(), FakeActors(), rewards) as producer, pytest.raises(UserError, match="it was lost"):
-        take(producer, 0)
+    with running(make_config(), FakeActors(), rewards) as rollouts, pytest.raises(UserError, match="it was lost"):
+        take(rollouts, 0)
 
 
 def test_no_batch_in_time_is_none_and_too_long_is_an_error() -> None:
     actors = FakeActors(delay=lambda request: 60.0)
-    with running(make_config(data_timeout_s=1.0), actors) as producer:
-        assert producer.next_batch(0, 0.0) is None
-        assert producer.next_batch(0, 0.05) is None
+    with running(make_config(data_timeout_s=1.0), actors) as rollouts:
+        assert look(rollouts, 0, 0.0) is None
+        assert look(rollouts, 0, 0.05) is None
         with pytest.raises(UserError, match=r"no completion arrived for 1 s.*actor-0 ready"):
             while True:
-                assert producer.next_batch(0, 0.1) is None
+                assert look(rollouts, 0, 0.1) is None
 
 
 def test_completions_without_a_usable_group_are_an_error_too() -> None:
@@ -287,63 +283,48 @@ def test_completions_without_a_usable_group_are_an_error_too() -> None:
     rewards.equal = lambda prompt: True
     actors = FakeActors(delay=lambda request: 0.005)
     with (
-        running(make_config(data_timeout_s=0.3), actors, rewards) as producer,
+        running(make_config(data_timeout_s=0.3), actors, rewards) as rollouts,
         pytest.raises(UserError, match="had equal rewards"),
     ):
         while True:
-            assert producer.next_batch(0, 0.1) is None
+            assert look(rollouts, 0, 0.1) is None
 
 
 def test_a_failure_of_the_actors_reaches_the_trainer() -> None:
     actors = FakeActors()
     actors.failure = UserError("no inference actor is left")
-    with running(make_config(), actors) as producer, pytest.raises(UserError, match="no inference actor is left"):
-        take(producer, 0)
+    with running(make_config(), actors) as rollouts, pytest.raises(UserError, match="no inference actor is left"):
+        take(rollouts, 0)
 
 
 def test_groups_in_flight_can_be_bounded() -> None:
     actors = FakeActors(delay=lambda request: 0.01)
-    with running(make_config(4, max_groups_in_flight=5), actors) as producer:
+    with running(make_config(4, max_groups_in_flight=5), actors) as rollouts:
         for version in range(3):
             actors.version = version
-            take(producer, version)
-            producer.set_version(version + 1)
+            take(rollouts, version)
+            reach(rollouts, version + 1)
     assert actors.most_running <= 5
 
 
-def test_evaluation_goes_through_the_same_actors() -> None:
-    actors = FakeActors()
+def test_held_out_prompts_are_never_trained_on() -> None:
     config = make_config(0)
     config.rollout.stop_token_ids = [10]
-    with running(config, actors) as producer:
-        producer.connect_weights("127.0.0.1:1234")
-        assert actors.coordinator == "127.0.0.1:1234"
-        prompts = producer.held_out_prompts()
-        assert len(prompts) == 128
-        training = take(producer, 0)
-        maker = producer._groups
-        requests = [maker.request(prompt) for prompt in prompts[:3]]
-        for request in requests:
-            request.sampling.stop_token_ids = []
-        completions = producer.generate(requests, 5.0)
-        assert [len(group) for group in completions] == [GROUP_SIZE] * 3
-        assert actors.stop_token_ids == {(10, 1)}
-        with pytest.raises(TimeoutError):
-            producer.generate(requests, 0.05, min_version=1)
-        assert producer.score(prompts[:3], completions, 5.0) == [[0.0, 1.0]] * 3
-        trained = {tuple(sample.prompt_ids) for sample in training.samples}
-        assert not trained & {tuple(prompt.token_ids) for prompt in prompts}
-        actors.delay = lambda request: 30.0
-        with pytest.raises(TimeoutError, match="not done within"):
-            producer.generate(requests, 0.05)
+    actors = FakeActors()
+    with running(config, actors) as rollouts:
+        prompts = rollouts.held_out_prompts()
+        assert len(prompts) == 128 and prompts == rollouts.held_out_prompts()
+        trained = {tuple(sample.prompt_ids) for sample in take(rollouts, 0).samples}
+    assert not trained & {tuple(prompt.token_ids) for prompt in prompts}
+    assert actors.stop_token_ids == {(10, 1)} == {tuple(rollouts.groups.stop_token_ids)}
 
 
 def test_a_group_that_is_redone_asks_for_the_same_random_numbers() -> None:
     def seeds(job_seed: int) -> list[int]:
         config = make_config()
         config.training.seed = job_seed
-        producer = RolloutProducer(config, FakeActors(), FakeRewards(), Characters(), None, "any")
-        return [producer._groups.request(Prompt(i, "", [1], {})).sampling.seed for i in range(50)]
+        groups = GroupMaker(config, FakeActors(), FakeRewards(), Characters(), "any")  # type: ignore[arg-type]
+        return [groups.request(Prompt(i, "", [1], {})).sampling.seed for i in range(50)]
 
     assert seeds(0) == seeds(0)
     assert len(set(seeds(0) + seeds(1))) == 100
@@ -357,27 +338,27 @@ def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoi
     used: list[int] = []
     stale = 0.0
 
-    def train(producer: RolloutProducer, actors: FakeActors, versions: range) -> None:
+    def train(rollouts: Rollouts, actors: FakeActors, versions: range) -> None:
         nonlocal stale
         for version in versions:
-            batch = take(producer, version)
+            batch = take(rollouts, version)
             used.extend(indices(batch))
             stale += batch.statistics["rollout/groups_stale"]
             actors.version = version + 1
-            producer.set_version(version + 1)
+            reach(rollouts, version + 1)
 
     actors = FakeActors(delay=lambda request: chance.random() / 100)
-    with running(config, actors) as producer:
-        train(producer, actors, range(checkpoint))
+    with running(config, actors) as rollouts:
+        train(rollouts, actors, range(checkpoint))
         time.sleep(chance.random() / 100)
-        state = producer.export_state()
+        state = saved(rollouts)
         held_ready = _ready(state)
     # The actors are killed here with whatever was under way; a new life begins with the saved state alone.
     later = FakeActors(delay=lambda request: chance.random() / 100)
     later.version = checkpoint
-    with running(config, later, state=state, version=checkpoint) as producer:
-        train(producer, later, range(checkpoint, checkpoint + 3))
-        end = producer.export_state()
+    with running(config, later, state=state, version=checkpoint) as rollouts:
+        train(rollouts, later, range(checkpoint, checkpoint + 3))
+        end = saved(rollouts)
     redone = {int(request.rpartition("-")[2]) for request, _ in later.served}
     assert not redone & held_ready  # finished groups are not generated again
     assert len(used) == len(set(used))
@@ -401,16 +382,16 @@ def _position(state: bytes) -> int:
 def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
     actors = FakeActors()
     actors.epoch = "before"
-    with running(make_config(1), actors) as producer:
-        settle(actors)
-        state = producer.export_state()
+    with running(make_config(1), actors) as rollouts:
+        wait_until_quiet(actors)
+        state = saved(rollouts)
     actors = FakeActors()
-    with running(make_config(1), actors, state=state) as producer:
-        batch = take(producer, 0)
+    with running(make_config(1), actors, state=state) as rollouts:
+        batch = take(rollouts, 0)
         assert {span.epoch for sample in batch.samples for span in sample.spans} == {"before"}
-    with running(make_config(1), actors, state=state, version=2) as producer:
+    with running(make_config(1), actors, state=state, version=2) as rollouts:
         actors.version = 2
-        batch = take(producer, 2)
+        batch = take(rollouts, 2)
         assert {span.epoch for sample in batch.samples for span in sample.spans} == {"now"}
         assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
 
@@ -419,19 +400,15 @@ def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
     actors = FakeActors()
     config = make_config(max_staleness=2)
     config.grpo.async_weight_update, config.inference.sleep_level = False, 1
-    with running(config, actors) as producer:
-        settle(actors)
+    with running(config, actors) as rollouts:
+        wait_until_quiet(actors)
         assert len(actors.served) == BATCH_GROUPS
-        take(producer, 0)
-        producer.sleep()
-        settle(actors)
-        assert len(actors.served) == BATCH_GROUPS and actors.slept == 1
+        take(rollouts, 0)
+        wait_until_quiet(actors)
+        assert len(actors.served) == BATCH_GROUPS
         actors.version = 1
-        producer.wake("weights")
-        producer.wake("kv_cache")
-        assert actors.woken == ["weights", "kv_cache"]
-        producer.set_version(1)
-        take(producer, 1)
+        reach(rollouts, 1)
+        take(rollouts, 1)
         assert {version for _, version in actors.served[BATCH_GROUPS:]} == {1}
 
 

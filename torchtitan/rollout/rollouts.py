@@ -1,0 +1,127 @@
+"""Rollouts in the background of rank 0: the engines, the reward workers, and the flow of groups between them."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import random
+from pathlib import Path
+from types import TracebackType
+
+from torchtitan.config.derived import is_colocated
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.colocated.pool import ColocatedPool
+from torchtitan.inference.pool import InferencePool
+from torchtitan.rollout.datasets import load_datasets
+from torchtitan.rollout.flow import RolloutFlow
+from torchtitan.rollout.group_maker import Engines, GroupMaker
+from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, TextTokenizer
+from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.types import Prompt
+from torchtitan.utils.background_loop import BackgroundLoop
+from torchtitan.utils.events import EventLog
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 240.0
+CLOSE_TIMEOUT_S = 30.0
+
+
+class Rollouts:
+    """Context manager. Entering it starts the reward workers, and begins to start the engines (nobody waits for them).
+
+    `pool`, `rewards`, `groups` and `flow` belong to one thread with an asyncio loop; everyone else calls their methods
+    through `loop.call`.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        pool: Engines,
+        rewards: RewardPool,
+        tokenizer: TextTokenizer,
+        journal: Journal | None,
+        epoch: str,
+        ranks: int,
+    ):
+        """ranks: of the trainer. Raises UserError for a dataset or tokenizer that does not fit the configuration."""
+        train, self._held_out = load_datasets(config)
+        self._config = config
+        self._maker = PromptMaker(config, tokenizer)
+        self.pool, self.rewards = pool, rewards
+        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch)
+        stream = PromptStream(train, self._maker, config.training.seed, config.rollout.shuffle)
+        self.flow = RolloutFlow(config, self.groups, stream, journal, ranks)
+
+    def __enter__(self) -> Rollouts:
+        self.loop = BackgroundLoop("rollouts")
+        try:
+            self.loop.call(self._start, timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def held_out_prompts(self) -> list[Prompt]:
+        """The first eval.num_prompts of the held-out prompts that fit, in an order that is the same in every run."""
+        order = list(range(len(self._held_out)))
+        random.Random("held out").shuffle(order)
+        prompts: list[Prompt] = []
+        for index in order:
+            if len(prompts) == self._config.eval.num_prompts:
+                break
+            prompt = self._maker.make(self._held_out[index], index)
+            if self._maker.fits(prompt):
+                prompts.append(prompt)
+        return prompts
+
+    async def _start(self) -> None:
+        await self.rewards.start()
+        await self.pool.start()
+
+    def _end(self) -> None:
+        try:
+            self.loop.call(self._close, timeout_s=CLOSE_TIMEOUT_S)
+        except (UserError, concurrent.futures.TimeoutError):
+            logger.warning("rollouts did not stop within %g s; what is left ends with this process", CLOSE_TIMEOUT_S)
+        finally:
+            self.loop.close()
+
+    async def _close(self) -> None:
+        await self.flow.close()
+        await asyncio.gather(self.rewards.close(), self.pool.close())
+
+
+def make_rollouts(
+    config: JobConfig,
+    ranks: int,
+    tokenizer: TextTokenizer,
+    journal: Journal,
+    events: EventLog,
+    run_dir: Path,
+    epoch: str,
+    token: str,
+) -> Rollouts:
+    """The rollouts of a trainer with so many ranks, with the engines that the configuration asks for.
+
+    Raises:
+        UserError: dataset, tokenizer or reward function do not fit the configuration.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    extra = [config.eval.reward_function] if config.eval.reward_function else []
+    rewards = RewardPool(config, extra_functions=extra, log_file=logs / "rewards.log")
+    pool: Engines
+    if is_colocated(config):
+        pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
+    else:
+        pool = InferencePool(config, epoch, token, run_dir, events)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks)
