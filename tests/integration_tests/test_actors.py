@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from tests.patience import PATIENCE_S
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
@@ -24,6 +23,7 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.engines import actor_command
 from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.trace import write_trace
 from torchtitan.rollout.journal import Journal, ReplaySource

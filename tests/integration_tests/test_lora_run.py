@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.make_debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.config.job_config import Lora
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import add_adapters
 from torchtitan.models.peft_checkpoint import load_adapter
+from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.utils.json_lines import read_json_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -10,7 +10,7 @@ from torchtitan.config.draft import OLD_NAMES, Draft, nearest_key
 from torchtitan.config.engine_args import PREFIX
 from torchtitan.config.job_config import known_keys
 from torchtitan.config.reference import help_text
-from torchtitan.config.toml import read_toml, show, value_of_words
+from torchtitan.config.toml import value_of_words
 from torchtitan.config.values import nearest
 
 PLACE = "command line"
@@ -29,18 +29,14 @@ class CommandLine:
     def refuse(self, key: str, text: str) -> None:
         self.draft.refuse(key, f"{PLACE}: {text}")
 
-    def fill(self) -> bool:
-        """Have the draft take the file's values and these on top; whether all of the file could be read."""
+    def fill(self) -> Draft:
+        """The draft, with the file's values and these on top."""
         files = [words[0] for key, words in self.overrides if key == "job.config_file" and len(words) == 1]
-        problem = ""
         if files and files[-1]:
-            tables, problem = read_toml(files[-1])
-            if problem:
-                self.draft.refuse("job.config_file", f"job.config_file = {show(files[-1])} {problem}")
-            self.draft.add(tables, files[-1])
+            self.draft.add_file(files[-1])
         for key, words in self.overrides:
             self.draft.set(key, _value(key, words), PLACE, " ".join(words) or "(no value)")
-        return not problem
+        return self.draft
 
 
 def split_command_line(argv: Sequence[str]) -> CommandLine:

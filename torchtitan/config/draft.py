@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan.config.engine_args import PREFIX, option_name
 from torchtitan.config.job_config import JobConfig, known_keys, table_types
-from torchtitan.config.toml import show
+from torchtitan.config.toml import read_toml, show
 from torchtitan.config.values import OPTIONS, RULE, nearest
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,23 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     """`table.key` -> value"""
+    is_complete: bool = True
+    """Whether all files could be read, so that combinations of values can be judged"""
     written: dict[str, tuple[str, str]] = field(default_factory=dict)
     """`table.key` -> where its value comes from, and how it was written there"""
 
     def refuse(self, key: str, text: str) -> None:
         """Note a mistake."""
         self.problems.append(Problem(key, text))
+
+    def add_file(self, file: str) -> None:
+        """Take the values of a TOML file."""
+        tables, problem = read_toml(file)
+        self.set("job.config_file", file, file)
+        if problem:
+            self.is_complete = False
+            self.refuse("job.config_file", f"job.config_file = {show(file)} {problem}")
+        self.add(tables, file)
 
     def add(self, tables: Mapping[str, Any], place: str) -> None:
         """Take the values of a document with TOML tables."""
@@ -71,6 +83,8 @@ class Draft:
     def set(self, name: str, value: Any, place: str, written: str | None = None) -> None:
         """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
         key = OLD_NAMES.get(name, name)
+        # TOML has neither; Python's callers have both.
+        value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
         if key != name:
             logger.warning("%s: %s is now called %s; the old name is accepted for now", place, name, key)
         if key.startswith(PREFIX):

@@ -18,10 +18,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+SHIPPED = Path(__file__).resolve().parent.parent / "train_configs"
+
 
 def read_toml(file: str) -> tuple[dict[str, Any], str]:
     """The tables of a file, or none and what is wrong with the file."""
     path = Path(os.path.expanduser(file))
+    if not path.exists() and str(path.parent) in (".", "train_configs"):
+        # One of those that come with the package, by its name.
+        shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
+        path = shipped if shipped.is_file() else path
     try:
         with path.open("rb") as stream:
             return tomllib.load(stream), ""

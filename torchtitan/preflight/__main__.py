@@ -15,7 +15,7 @@ from torchtitan.config.command_line import split_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
 from torchtitan.models.shape import is_missing_debug_checkpoint
-from torchtitan.preflight.loading import load
+from torchtitan.preflight.loading import validated
 from torchtitan.preflight.plan import describe_plan
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets") else ""
     command = split_command_line(argv[1:] if mode else argv)
     try:
-        config = load(command, planning=bool(mode) or command.dry_run)
+        config = validated(command.fill(), planning=bool(mode) or command.dry_run)
         if mode == "--describe" or command.dry_run:
             print(describe_plan(config, world_size()))
         elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):

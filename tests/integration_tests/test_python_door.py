@@ -1,0 +1,76 @@
+"""A run from Python: a script, a notebook's cell, twice in one process, and what it leaves of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Not one line is guarded by `if __name__ == "__main__"`: workers must not run it again.
+SCRIPT = """
+from torchtitan import train
+SMALL = {"training.steps": 2, "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
+         "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1}
+def digits(completions, **kwargs):
+    return [sum(map(str.isdigit, text)) * POINTS for text in completions]
+POINTS = 0.25
+rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10, 30) for b in range(10, 30)]
+run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows)
+print("trained", run.version, run.exit_code, sorted(key for key in run.metrics if key.startswith("reward/")))
+"""
+
+NOTEBOOK = """
+import asyncio, linecache, logging, os, signal, sys
+def cell(number, source):
+    name = f"<ipython-input-{number}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), sys.modules["__main__"].__dict__)
+del __file__
+async def kernel():
+    before = dict(os.environ), list(sys.path), signal.getsignal(signal.SIGINT), logging.getLogger().handlers
+    cell(1, SCRIPT)
+    cell(2, "run = train('debug_cpu', SMALL | {'training.steps': 3}, rewards=digits); print('again', run.version)")
+    cell(3, "import torch; print('intact', torch.distributed.is_initialized())")
+    after = dict(os.environ), list(sys.path), signal.getsignal(signal.SIGINT), logging.getLogger().handlers
+    assert after == before, (after, before)
+logging.basicConfig(format="mine: %(message)s")
+asyncio.run(kernel())
+logging.warning("still mine")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs are; the first one makes the debug checkpoint."""
+    return tmp_path_factory.mktemp("door")
+
+
+def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(source)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
+    done = subprocess.run(
+        [sys.executable, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=12 * PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_ten_lines_of_a_script_train(folder: Path) -> None:
+    done = execute(folder, "script.py", SCRIPT)
+    assert done.stdout.startswith("trained 2 0 ") and done.stdout.count("\n") == 1, done.stdout
+
+
+def test_a_notebook_trains_twice_and_keeps_its_process(folder: Path) -> None:
+    done = execute(folder, "notebook.py", f"SCRIPT = {SCRIPT!r}\n{NOTEBOOK}")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["trained", "again", "intact"]
+    assert "again 3\nintact False" in done.stdout
+    assert done.stderr.rstrip().endswith("mine: still mine")

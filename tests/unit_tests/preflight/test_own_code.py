@@ -1,0 +1,191 @@
+"""Functions and rows from Python as files: what is written, that it stands alone, and what is refused."""
+
+from __future__ import annotations
+
+import linecache
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from torchtitan import train
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.preflight.own_code import names_of_rewards, write_rows
+from torchtitan.rollout.datasets import load_rows
+from torchtitan.rollout.rewards import load_reward
+from torchtitan.rollout.rewards.answers import arithmetic
+
+CELL = """
+import math as m
+import re
+from collections import Counter
+from torchtitan.rollout.rewards.text import texts
+
+raise_if_run_again = print("this line is no definition")
+PATTERN = re.compile("[0-9]+", re.ASCII)
+WEIGHTS = {"a": (1, 2.5)}
+TABLE = open("/dev/null")
+
+class Counting:
+    pass
+
+def even(n):
+    return n == 0 or odd(n - 1)
+
+def odd(n):
+    return n != 0 and even(n - 1)
+
+def mine(completions, **kwargs) -> "list[float]":
+    found = [even(len(PATTERN.findall(t))) + Counter(t)["x"] for t in texts(completions)]
+    return [WEIGHTS['a'][1] + m.floor(1.5) + one for one in found]
+
+def opens(completions: TABLE, **kwargs):
+    return [len(TABLE.read())]
+
+def make(scale):
+    def closure(completions, **kwargs):
+        return [scale]
+    return closure
+
+closure = make(2)
+nameless = lambda completions, **kwargs: [1.0]
+"""
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a notebook's cell: its source is in linecache, as IPython has it, and there is no file."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache["<ipython-input-1>"] = (len(CELL), None, CELL.splitlines(keepends=True), "<ipython-input-1>")
+    main = type(sys)("__main__")
+    main.__dict__.update(names)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(CELL, "<ipython-input-1>", "exec"), main.__dict__)
+    return main.__dict__
+
+
+def test_a_cells_function_is_written_with_all_that_it_uses(cell: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = names_of_rewards([cell["mine"]], tmp_path / "new")
+    module, _, function = name.partition(":")
+    text = (tmp_path / "new" / f"{module}.py").read_text()
+    assert function == "mine" and "this line" not in text and "TABLE" not in text
+    code = f"import {module}; print({module}.mine(completions=['1 2', '1x']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "new", env={"PYTHONPATH": f"{Path.cwd()}"},
+        capture_output=True, text=True, timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(cell["mine"](completions=["1 2", "1x"])) == "[4.5, 4.5]"
+    assert names_of_rewards([cell["mine"]], tmp_path / "new") == [name]
+
+
+def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "script.py"
+    text = "BASE = 2\nclass Points:\n    each = BASE\ndef mine(completions, **kwargs):\n    return [Points.each]\n"
+    script.write_text(text)
+    main = type(sys)("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(compile(text, str(script), "exec"), main.__dict__)
+    (name,) = names_of_rewards([main.mine], tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_reward(name)(completions=["x"]) == [2]
+
+
+def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
+    names = names_of_rewards(["accuracy", arithmetic], tmp_path)
+    assert names == ["accuracy", "torchtitan.rollout.rewards.answers:arithmetic"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("opens", "reward function opens: uses TABLE, a TextIOWrapper that exists only in this process"),
+        ("closure", "reward function closure: it is a closure over scale"),
+        ("nameless", "a lambda has no name"),
+        ("Counting", "must be a function"),
+    ],
+)
+def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        names_of_rewards([cell[name]], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def typed(completions, **kwargs): return [1.0]", names)
+    with pytest.raises(UserError, match="source of typed cannot be had"):
+        names_of_rewards([names["typed"]], tmp_path)
+
+
+def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": [{"role": "user", "content": "\u2028ä"}], "answer": None}]
+    assert load_rows(write_rows(iter(rows), tmp_path)) == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "no rows"),
+        (["1+1="], "row 1: must be a dict"),
+        ([{"prompt": "a"}, {"prompt": b"a"}], "row 2: JSON cannot hold it"),
+        ([{"prompt": "a", "weight": float("nan")}], "row 1: JSON cannot hold it"),
+    ],
+)
+def test_rows_that_no_file_can_hold(tmp_path: Path, rows: list[Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        write_rows(rows, tmp_path)
+
+
+def slip(config: JobConfig) -> JobConfig:
+    config.training.stepz = 3  # type: ignore[attr-defined]
+    config.grpo.group_size = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "said"),
+    [
+        (lambda: "nope.toml", {}, ['"nope.toml" does not exist']),
+        (lambda: {"trainin": {}, "eval": {"enable": 1}}, {}, ["config: unknown table", "eval.enable = 1"]),
+        (dict, {"training.stepz": 1, "eval.enable": "no"}, ["overrides: unknown key training.stepz", '"no"']),
+        (lambda: slip(JobConfig()), {}, ["unknown key training.stepz", "grpo.group_size = 1 is not allowed"]),
+        (lambda: "debug_cpu", {"training.steps": 0}, ["overrides: training.steps = 0 is not allowed"]),
+    ],
+)
+def test_mistakes_of_python_callers_come_together(
+    config: Callable[[], Any], overrides: dict[str, Any], said: list[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        train(config(), overrides)
+    for part in said:
+        assert any(part in problem for problem in caught.value.problems), caught.value
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            train("debug_cpu")
+        except UserError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert "main thread" in str(caught[0])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="torchrun"):
+        train("debug_cpu")

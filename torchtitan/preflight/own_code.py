@@ -1,0 +1,143 @@
+"""Reward functions and rows that are Python objects, as files that reward workers and later runs can read.
+
+A function that can be imported by name stays where it is. Of one that cannot (from a script that is running, or a cell
+of a notebook) the source is written to a module, with the imports, functions, classes and constants that it uses.
+Nothing is pickled, and no code of the script but these definitions runs again.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torchtitan.errors import UserError
+
+FOLDER = "from_python"
+HEAD = "from __future__ import annotations\n"
+
+
+def names_of_rewards(rewards: Iterable[str | Callable[..., Any]], folder: Path) -> list[str]:
+    """What to write in rewards.functions: names as they are, functions as module:function, in `folder` if need be.
+
+    Raises:
+        UserError: a function that cannot be imported, and whose source cannot stand alone.
+    """
+    return [reward if isinstance(reward, str) else _name(reward, folder) for reward in rewards]
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
+    """Rows as a .jsonl file in `folder`; its path. Raises UserError for what JSON cannot hold."""
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UserError(f"dataset, row {number}: must be a dict of columns, found {type(row).__name__}")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise UserError(f"dataset, row {number}: JSON cannot hold it: {error}") from error
+    if not lines:
+        raise UserError("dataset: there are no rows")
+    return str(_write(folder, "rows", "".join(lines), ".jsonl"))
+
+
+def _name(function: Callable[..., Any], folder: Path) -> str:
+    if (name := _importable(function)) is not None:
+        return name
+    if not isinstance(function, FunctionType):
+        raise UserError(f"reward function {function!r}: must be a function (def), or one that a module has by its name")
+    parts: dict[str, str] = {}
+    _collect(function.__name__, function, f"reward function {function.__name__}", parts)
+    path = _write(folder, "own", HEAD + "\n".join(parts.values()) + "\n", ".py")
+    return f"{path.stem}:{function.__name__}"
+
+
+def _importable(thing: Any) -> str | None:
+    """`module:name` where importing the module gives this very object, without running the script again."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__name__", None)
+    found = sys.modules.get(module or "")
+    if found is None or module == "__main__" or getattr(found, "__spec__", None) is None:
+        return None
+    return f"{module}:{name}" if name and getattr(found, name, None) is thing else None
+
+
+def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
+    """Add what defines `name` to `parts`, after all that it uses itself."""
+    if name in parts:
+        return
+    if isinstance(value, ModuleType):
+        parts[name] = f"import {value.__name__} as {name}"
+    elif (importable := _importable(value)) is not None:
+        module, _, original = importable.partition(":")
+        parts[name] = f"from {module} import {original} as {name}"
+    elif isinstance(value, (FunctionType, type)):
+        parts[name] = ""  # it may use itself
+        source = _source(name, value, user)
+        namespace = value.__globals__ if isinstance(value, FunctionType) else vars(sys.modules[value.__module__])
+        for used in _used_names(source):
+            if used in namespace and used != name:
+                _collect(used, namespace[used], user, parts)
+        del parts[name]
+        parts[name] = source
+    elif isinstance(value, re.Pattern):
+        parts[name] = f"import re\n{name} = re.compile({value.pattern!r}, {int(value.flags)})"
+    elif _is_constant(value):
+        parts[name] = f"{name} = {value!r}"
+    else:
+        raise UserError(
+            f"{user}: uses {name}, a {type(value).__name__} that exists only in this process, but rewards run in "
+            "worker processes: make it inside of the function, or put both into a module and import that"
+        )
+
+
+def _source(name: str, value: Any, user: str) -> str:
+    advice = "write it as a plain function (def) at the top level of a script, a cell or a module"
+    if isinstance(value, FunctionType):
+        if value.__name__ == "<lambda>":
+            raise UserError(f"{user}: a lambda has no name to be found by; {advice}")
+        if value.__code__.co_freevars:
+            names = ", ".join(value.__code__.co_freevars)
+            raise UserError(f"{user}: it is a closure over {names}, which worker processes do not have; {advice}")
+    try:
+        return textwrap.dedent(inspect.getsource(value)).rstrip("\n")
+    except (OSError, TypeError) as error:
+        raise UserError(f"{user}: the source of {name} cannot be had ({error}); {advice}") from error
+
+
+def _used_names(source: str) -> list[str]:
+    """Names that a definition reads; those in annotations are not read at run time."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.returns = None
+    read = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return [name for name in dict.fromkeys(read) if not hasattr(builtins, name)]
+
+
+def _is_constant(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _write(folder: Path, stem: str, text: str, suffix: str) -> Path:
+    """The file of this content, whose name tells it from others: a later run in the same folder changes nothing."""
+    path = folder / f"{stem}_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}{suffix}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    return path
