@@ -43,7 +43,7 @@ class ActivityLog:
             self.flush()
             self._file.write({"what": what, "begin": begin, "end": end, "version": version})
 
-    def rest(self) -> None:
+    def idle(self) -> None:
         """The engine has nothing to do."""
         if self._end - self._begin > WORTH_SECONDS:
             self.flush()
@@ -57,7 +57,7 @@ class ActivityLog:
         self._begin = self._end = 0.0
 
     def close(self) -> None:
-        """Write the rest and close the file."""
+        """Write what is left and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()

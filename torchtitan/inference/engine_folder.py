@@ -48,7 +48,7 @@ def _make(parent: Path) -> tuple[Path, int | None]:
     """A folder and the lock on it, which lasts as long as this process, however that ends."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # Until it is locked it looks as if its owner had been killed: somebody may be removing it.
+        # Until it is locked it looks as if its owner had been killed: another process may be removing it.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             lock = _lock(path)
             if path.is_dir():
@@ -68,7 +68,7 @@ def _remove_ownerless(parent: Path) -> None:
 def _lock(folder: Path) -> int | None:
     """A descriptor that keeps it locked while it is open; None where the file system has no locks.
 
-    Raises OSError: somebody else has locked it (BlockingIOError), or there is no such folder.
+    Raises OSError: another process has locked it (BlockingIOError), or there is no such folder.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -17,7 +17,7 @@ from torchtitan.models.shape import read_shape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
-# What nobody plans: contexts, communicators, captured graphs, fragments.
+# What no formula gives: contexts, communicators, captured graphs, fragments.
 DEVICE_RESERVE = 2 * GIB
 # Tokens that vLLM computes in one step at most, unless engine_args say it.
 STEP_TOKENS = 8192

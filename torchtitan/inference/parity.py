@@ -1,6 +1,6 @@
-"""Do actors compute what the trainer computes? The guard against weights that are stale or torn and nobody notices.
+"""Do actors compute what the trainer computes? The guard against weights that are stale or torn without a sign of it.
 
-An engine may pack, quantise or copy its weights where nobody can look at them. So of every published version the
+An engine may pack, quantise or copy its weights where they cannot be read. So of every published version the
 trainer computes the log-probs of one fixed text, and every actor that says it serves that very version has to give the
 same. One that does not is evicted, and the reason says so. Actors that look at their own weights (digest) are only
 asked whether they do.

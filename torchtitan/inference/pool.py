@@ -207,7 +207,7 @@ class InferencePool:
         guard = self._guard
         if guard is not None and guard.done() and not guard.cancelled() and (error := guard.exception()) is not None:
             raise UserError(
-                f"nobody compares the actors' weights with the trainer's any more ({error!r}): what they sample could "
+                f"the actors' weights are not compared with the trainer's any more ({error!r}): what they sample could "
                 "be stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
             )
 
@@ -236,34 +236,27 @@ class InferencePool:
             if not any(actor.load for actor in self._actors):
                 self._idle.set()
             return
-        newest: int | None = None
-        nobody_from = math.inf
+        served = self.serving_version()
+        self._waiting = waiting = [waiter for waiter in self._waiting if not waiter.actor.done()]
         left: list[_Waiter] = []
-        for number, waiter in enumerate(self._waiting):
-            if waiter.actor.done():
-                continue
-            if waiter.min_version >= nobody_from:
+        for number, waiter in enumerate(waiting):
+            if served is None or waiter.min_version > served:
                 left.append(waiter)
                 continue
             actors = [actor for actor in self._actors if actor.serves(waiter.min_version)]
-            if len(actors) < len(self._actors):
-                newest = waiter.min_version if newest is None else max(newest, waiter.min_version)
             limit = self._limit(waiter, actors)
             open_to = [actor for actor in actors if actor.load == 0 or actor.load + waiter.sequences <= limit]
-            if open_to:
-                chosen = min(open_to, key=lambda actor: actor.load)
-                chosen.load += waiter.sequences
-                waiter.actor.set_result(chosen)
-                continue
-            left.append(waiter)
-            if actors:
-                left += self._waiting[number + 1 :]  # all are busy; who came later waits longer
+            if not open_to:
+                left += waiting[number:]  # all are busy; who came later waits longer
                 break
-            nobody_from = waiter.min_version
+            chosen = min(open_to, key=lambda actor: actor.load)
+            chosen.load += waiter.sequences
+            waiter.actor.set_result(chosen)
         self._waiting = left
+        newest = max((waiter.min_version for waiter in waiting), default=0)
         for actor in self._actors:
             # Requests wait for a newer version than it is known to serve: look often.
-            starved = newest is not None and actor.state is ActorState.READY and not actor.serves(newest)
+            starved = actor.state is ActorState.READY and not actor.serves(newest)
             if starved and not actor.starved:
                 actor.probe_now()
             actor.starved = starved
@@ -273,7 +266,7 @@ class InferencePool:
         travels. While others are about to have the version too, only its share of all the work."""
         limit = self._config.inference.max_sequences + waiter.sequences
         late = [actor for actor in self._actors if actor.state is ActorState.READY and actor not in actors]
-        if not actors or not late:
+        if not late:
             return limit
         loop = asyncio.get_running_loop()
         if waiter.grace_until is None:

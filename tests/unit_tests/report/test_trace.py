@@ -170,7 +170,7 @@ def test_activity_is_merged_without_loss(steps: list[tuple[float, float, int, in
             now += gap + length
             worked += length if made else 0.0
             if rests:
-                log.rest()
+                log.idle()
         log.close()
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for version, count in tokens.items():

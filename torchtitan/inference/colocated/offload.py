@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor
 
 
 class OptimizerOffload:
-    """Moves the bytes and leaves the tensors: whoever holds them, the optimizer and checkpoints, notices nothing.
+    """Moves the bytes and leaves the tensors: the optimizer and checkpoints, which hold them, notice nothing.
 
-    The copies in host memory are made once and used again. Between `away` and `back` nobody may read the state.
+    The copies in host memory are made once and used again. Between `away` and `back` the state may not be read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

@@ -19,7 +19,7 @@ class Round:
     requests: list[list[GenerateRequest]] = field(default_factory=list)
     """New ones, per replica"""
     cancelled: list[str] = field(default_factory=list)
-    """Names of requests whose answer nobody waits for"""
+    """Names of requests whose answer is not waited for any more"""
 
     def encode(self) -> bytes:
         requests = [[request.to_json() for request in mine] for mine in self.requests]

@@ -154,7 +154,7 @@ class VllmEngine:
 
 @contextlib.contextmanager
 def own_sockets() -> Iterator[None]:
-    """Around an engine: its sockets lie in a folder of its own, unless somebody has said where. Once per process, since
+    """Around an engine: its sockets lie in a folder of its own, unless the environment names one. Once per process:
     vLLM remembers the first place."""
     if SOCKETS in os.environ:
         yield

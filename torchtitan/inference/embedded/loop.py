@@ -297,7 +297,7 @@ class EngineLoop:
                 return
             self._turning_since = None
             if idle and self._commands.empty():
-                self._activity.rest()
+                self._activity.idle()
             command = self._commands.get()
             self._turning_since = time.monotonic()
             if command is None:
