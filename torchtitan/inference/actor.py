@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
-from torchtitan.config.job_config import Inference
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.actor_process import ActorProcess
@@ -26,6 +27,7 @@ from torchtitan.inference.client import (
 )
 from torchtitan.inference.sleeping import ActorMemory
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.inference.weight_connection import WeightConnection
 from torchtitan.utils.events import EventLog
 
 # Between two probes of an actor that requests wait for, and of one that is about to join.
@@ -39,8 +41,6 @@ LONGEST_SCORE_S = 60.0
 STABLE_S = 600.0
 # An actor that does not serve for longer than this is mentioned in the events.
 BRIEFLY_S = 2.0
-# After so many fruitless connections to the weight coordinator in a row a process is started anew.
-JOIN_ATTEMPTS = 3
 # A process whose connections broke is given this long to be recognised as dead.
 REAP_S = 0.3
 # A run that ends wakes servers that it did not start.
@@ -79,14 +79,13 @@ class Actor:
     def __init__(
         self,
         name: str,
-        config: Inference,
+        config: JobConfig,
         epoch: str,
         events: EventLog,
         make_client: Callable[[str], ActorClient],
         changed: Callable[[], None],
         process: ActorProcess | None = None,
         url: str = "",
-        join_timeout_s: float = 60.0,
     ):
         self.name = name
         self.state = ActorState.STARTING
@@ -101,21 +100,19 @@ class Actor:
         self.incarnation = 0
         """Counts the processes that had this name"""
         self.last_reason = ""
-        self._config, self._epoch, self._events = config, epoch, events
+        self._config, self._epoch = config.inference, epoch
+        self._write = functools.partial(events.write, actor=name)
         self._make_client, self._changed, self._process = make_client, changed, process
         self._client_or_none = make_client(url) if process is None else None
-        self._coordinator: str | None = None
-        self._connected = False
         self._distrusted = -1
         """This version and older ones, as this process holds them, are not what the trainer sent"""
-        self._join_timeout_s = join_timeout_s
-        self._failed_joins = 0
         self._requests = self._failed_requests = 0
         self._announced = False
         """An event has said that it serves"""
         # Times on time.monotonic(), 0.0 where it is not so.
-        self._joining_since = self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
-        self._memory = ActorMemory(name, config, events)
+        self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
+        self._memory = ActorMemory(config.inference, self._write)
+        self._weights = WeightConnection(name, config, epoch, self._write)
         self._probe_now = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -130,7 +127,7 @@ class Actor:
 
     def connect(self, coordinator: str) -> None:
         """Fetch weights from this coordinator from now on."""
-        self._coordinator, self._connected = coordinator, False
+        self._weights.use(coordinator)
         self.probe_now()
 
     def probe_now(self) -> None:
@@ -199,7 +196,7 @@ class Actor:
             self.probe_now()
         else:
             # It may still fall asleep, or fail and end: then its memory stays free until it is to wake.
-            self._memory.warn("actor_stays_awake", reason)
+            self._write("actor_stays_awake", level=logging.WARNING, reason=reason)
 
     async def wake(self, asleep: Collection[Tag], timeout_s: float) -> None:
         """Have it take its memory again, all but `asleep`; returns when it has, or `timeout_s` is over: then its
@@ -207,7 +204,8 @@ class Actor:
         self._memory.aim(asleep)
         self.probe_now()
         if self.state is ActorState.ASLEEP and not await self._memory.wait(timeout_s):
-            self._memory.warn("actor_stays_asleep", f"it was not awake within {timeout_s:g} s")
+            reason = f"it was not awake within {timeout_s:g} s"
+            self._write("actor_stays_asleep", level=logging.WARNING, reason=reason)
 
     def lost_from_sync(self, reason: str) -> None:
         """The weight coordinator has evicted it: what it works on is redone elsewhere, and it gets no prompts before a
@@ -274,14 +272,13 @@ class Actor:
                 return
             await asyncio.sleep(min(BACKOFF_S * 2**self.restarts, LONGEST_BACKOFF_S))
             self.restarts += 1
-            self._events.write("actor_restarting", actor=self.name, restart=self.restarts)
+            self._write("actor_restarting", restart=self.restarts)
         self.state = ActorState.STARTING
         if self._client_or_none is not None:
             await self._client_or_none.close()
-        self._connected, self._announced, self.version = False, False, None
-        self._ready_at = self._joining_since = 0.0
+        self._announced, self.version, self._ready_at, self._distrusted = False, None, 0.0, -1
         self.incarnation += 1
-        self._distrusted = -1
+        self._weights.reset()
         self._memory.said_unable = False
         self._client_or_none = self._make_client(await process.start())
         self._set_state(ActorState.JOINING)
@@ -296,31 +293,28 @@ class Actor:
             return
         if self.state is ActorState.EVICTED:
             # It may have missed anything: a fresh connection and a full version.
-            self._connected = False
-            self._events.write("actor_rejoining", actor=self.name)
+            self._weights.connected = False
+            self._write("actor_rejoining")
             self._set_state(ActorState.JOINING)
         reached = self._memory.reached
         health, matched = await self._memory.match(self._client, health)
-        if self._connected and health.weights_failure is not None:
-            self._connected = False
-            self._memory.warn("actor_weights_lost", health.weights_failure)
         # Asleep it could only refuse them.
-        if self._coordinator is not None and not self._connected and not self._memory.without_weights:
-            await self._client.connect_weights(self._coordinator, self.name, self._epoch, self._config.health_timeout_s)
-            self._connected = True
-            health = await self._client.health(self._config.health_timeout_s)
+        health = await self._weights.keep(self._client, health, may_connect=not self._memory.without_weights)
         self._failed_requests = 0
         self._memory.may_be_asleep = bool(health.asleep)
         self._apply(health)
         if matched:
             reached.set()
-        if self.state is ActorState.JOINING:
-            await self._judge_joining(health)
+        overdue = self._weights.overdue(health) if self.state is ActorState.JOINING else ""
+        if overdue and self._process is not None and self._weights.hopeless:
+            self._evict("join", overdue)
+            await self._process.stop()
 
     def _apply(self, health: ActorHealth) -> None:
         """The state that a healthy actor is in."""
         if health.asleep and self._memory.asleep:
-            self._not_serving_since = self._joining_since = 0.0
+            self._not_serving_since = 0.0
+            self._weights.stop_waiting(success=False)
             if self.state is not ActorState.ASLEEP:
                 self._set_state(ActorState.ASLEEP)
             return
@@ -333,39 +327,20 @@ class Actor:
             brief = now - self._not_serving_since <= BRIEFLY_S or health.weights_state in UPDATING
             if self._announced and not brief:
                 self._announced = False
-                self._events.write("actor_not_serving", actor=self.name, status=health.status, version=health.version)
+                self._write("actor_not_serving", status=health.status, version=health.version)
             if self.state is not ActorState.JOINING:
                 self._set_state(ActorState.JOINING)
                 self.probe_now()  # engines do not serve while they apply a version: it is over at once
             return
-        self._not_serving_since = self._joining_since = 0.0
-        self._failed_joins = 0
+        self._not_serving_since = 0.0
+        self._weights.stop_waiting(success=True)
         if not self._announced:
             self._announced, self._ready_at = True, now
-            self._events.write("actor_ready", actor=self.name, version=health.version)
+            self._write("actor_ready", version=health.version)
         if self.state is not ActorState.READY:
             self._set_state(ActorState.READY)
         elif self.version != before:
             self._changed()
-
-    async def _judge_joining(self, health: ActorHealth) -> None:
-        """An actor that gets no weights for too long is connected anew; where that does not help, started anew."""
-        now = time.monotonic()
-        if not self._connected or health.status == "paused":
-            self._joining_since = 0.0
-            return
-        self._joining_since = self._joining_since or now
-        if now - self._joining_since <= self._join_timeout_s or health.weights_state in UPDATING:
-            return
-        self._joining_since, self._connected = 0.0, False
-        self._failed_joins += 1
-        why = health.reason or f"it serves version {health.version} of epoch {health.epoch}"
-        reason = f"no weights within weight_sync.join_timeout_s = {self._join_timeout_s:g} s: {why}"
-        self._memory.warn("actor_join_timeout", reason)
-        if self._process is not None and self._failed_joins >= JOIN_ATTEMPTS:
-            self._failed_joins = 0
-            self._evict("join", reason)
-            await self._process.stop()
 
     async def _failed(self, error: ActorError) -> None:
         """A probe, or what came with it, has failed."""
@@ -385,7 +360,7 @@ class Actor:
             return
         frozen_s = time.monotonic() - self._evicted_at
         if process is not None and process.alive and frozen_s > self._config.startup_timeout_s:
-            self._events.write("actor_killed", actor=self.name, reason=f"no sign of life for {frozen_s:.0f} s")
+            self._write("actor_killed", reason=f"no sign of life for {frozen_s:.0f} s")
             await process.stop(grace_s=0.0)
 
     def _evict(self, noticed_by: str, reason: str) -> None:
@@ -398,8 +373,8 @@ class Actor:
         self.evictions += 1
         self._evicted_at = time.monotonic()
         self.version, self._announced, self._not_serving_since = None, False, 0.0
-        self._events.write(
-            "actor_evicted", level=logging.WARNING, actor=self.name, phase=phase, noticed_by=noticed_by, reason=reason,
+        self._write(
+            "actor_evicted", level=logging.WARNING, phase=phase, noticed_by=noticed_by, reason=reason,
             unfinished_requests=unfinished,
         )  # fmt: skip
         self._failed_requests = 0
@@ -408,7 +383,7 @@ class Actor:
 
     def _give_up(self, reason: str) -> None:
         self.last_reason = reason
-        self._events.write("actor_gave_up", level=logging.ERROR, actor=self.name, reason=reason)
+        self._write("actor_gave_up", level=logging.ERROR, reason=reason)
         self._set_state(ActorState.GAVE_UP)
 
     def _set_state(self, state: ActorState) -> None:

@@ -106,14 +106,13 @@ class InferencePool:
             self._actors.append(
                 Actor(
                     name,
-                    self._config.inference,
+                    self._config,
                     self._epoch,
                     self._events,
                     make_client=lambda url: self._make_client(url, self._token, self._job_token),
                     changed=self._dispatch,
                     process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir, i),
                     url=servers[i] if servers else "",
-                    join_timeout_s=self._config.weight_sync.join_timeout_s,
                 )
             )
         if servers:

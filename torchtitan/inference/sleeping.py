@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torchtitan.config.job_config import Inference
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.client import UPDATING, ActorHealth
 from torchtitan.inference.types import TAGS, Tag
-from torchtitan.utils.events import EventLog
 
 
 def parse_sleep(data: dict[str, Any]) -> tuple[int, float]:
@@ -34,10 +33,13 @@ def parse_wake(data: dict[str, Any]) -> list[Tag]:
 
 
 class ActorMemory:
-    """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop."""
+    """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop.
 
-    def __init__(self, name: str, config: Inference, events: EventLog):
-        self._name, self._config, self._events = name, config, events
+    write(kind, level, …) writes an event of this actor.
+    """
+
+    def __init__(self, config: Inference, write: Callable[..., None]):
+        self._config, self._write = config, write
         self.asleep: frozenset[Tag] = frozenset()
         """The parts that the actor is to be without"""
         self._level = 0
@@ -72,10 +74,7 @@ class ActorMemory:
         self.aim(())
         self.reached.set()
         if reason:
-            self.warn("actor_stays_awake", reason)
-
-    def warn(self, kind: str, reason: str) -> None:
-        self._events.write(kind, level=logging.WARNING, actor=self._name, reason=reason)
+            self._write("actor_stays_awake", level=logging.WARNING, reason=reason)
 
     async def match(self, client: ActorClient, health: ActorHealth) -> tuple[ActorHealth, bool]:
         """Have it asleep or awake as it is to be: also one that has just come, or that an earlier run left asleep.

@@ -361,7 +361,7 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
 
     async def work() -> None:
         sleeper, process = Slow(), Process()
-        config = make_config(sleep_timeout_s=0.3).inference
+        config = make_config(sleep_timeout_s=0.3)
         one = actor.Actor("a", config, "e", events, lambda _: sleeper, lambda: None, process)
         one.connect("127.0.0.1:9")
         supervision = asyncio.ensure_future(one.supervise())
