@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_host, reference_on_host
+from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_host, reference_on_host
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 
-BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 # What no formula gives: contexts, communicators, captured graphs, fragments.
 DEVICE_RESERVE = 2 * GIB

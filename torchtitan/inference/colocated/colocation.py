@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.config.derived import is_colocated
 from torchtitan.config.engine_args import option_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -28,7 +29,7 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     Raises:
         UserError: there is no vLLM here, it refuses its options, or its KV cache does not fit beside the trainer.
     """
-    if config.inference.mode != "colocate" or config.rollout.replay:
+    if not is_colocated(config):
         yield None
         return
     from torchtitan.inference.colocated.vllm_engine import VllmEngine, own_sockets
