@@ -25,7 +25,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.lr_scheduler import build_lr_scheduler
 from torchtitan.trainer.optimizer import build_optimizer
-from torchtitan.trainer.packing import MicroBatch
+from torchtitan.trainer.packing import MicroBatch, is_trained
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference_policy import build_reference
 
@@ -88,6 +88,29 @@ def test_iterations_repeat_the_minibatches_with_old_log_probs_of_the_start(
             with torch.no_grad():
                 expected, _ = trainer._forward(untrained, micro_batch)
             assert known.old is not None and torch.equal(known.old, expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_samples_keep_their_log_probs_from_before_the_batch(
+    tiny_checkpoint: Callable[..., Path], recompute: bool
+) -> None:
+    config = inner_steps(run_config(tiny_checkpoint()), iterations=2) if recompute else run_config(tiny_checkpoint())
+    config.grpo.mask_truncated = True
+    trainer = SpiedTrainer(config)
+    untrained = build_policy(config, trainer.dims)
+    batch = make_batch(0)
+    trainer.train_batch(batch, lambda: True, lambda: None)
+    assert {sample.trainer_log_probs is None for sample in batch.samples} == {False, True}
+    for sample in batch.samples:
+        tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
+        with torch.no_grad():
+            expected, _ = untrained(tokens[:-1], PackedLayout([len(tokens) - 1]), tokens[1:])
+        if is_trained(sample, mask_truncated=True):
+            found = sample.trainer_log_probs
+            torch.testing.assert_close(found, expected[-len(sample.completion_ids) :], atol=1e-4, rtol=1e-4)
+            assert not found.requires_grad
+        else:
+            assert sample.trainer_log_probs is None
 
 
 def train_with_everything(checkpoint: str) -> dict[str, Any]:
