@@ -45,13 +45,8 @@ class Console:
 
     def step(self, step: int, row: Row, actors: Mapping[str, str]) -> None:
         """Show a trained batch; actors: name → state."""
-        logger.info(
-            f"step {step}/{self.total_steps}  reward {figure(row, 'reward/mean')}  loss {figure(row, 'loss')}  "
-            f"entropy {figure(row, 'entropy')}  kl {figure(row, 'mismatch_kl')}  grad {figure(row, 'grad_norm')}  "
-            f"stale {figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}  "
-            f"len {figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
-            f"{describe_times(row)}  {describe_weights(row)}"
-        )
+        figures = "  ".join(f"{name} {text}" for name, text in describe_step(row).items())
+        logger.info("step %d/%d  %s", step, self.total_steps, figures)
 
     def evaluation(self, step: int, row: Row) -> None:
         """Show an evaluation."""
@@ -101,17 +96,12 @@ class LiveConsole(Console):
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column()
-        table.add_row("reward", f"{figure(row, 'reward/mean')} ± {figure(row, 'reward/std')}  {bars(self._rewards)}")
+        figures = describe_step(row)
+        figures["reward"] += f" ± {figure(row, 'reward/std')}  {bars(self._rewards)}"
+        for name, text in figures.items():
+            table.add_row(name, text)
         if self._evaluation:
             table.add_row("evaluation", self._evaluation)
-        table.add_row(
-            "policy",
-            f"loss {figure(row, 'loss')}  entropy {figure(row, 'entropy')}  gradient {figure(row, 'grad_norm')}  "
-            f"mismatch KL {figure(row, 'mismatch_kl')}",
-        )
-        table.add_row("staleness", f"mean {figure(row, 'staleness/mean')}  max {figure(row, 'staleness/max')}")
-        table.add_row("speed", f"{figure(row, 'tokens_per_s')} tokens/s  {describe_times(row)}")
-        table.add_row("weights", describe_weights(row))
         if actors:
             table.add_row("actors", "  ".join(f"{name} {state}" for name, state in actors.items()))
         self._live.update(Panel(Group(self._progress, table), title=f"version {row.get('policy_version')}"))
@@ -138,16 +128,20 @@ def figure(row: Row, key: str) -> str:
     return number(row.get(key))
 
 
-def describe_times(row: Row) -> str:
-    return (
-        f"{figure(row, 'time/step_s')} s (data {figure(row, 'time/data_wait_s')}, train {figure(row, 'time/train_s')}, "
-        f"snapshot {figure(row, 'time/snapshot_s')}, stall {figure(row, 'time/sync_stall_s')})"
-    )
-
-
-def describe_weights(row: Row) -> str:
-    published, skipped = "weight_sync/versions_published", "weight_sync/versions_skipped"
-    return f"published {figure(row, published)}, skipped {figure(row, skipped)}"
+def describe_step(row: Row) -> dict[str, str]:
+    """The figures of a step that a person wants to see, under a word each."""
+    return {
+        "reward": figure(row, "reward/mean"),
+        "loss": f"{figure(row, 'loss')}  entropy {figure(row, 'entropy')}  kl {figure(row, 'mismatch_kl')}  "
+        f"grad {figure(row, 'grad_norm')}",
+        "stale": f"{figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}",
+        "len": f"{figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
+        f"{figure(row, 'time/step_s')} s (data {figure(row, 'time/data_wait_s')}, "
+        f"train {figure(row, 'time/train_s')}, snapshot {figure(row, 'time/snapshot_s')}, "
+        f"stall {figure(row, 'time/sync_stall_s')})",
+        "published": f"{figure(row, 'weight_sync/versions_published')}, "
+        f"skipped {figure(row, 'weight_sync/versions_skipped')}",
+    }
 
 
 def describe_evaluation(row: Row) -> str:

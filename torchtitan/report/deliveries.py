@@ -120,15 +120,18 @@ class Delivery:
         return max(0.0, self.attempts[0].offered_at - self.published_at)
 
     @property
-    def last_failure(self) -> Outcome | None:
-        """How its last failed attempt ended."""
-        failures = [attempt.failure for attempt in self.attempts if attempt.failure is not None]
-        return failures[-1] if failures else None
+    def failed(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.failure is not None]
+
+    def end(self, otherwise: Outcome) -> Delivery:
+        """It cannot change any more: one that is still pending ends as its last attempt failed, or otherwise so."""
+        if self.outcome is Outcome.PENDING:
+            self.outcome = (self.failed and self.failed[-1].failure) or otherwise
+        return self
 
     def row(self) -> dict[str, Any]:
         """As an object of versions.jsonl."""
-        last = self.attempts[-1] if self.attempts else None
-        failed = [attempt for attempt in self.attempts if attempt.failure is not None]
+        applied = self.attempts and self.outcome is Outcome.APPLIED
         return {
             "epoch": self.epoch,
             "version": self.version,
@@ -136,12 +139,12 @@ class Delivery:
             "outcome": self.outcome.value,
             "published_at": self.published_at,
             "offered_at": self.attempts[0].offered_at if self.attempts else None,
-            "applied_at": last.ended_at if last is not None and self.outcome is Outcome.APPLIED else None,
+            "applied_at": self.attempts[-1].ended_at if applied else None,
             "attempts": len(self.attempts),
             **dict.fromkeys(FIGURES),
             **self.figures,
             "queue_wait_s": self.queue_wait_s,
-            "failures": [f"{attempt.phase or 'apply'}: {attempt.reason}" for attempt in failed],
+            "failures": [f"{attempt.phase or 'apply'}: {attempt.reason}" for attempt in self.failed],
             "evicted_in": self.evicted_in or None,
         }
 
@@ -174,6 +177,8 @@ Told = Delivery | Publication | Incident
 
 # Events that are incidents as well, and what those are called.
 _INCIDENTS = {"suspect": "suspect", "poisoned": "poisoned", "evict": "evicted", "courier_lost": "courier lost"}
+# Events that end the attempt that is under way to an actor.
+_FAILURES = {"abort": Outcome.ABORTED, "refused": Outcome.REFUSED, "poisoned": Outcome.POISONED}
 
 
 class DeliveryBook:
@@ -194,6 +199,9 @@ class DeliveryBook:
             if event in _INCIDENTS:
                 text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
                 self._incident(record, _INCIDENTS[event], text)
+            if event in _FAILURES:
+                attempt = self._attempt(record["actor"], record.get("version"))
+                self._fail(attempt, record, _FAILURES[event], str(record.get("phase", "APPLYING")))
             take = getattr(self, f"_on_{event}", None)
             if take is not None:
                 take(record)
@@ -212,9 +220,7 @@ class DeliveryBook:
             newest = max(deliveries)
             self._end(actor, newest - 1)
             delivery = deliveries.pop(newest)
-            if delivery.outcome is Outcome.PENDING and actor not in self._live:
-                delivery.outcome = delivery.last_failure or Outcome.EVICTED
-            self._told.append(delivery)
+            self._told.append(delivery if actor in self._live else delivery.end(Outcome.EVICTED))
 
     def _delivery(self, actor: str, version: int) -> Delivery:
         deliveries = self._open.setdefault(actor, {})
@@ -224,10 +230,7 @@ class DeliveryBook:
         """Something newer than these versions has taken their place, or they were applied: they are over."""
         deliveries = self._open.get(actor, {})
         for version in sorted(version for version in deliveries if version <= up_to):
-            delivery = deliveries.pop(version)
-            if delivery.outcome is Outcome.PENDING:
-                delivery.outcome = delivery.last_failure or Outcome.SUPERSEDED
-            self._told.append(delivery)
+            self._told.append(deliveries.pop(version).end(Outcome.SUPERSEDED))
 
     def _attempt(self, actor: str, version: int | None = None) -> Attempt | None:
         """What is under way to an actor."""
@@ -245,7 +248,7 @@ class DeliveryBook:
         actor, phase = record.get("actor", ""), str(record.get("phase", ""))
         self._told.append(Incident(record["time"], kind, actor, text, phase))
 
-    # One method per event of the journal
+    # One method per event of the journal that is more than that
 
     def _on_start(self, record: Record) -> None:
         for actor in self._open:
@@ -300,16 +303,6 @@ class DeliveryBook:
         if delivery.attempts:
             delivery.attempts[-1].ended_at = record["time"]
         self._end(actor, version)
-
-    def _on_abort(self, record: Record) -> None:
-        attempt = self._attempt(record["actor"], record.get("version"))
-        self._fail(attempt, record, Outcome.ABORTED, str(record.get("phase", "")))
-
-    def _on_refused(self, record: Record) -> None:
-        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.REFUSED, "APPLYING")
-
-    def _on_poisoned(self, record: Record) -> None:
-        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.POISONED, "APPLYING")
 
     def _on_evict(self, record: Record) -> None:
         actor, phase = record["actor"], str(record.get("phase", ""))

@@ -110,12 +110,9 @@ class MetricsLogger:
 
 def finite(value: Figure) -> Figure:
     """A number that JSON can hold; None for NaN and infinities."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return None
-    if isinstance(value, int):
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return int(value) if isinstance(value, int) else float(value)
 
 
 def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder) -> dict[str, Any]:

@@ -54,10 +54,10 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
     if window is None:
         return None
     begin, end = window
-    ranks = _ranks(timeline)[:MOST_RANKS]
+    ranks = _ranks(timeline)
     names = list(dict.fromkeys(track.process for track in timeline.tracks if track.name in ("weights", "generation")))
     actors = names[:MOST_ACTORS]
-    lanes = [(tracks[0].name if len(ranks) > 1 else TRAINER, tracks) for tracks in ranks]
+    lanes = [(name if len(ranks) > 1 else TRAINER, tracks) for name, tracks in [*ranks.items()][:MOST_RANKS]]
     lanes += [(actor, [track for track in timeline.tracks if track.process == actor]) for actor in actors]
     figure = blank_figure(width=11.0, height=1.5 + 0.42 * LANE * len(lanes))
     axes = figure.subplots()
@@ -107,11 +107,13 @@ def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[floa
     return min(span.begin for span in chosen[-steps * len(_ranks(timeline)) :]), end
 
 
-def _ranks(timeline: Timeline) -> list[list[Track]]:
+def _ranks(timeline: Timeline) -> dict[str, list[Track]]:
     """The tracks of each trainer rank: its steps, and its snapshots."""
-    tracks = {track.name: track for track in timeline.tracks if track.process == TRAINER}
-    steps = [track for name, track in tracks.items() if not name.endswith(SNAPSHOTS)]
-    return [[one, *filter(None, [tracks.get(one.name + SNAPSHOTS)])] for one in steps]
+    ranks: dict[str, list[Track]] = {}
+    for track in timeline.tracks:
+        if track.process == TRAINER:
+            ranks.setdefault(track.name.removesuffix(SNAPSHOTS), []).append(track)
+    return ranks
 
 
 def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown: dict[str, str]) -> None:
