@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import enum
-import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-logger = logging.getLogger(__name__)
-
-CHUNK_BYTES = 1 << 20
 
 Record = Mapping[str, Any]
 
@@ -20,55 +13,6 @@ Record = Mapping[str, Any]
 SECONDS = ("transfer_s", "verify_s", "apply_s", "drain_s", "pause_s")
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
-
-
-class JournalTail:
-    """Reads a file of JSON lines as it grows, whole lines only and never much at a time.
-
-    last_bytes: of what is there already, only so much (0: all).
-    """
-
-    def __init__(self, path: Path, last_bytes: int = 0):
-        self._path, self._place = path, 0
-        if last_bytes and path.is_file():
-            self._place = line_start(path, path.stat().st_size - last_bytes)
-
-    def read(self) -> Iterator[Record]:
-        """What has been written since the last call; nothing where there is no file yet."""
-        while self._path.is_file():
-            lines, self._place = read_lines(self._path, self._place)
-            if not lines:
-                return
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                else:
-                    logger.warning("%s: a line is no JSON object, left out", self._path)
-
-
-def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:
-    """The whole lines from a place on, about `most_bytes` of them or one long one, and the place behind them."""
-    with path.open("rb") as file:
-        file.seek(place)
-        data = file.read(most_bytes)
-        while b"\n" not in data and (more := file.read(most_bytes)):
-            data += more
-    whole = data[: data.rfind(b"\n") + 1]
-    return whole.decode(errors="replace").split("\n")[:-1], place + len(whole)
-
-
-def line_start(path: Path, place: int) -> int:
-    """Where the first line begins that begins at `place` or behind it."""
-    if place <= 0:
-        return 0
-    with path.open("rb") as file:
-        file.seek(place - 1)
-        file.readline()
-        return file.tell()
 
 
 class Outcome(enum.Enum):

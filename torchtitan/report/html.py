@@ -10,9 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import UserError
 from torchtitan.report.console import number
-from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, write_whole
+from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, run_folder, write_whole
 from torchtitan.report.plots import run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import read_timeline
@@ -33,15 +32,13 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         UserError: there is no such folder.
     """
-    path = Path(run_dir) / REPORT_FILE
-    write_whole(path, report_page(Path(run_dir)))
+    path = run_folder(run_dir) / REPORT_FILE
+    write_whole(path, report_page(path.parent))
     return path
 
 
 def report_page(run_dir: Path) -> str:
-    """The page's text. Raises UserError where there is no such folder."""
-    if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}")
+    """The page's text."""
     rows = read_json_lines(run_dir / METRICS_FILE)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]

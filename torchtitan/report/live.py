@@ -28,11 +28,11 @@ from aiohttp import web
 
 from torchtitan.errors import UserError
 from torchtitan.inference.parent_watch import end_with_parent
-from torchtitan.report.deliveries import CHUNK_BYTES, line_start, read_lines
 from torchtitan.report.html import description_of, report_page
-from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE
+from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, run_folder
 from torchtitan.report.plots import COLORS, PLOTS
 from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ class LivePage:
 
 def serve_run(run_dir: Path, port: int) -> None:
     """Serve a run's page in the foreground. Raises UserError where there is no such folder, or the port is taken."""
-    if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}")
-    token = secrets.token_urlsafe(24)
+    run_dir, token = run_folder(run_dir), secrets.token_urlsafe(24)
     listener = listen(port, "--port")
     print(url_of(listener, token), flush=True)
     asyncio.run(serve(run_dir, listener, token))

@@ -158,6 +158,13 @@ def token_texts(ids: list[int], tokenizer: Decoder) -> list[str]:
     return texts
 
 
+def run_folder(path: str | Path) -> Path:
+    """The path of a run's folder. Raises UserError where there is none."""
+    if not Path(path).is_dir():
+        raise UserError(f"there is no run folder {path}")
+    return Path(path)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one rename: a reader finds the old text or the new one."""
     temporary = path.with_name(path.name + ".tmp")

@@ -17,12 +17,11 @@ from torchtitan.report.deliveries import (
     Delivery,
     DeliveryBook,
     Incident,
-    JournalTail,
     Outcome,
     Publication,
     Told,
 )
-from torchtitan.utils.json_lines import JsonLines, read_json_lines
+from torchtitan.utils.json_lines import JsonLines, JsonTail, read_json_lines
 from torchtitan.utils.timeline_files import rank_file
 
 Row = dict[str, Any]
@@ -83,7 +82,7 @@ class SyncMetrics:
         """earlier: the rows of metrics.jsonl so far."""
         folder = run_dir / FOLDER
         self._book = DeliveryBook()
-        self._tail = JournalTail(folder / JOURNAL_FILE)
+        self._tail = JsonTail(folder / JOURNAL_FILE)
         self._trainer: dict[int, Row] = {}
         self._skipped = 0
         self._sums = Sums()
@@ -176,5 +175,5 @@ def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
 def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Told]:
     """Everything that a run's journal tells, or its last bytes; nothing where there is none."""
     book = DeliveryBook()
-    yield from book.feed(JournalTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())
+    yield from book.feed(JsonTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())
     yield from book.close()

@@ -21,30 +21,16 @@ LANE = 1.6
 
 # Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
 COLORS = {label: color for _, label, color in TIMES} | {
-    "rollout": "#b7d3f2",
-    "commit": "#5b2a86",
-    "evaluation": "#8a97a8",
-    "wake": "#e8c468",
-    "checkpoint": "#b9c0c9",
-    "transfer": "#d9622b",
-    "apply": "#2e8b57",
-    "drain": "#9fd3b4",
-    "pause": "#10151c",
-    "failed": "#c03955",
-}
+    "rollout": "#b7d3f2", "commit": "#5b2a86", "evaluation": "#8a97a8", "wake": "#e8c468", "checkpoint": "#b9c0c9",
+    "transfer": "#d9622b", "apply": "#2e8b57", "drain": "#9fd3b4", "pause": "#10151c", "failed": "#c03955",
+}  # fmt: skip
 _FAILED = ("aborted", "refused", "poisoned", "evicted")
 _TINTS = ("#b7d3f2", "#d6e6f7")
 # Incidents of the synchronisation and events of the run that are drawn.
 _SHAPES = {
-    "suspect": "v",
-    "evicted": "X",
-    "poisoned": "P",
-    "actor_evicted": "d",
-    "actor_restarting": "^",
-    "courier lost": "s",
-    "coordinator restarted": "s",
-    "fault injected": "*",
-}
+    "suspect": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
+    "courier lost": "s", "coordinator restarted": "s", "fault injected": "*",
+}  # fmt: skip
 _THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 
 
@@ -61,7 +47,7 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
     lanes += [(actor, [track for track in timeline.tracks if track.process == actor]) for actor in actors]
     figure = blank_figure(width=11.0, height=1.5 + 0.42 * LANE * len(lanes))
     axes = figure.subplots()
-    shown: dict[str, str] = {}
+    shown: set[str] = set()
     tops = [number * (LANE + 0.2) for number in range(len(lanes))]
     for top, (name, tracks) in zip(tops, lanes, strict=True):
         for track in tracks:
@@ -77,7 +63,7 @@ def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None 
     title = "Trainer and actors on one clock" + (f" ({left_out} more actors not drawn)" if left_out else "")
     dress(axes, title, "seconds")
     axes.grid(axis="y", visible=False)
-    _legend(figure, shown)
+    _legend(figure, axes)
     return figure
 
 
@@ -91,13 +77,9 @@ def write_plot(timeline: Timeline, output: Path, steps: int = STEPS, last_step: 
 
 
 def _window(timeline: Timeline, steps: int, last_step: int | None) -> tuple[float, float] | None:
-    spans = [
-        span
-        for track in timeline.tracks
-        if track.process == TRAINER
-        for span in track.spans
-        if span.kind == "step" and (last_step is None or span.details["step"] <= last_step)
-    ]
+    tracks = [track for own in _ranks(timeline).values() for track in own]
+    spans = [span for track in tracks for span in track.spans if span.kind == "step"]
+    spans = [span for span in spans if last_step is None or span.details["step"] <= last_step]
     if not spans:
         return None
     newest = max(span.details["step"] for span in spans)
@@ -116,7 +98,7 @@ def _ranks(timeline: Timeline) -> dict[str, list[Track]]:
     return ranks
 
 
-def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown: dict[str, str]) -> None:
+def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown: set[str]) -> None:
     """One track in its lane: generation in the upper part of an actor's lane, weights in the lower."""
     for span in track.spans:
         if span.end < begin or span.begin > end:
@@ -129,28 +111,27 @@ def _draw(axes: Axes, track: Track, begin: float, end: float, top: float, shown:
                 _label(axes, (left + right) / 2, top - 0.06, span.name, "#667080", "bottom")
         elif kind == "generate":
             color = _TINTS[span.details["version"] % len(_TINTS)]
-            shown.setdefault("generate", _TINTS[0])
-            axes.broken_barh([(left, right - left)], (top, 0.95), color=color, linewidth=0)
+            label = _once(shown, "generate")
+            axes.broken_barh([(left, right - left)], (top, 0.95), color=color, linewidth=0, label=label)
             if right - left > 0.03 * (end - begin):
                 _label(axes, (left + right) / 2, top + 0.48, f"v{span.details['version']}", "#33506f", "center")
         elif kind in COLORS:
-            shown.setdefault(kind, COLORS[kind])
             low, high = (top + 1.05, 0.5) if kind in _THIN else (top, 0.95)
             order = 3 if kind in ("pause", "apply", "commit", "sync stall") else 2
             # The edge keeps what lasts a millisecond visible.
             axes.broken_barh(
                 [(left, right - left)], (low, high), facecolor=COLORS[kind], edgecolor=COLORS[kind], linewidth=0.7,
-                zorder=order,
+                zorder=order, label=_once(shown, kind),
             )  # fmt: skip
 
 
-def _draw_moments(axes: Axes, moments: list[Moment], begin: float, y: float, shown: dict[str, str]) -> None:
+def _draw_moments(axes: Axes, moments: list[Moment], begin: float, y: float, shown: set[str]) -> None:
     for one in moments:
         if one.name in _SHAPES:
-            shown.setdefault(one.name, COLORS["failed"])
             axes.plot(
                 [one.time - begin], [y], marker=_SHAPES[one.name], color=COLORS["failed"], markersize=8,
                 markeredgecolor="white", markeredgewidth=0.7, linestyle="", zorder=5,
+                label=_once(shown, one.name),
             )  # fmt: skip
 
 
@@ -158,15 +139,15 @@ def _label(axes: Axes, x: float, y: float, text: str, color: str, anchor: str) -
     axes.text(x, y, text, fontsize=7, color=color, ha="center", va=anchor, clip_on=True)
 
 
-def _legend(figure: Figure, shown: dict[str, str]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+def _once(shown: set[str], name: str) -> str:
+    """The label of a mark: only the first of its kind is in the legend."""
+    label = "_" if name in shown else name
+    shown.add(name)
+    return label
 
+
+def _legend(figure: Figure, axes: Axes) -> None:
     order = [*COLORS, "generate", *_SHAPES]
-    handles = [
-        Line2D([], [], marker=_SHAPES[name], color=shown[name], linestyle="", markersize=6, label=name)
-        if name in _SHAPES
-        else Patch(color=shown[name], label=name)
-        for name in sorted(shown, key=order.index)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 9), fontsize=8, frameon=False)
+    marks = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda mark: order.index(mark[1]))
+    handles, names = [handle for handle, _ in marks], [name for _, name in marks]
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(marks), 9), fontsize=8, frameon=False)

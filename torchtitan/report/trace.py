@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import UserError
-from torchtitan.report.metrics import write_whole
+from torchtitan.report.metrics import run_folder, write_whole
 from torchtitan.report.timeline import SYNC, TRAINER, Moment, Span, Timeline, read_timeline
 
 TRACE_FILE = "trace.json"
@@ -33,11 +32,8 @@ def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:
     Raises:
         UserError: there is no such folder.
     """
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise UserError(f"there is no run folder {run_dir}")
-    path = run_dir / TRACE_FILE
-    trace = chrome_trace(read_timeline(run_dir), minutes)
+    path = run_folder(run_dir) / TRACE_FILE
+    trace = chrome_trace(read_timeline(path.parent), minutes)
     write_whole(path, json.dumps(trace, allow_nan=False, separators=(",", ":")))
     return path
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 65536
+CHUNK_BYTES = 1 << 20
 
 
 class JsonLines:
@@ -83,14 +84,63 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
         return []
     # Not splitlines(): text in JSON may hold U+0085 or U+2028 as they are, and those end no line here.
     *lines, cut_off = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = []
-    for number, line in enumerate([*lines, cut_off], start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        elif number <= len(lines):
-            logger.warning("%s: line %d is no JSON object, left out", path, number)
-    return rows
+    last = _object(cut_off)
+    return [*_objects(path, lines), *([] if last is None else [last])]
+
+
+class JsonTail:
+    """Reads a file of JSON lines as it grows, whole lines only and never much at a time.
+
+    last_bytes: of what is there already, only so much (0: all).
+    """
+
+    def __init__(self, path: Path, last_bytes: int = 0):
+        self._path, self._place = path, 0
+        if last_bytes and path.is_file():
+            self._place = line_start(path, path.stat().st_size - last_bytes)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """What has been written since the last call; nothing where there is no file yet."""
+        while self._path.is_file():
+            lines, self._place = read_lines(self._path, self._place)
+            if not lines:
+                return
+            yield from _objects(self._path, lines)
+
+
+def read_lines(path: Path, place: int, most_bytes: int = CHUNK_BYTES) -> tuple[list[str], int]:
+    """The whole lines from a place on, about `most_bytes` of them or one long one, and the place behind them."""
+    with path.open("rb") as file:
+        file.seek(place)
+        data = file.read(most_bytes)
+        while b"\n" not in data and (more := file.read(most_bytes)):
+            data += more
+    whole = data[: data.rfind(b"\n") + 1]
+    return whole.decode(errors="replace").split("\n")[:-1], place + len(whole)
+
+
+def line_start(path: Path, place: int) -> int:
+    """Where the first line begins that begins at `place` or behind it."""
+    if place <= 0:
+        return 0
+    with path.open("rb") as file:
+        file.seek(place - 1)
+        file.readline()
+        return file.tell()
+
+
+def _objects(path: str | Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        row = _object(line)
+        if row is not None:
+            yield row
+        else:
+            logger.warning("%s: a line is no JSON object, left out: %.40s", path, line)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

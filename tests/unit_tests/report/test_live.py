@@ -25,7 +25,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.patience import PATIENCE_S
 from tests.unit_tests.report.test_report import write_run
 from torchtitan.errors import UserError
-from torchtitan.report import deliveries, live
+from torchtitan.report import live
 from torchtitan.report.__main__ import main
 from torchtitan.report.live import LivePage, LiveServer, listen
 from torchtitan.report.metrics import ACTORS_FILE, cut_after
@@ -150,15 +150,6 @@ def test_leafing_back_finds_every_line_once(tmp_path: Path, monkeypatch: pytest.
             assert found == lines
 
     asyncio.run(check())
-
-
-def test_tails_of_a_file_take_long_lines_and_torn_ends(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("short\n" + "x" * 100 + "\nlast\ntorn")
-    assert deliveries.read_lines(path, 0, 8) == (["short"], 6)
-    assert deliveries.read_lines(path, 6, 8) == (["x" * 100], 107)
-    assert deliveries.read_lines(path, 107, 800) == (["last"], 112) and deliveries.read_lines(path, 112) == ([], 112)
-    assert [deliveries.line_start(path, place) for place in (-5, 0, 1, 6, 7, 107)] == [0, 0, 6, 6, 107, 107]
 
 
 def answer_of(url: str, **headers: str) -> int:

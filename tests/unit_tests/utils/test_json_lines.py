@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.utils import json_lines
-from torchtitan.utils.json_lines import JsonLines, read_json_lines
+from torchtitan.utils.json_lines import JsonLines, line_start, read_json_lines, read_lines
 
 
 @pytest.mark.parametrize("block", [4, 65536])
@@ -44,3 +44,12 @@ def test_a_row_that_fails_half_way_spoils_no_other(tmp_path: Path, monkeypatch: 
     file.close()
     file.close()
     assert file.path.read_text() == '{"a":1}\n{"c":3}\n'
+
+
+def test_tails_of_a_file_take_long_lines_and_torn_ends(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("short\n" + "x" * 100 + "\nlast\ntorn")
+    assert read_lines(path, 0, 8) == (["short"], 6)
+    assert read_lines(path, 6, 8) == (["x" * 100], 107)
+    assert read_lines(path, 107, 800) == (["last"], 112) and read_lines(path, 112) == ([], 112)
+    assert [line_start(path, place) for place in (-5, 0, 1, 6, 7, 107)] == [0, 0, 6, 6, 107, 107]
