@@ -35,7 +35,7 @@ from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.rollout.types import Sample
-from torchtitan.trainer.packing import MicroBatch, is_trained, micro_batches
+from torchtitan.trainer.packing import MicroBatch, micro_batches, trained_tokens
 
 PEERS = common.REPOSITORY / "benchmarks" / "peers"
 GROUPS, GENERATIONS, LONGEST = 4, 4, 9
@@ -48,6 +48,8 @@ Batch = dict[str, Any]
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative.
+AS_THEIRS = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 0.0}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 DECOUPLED = {"recompute_old_log_probs": True}
 # TRL's name of an option that Liger has too -> Liger's.
@@ -348,11 +350,11 @@ class Ours:
     """Loss and gradients of one case on one batch."""
 
     def __init__(self, case: Case, batch: Batch):
-        self.settings = loss_settings(GRPO(**{"geometric_mask_low": 0.0, "geometric_mask_high": 0.0, **case.ours}))
+        self.settings = loss_settings(GRPO(**{**AS_THEIRS, **case.ours}))
         self.case, self.batch = case, batch
         samples = [self._sample(number) for number in range(len(batch["tokens"]))]
         masked = bool(case.ours.get("mask_truncated"))
-        lengths = [len(sample.completion_ids) if is_trained(sample, masked) else 0 for sample in samples]
+        lengths = [trained_tokens(sample, masked) for sample in samples]
         (packed,) = micro_batches(
             samples,
             self.settings.objective,

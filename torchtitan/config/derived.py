@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import GRPO, JobConfig
 
 
 def world_size() -> int:
@@ -73,3 +73,14 @@ def is_loopback(host: str) -> bool:
 def trains_only_adapters(config: JobConfig) -> bool:
     """Whether the policy without its adapters stays what it began as, so that a KL term needs no second one."""
     return config.lora.rank > 0 and not config.lora.modules_to_save
+
+
+def has_sequence_ratios(grpo: GRPO) -> bool:
+    """Whether an importance ratio is one number per sequence, as GSPO has it."""
+    return grpo.importance_level == "sequence" or (grpo.importance_level == "auto" and grpo.loss_type == "gspo")
+
+
+def clip_range(grpo: GRPO) -> tuple[float, float]:
+    """epsilon_low and epsilon_high; -1 is DAPO's range (Yu et al. 2025), or GSPO's (Zheng et al. 2025, section 5.1)."""
+    low, high = (3e-4, 4e-4) if has_sequence_ratios(grpo) else (0.2, 0.28)
+    return low if grpo.epsilon_low == -1 else grpo.epsilon_low, high if grpo.epsilon_high == -1 else grpo.epsilon_high

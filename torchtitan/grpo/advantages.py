@@ -12,26 +12,25 @@ STD_EPSILON = 1e-4
 Groups = list[torch.Tensor]
 
 
-def group(rewards: Groups) -> Groups:
+def group(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of its group (Shao et al. 2024, DeepSeekMath, section 4.1.2; Liu et al. 2025, Dr. GRPO)."""
     return [one - one.mean() for one in rewards]
 
 
-def rloo(rewards: Groups) -> Groups:
+def rloo(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of the *other* samples of its group (Ahmadian et al. 2024, eq. 8). A group of one gives 0."""
     return [(one - one.mean()) * (len(one) / max(len(one) - 1, 1)) for one in rewards]
 
 
-def batch(rewards: Groups) -> Groups:
+def batch(rewards: Groups, tokens: Groups) -> Groups:
     """R - mean of the batch."""
     mean = torch.cat(rewards).mean() if rewards else torch.zeros(())
     return [one - mean for one in rewards]
 
 
-def reinforce_pp(rewards: Groups) -> Groups:
-    """R - mean of its group, then normalised over the whole batch (Hu et al. 2025, REINFORCE++-baseline)."""
-    centred = group(rewards)
-    return _normalized(centred)
+def reinforce_pp(rewards: Groups, tokens: Groups) -> Groups:
+    """R - mean of its group, then normalised over all tokens of the batch (Hu et al. 2025, REINFORCE++-baseline)."""
+    return _normalized(group(rewards, tokens), tokens)
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
@@ -39,16 +38,19 @@ def _deviation(values: torch.Tensor) -> torch.Tensor:
     return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
 
 
-def _normalized(advantages: Groups) -> Groups:
-    """Mean 0 and standard deviation 1 over the whole batch."""
+def _normalized(advantages: Groups, tokens: Groups) -> Groups:
+    """Mean 0 and standard deviation 1 over the whole batch, in which a sample counts once for each of its tokens."""
     if not advantages:
         return []
-    everything = torch.cat(advantages)
-    mean, deviation = everything.mean(), _deviation(everything)
+    everything, counts = torch.cat(advantages), torch.cat(tokens)
+    total = counts.sum().clamp(min=1)
+    mean = (counts * everything).sum() / total
+    deviation = ((counts * (everything - mean).square()).sum() / (total - 1).clamp(min=1)).sqrt()
     return [(one - mean) / (deviation + STD_EPSILON) for one in advantages]
 
 
-ESTIMATORS: dict[str, Callable[[Groups], Groups]] = {
+# (rewards, trained tokens of every sample) -> advantages
+ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
     "group": group,
     "rloo": rloo,
     "batch": batch,
@@ -56,8 +58,15 @@ ESTIMATORS: dict[str, Callable[[Groups], Groups]] = {
 }
 
 
+def _ones(groups: Groups) -> Groups:
+    return [torch.ones_like(one) for one in groups]
+
+
 def group_advantages(
-    groups: Sequence[Sequence[float]], scale_rewards: str = "none", estimator: str = "group"
+    groups: Sequence[Sequence[float]],
+    scale_rewards: str = "none",
+    estimator: str = "group",
+    tokens: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
     """Advantages of every sample of every group.
 
@@ -66,6 +75,7 @@ def group_advantages(
         scale_rewards: `none` (Dr. GRPO), `group` divides by the group's standard deviation + 1e-4 (GRPO),
             `batch` by that of all rewards; standard deviations with n - 1.
         estimator: a name of ESTIMATORS; reinforce_pp has a scale of its own.
+        tokens: how many tokens of every sample are trained (reinforce_pp); 1 each where not given.
 
     Raises:
         ValueError: unknown scale_rewards.
@@ -73,7 +83,8 @@ def group_advantages(
     if scale_rewards not in ("none", "group", "batch"):
         raise ValueError(f"scale_rewards must be none, group or batch, not {scale_rewards!r}")
     rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
-    centred = ESTIMATORS[estimator](rewards)
+    counts = _ones(rewards) if tokens is None else [torch.tensor(one, dtype=torch.float64) for one in tokens]
+    centred = ESTIMATORS[estimator](rewards, counts)
     if scale_rewards == "group":
         centred = [c / (_deviation(one) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
     elif scale_rewards == "batch" and rewards:
@@ -87,6 +98,7 @@ def normalized_each(
     weights: dict[str, float],
     scale_rewards: str = "none",
     estimator: str = "group",
+    tokens: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
     """Advantages of every reward function by itself, then their weighted sum (Liu et al. 2026, GDPO).
 
@@ -99,9 +111,11 @@ def normalized_each(
         # Groups in which nobody has this reward are left out: their mean does not exist.
         used = [number for number, members in enumerate(present) if members]
         values = [[float(groups[number][i][name] or 0.0) for i in present[number]] for number in used]
-        for number, advantages in zip(used, group_advantages(values, scale_rewards, estimator), strict=True):
+        counts = None if tokens is None else [[tokens[number][i] for i in present[number]] for number in used]
+        for number, advantages in zip(used, group_advantages(values, scale_rewards, estimator, counts), strict=True):
             for i, advantage in zip(present[number], advantages, strict=True):
                 result[number][i] += weight * advantage
     if scale_rewards == "none":
         return result
-    return [one.tolist() for one in _normalized([torch.tensor(one, dtype=torch.float64) for one in result])]
+    sums = [torch.tensor(one, dtype=torch.float64) for one in result]
+    return [one.tolist() for one in _normalized(sums, _ones(sums))]

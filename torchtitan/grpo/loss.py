@@ -42,7 +42,7 @@ class LossSettings:
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
     kl_ratio_correction: bool = False
-    """Multiply the KL term by the importance ratio, which makes its gradient unbiased off policy (DeepSeek-V3.2)"""
+    """Weight the KL term by min(π/μ, bounds.cap), for the gradient of the KL (DeepSeek-V3.2 2025, section 3.1)"""
     entropy_coefficient: float = 0.0
 
 
@@ -110,8 +110,13 @@ class MicroBatchLoss:
         if fixed.reference is not None:
             kl = divergence.ESTIMATORS[settings.kl_estimator](log_probs, fixed.reference[rows])
             self.sums["reference_kl"] += kl.detach().sum()
-            ratio = log_ratio.exp() if settings.kl_ratio_correction else 1.0
-            loss = loss + settings.kl_coefficient * ratio * kl * weights
+            if settings.kl_ratio_correction:
+                # Of the policy that sampled, in decoupled mode too, and stopped: no clip bounds it, so the cap does.
+                drawn = (
+                    (log_probs.detach() - micro_batch.behaviour_log_probs[rows]).exp().clamp(max=settings.bounds.cap)
+                )
+                kl = divergence.corrected(kl, log_probs, fixed.reference[rows], drawn)
+            loss = loss + settings.kl_coefficient * kl * weights
         if settings.entropy_coefficient:
             loss = loss - settings.entropy_coefficient * entropy * weights
         with torch.no_grad():

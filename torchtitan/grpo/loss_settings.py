@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.loss import LossSettings
 from torchtitan.grpo.objectives import ClipRange, ObjectiveOptions, load_objective
@@ -13,7 +14,7 @@ def loss_settings(grpo: GRPO) -> LossSettings:
     return LossSettings(
         objective=load_objective(grpo.loss_type, grpo.loss_normalization, grpo.importance_level),
         options=ObjectiveOptions(
-            clip=ClipRange(grpo.epsilon_low, grpo.epsilon_high, grpo.delta),
+            clip=ClipRange(*clip_range(grpo), grpo.delta),
             cispo_cap=grpo.cispo_cap,
             reinforce_cap=grpo.importance_cap,
             sapo_temperature_positive=grpo.sapo_temperature_positive,

@@ -10,7 +10,13 @@ import math
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchtitan.config.derived import global_batch_size, sleeps_between_batches, world_size
+from torchtitan.config.derived import (
+    clip_range,
+    global_batch_size,
+    has_sequence_ratios,
+    sleeps_between_batches,
+    world_size,
+)
 from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
@@ -89,8 +95,9 @@ def _check_lengths(check: Check) -> None:
     check.refuse("rollout.max_completion_tokens", too_long, text)
     text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"
     check.refuse("training.tokens_per_micro_batch", training.tokens_per_micro_batch < training.seq_len, text)
-    text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {1 + grpo.epsilon_high:g}"
-    check.refuse("grpo.delta", 0 < grpo.delta <= 1 + grpo.epsilon_high, text)
+    highest = 1 + clip_range(grpo)[1]
+    text = f"must be 0 (off), or greater than 1 + grpo.epsilon_high = {highest:g}"
+    check.refuse("grpo.delta", 0 < grpo.delta <= highest, text)
 
 
 def _check_objective(check: Check) -> None:
@@ -99,28 +106,39 @@ def _check_objective(check: Check) -> None:
     refuse("grpo.icepop_low", grpo.icepop_low >= grpo.icepop_high, text)
     text = "needs grpo.recompute_old_log_probs = true, where entropies are known"
     refuse("grpo.entropy_top_share", grpo.entropy_top_share < 1 and not grpo.recompute_old_log_probs, text)
-    masks = (
-        grpo.geometric_mask_low, grpo.geometric_mask_high, grpo.product_mask_low, grpo.product_mask_high,
-        grpo.negative_mask_threshold,
-    )  # fmt: skip
-    unbounded = grpo.async_weight_update and not _bounds_ratio(check.config) and not any(masks)
-    text = "and nothing else bounds how far off policy a sample counts, but an asynchronous run trains on samples "
-    text += "of older policies: set a correction, a sequence mask or (without recompute_old_log_probs) a clip range "
-    text += f"below {NO_BOUND:g}, or grpo.allow_uncorrected = true"
-    refuse("grpo.off_policy_correction", unbounded and not grpo.allow_uncorrected, text)
+    biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
+    text = "needs grpo.kl_ratio_correction = true, without which the gradient of k1 has mean zero: take k2 or k3"
+    refuse("grpo.kl_estimator", biased, text)
+    uncorrected = grpo.recompute_old_log_probs and grpo.off_policy_correction == "none"
+    text = "and nothing else bounds how much an off-policy token counts, but an asynchronous run trains on samples "
+    text += "of older policies (where the advantage is negative, grpo.epsilon_high bounds nothing): set grpo.delta "
+    text += f"to 3, a correction with a cap, all at most {NO_BOUND:g}, or grpo.allow_uncorrected = true"
+    unbounded = grpo.async_weight_update and not _bounds_ratio(check.config) and not grpo.allow_uncorrected
+    refuse("grpo.off_policy_correction" if uncorrected else "grpo.delta", unbounded, text)
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
 
 
+# A bound above this is none.
+NO_BOUND = 10.0
+
+
 def _bounds_ratio(config: JobConfig) -> bool:
-    """Whether clip or correction bounds the weight of π/μ."""
+    """Whether no token can count more than NO_BOUND times, however far π is from μ and whatever its advantage is."""
     grpo = config.grpo
+    caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
+    correction = caps.get(grpo.off_policy_correction, math.inf)
+    # epsilon_high is no bound where the advantage is negative, and an own function may do anything.
+    clip = math.inf if ":" in grpo.loss_type else grpo.delta or math.inf
+    objective = {"cispo": grpo.cispo_cap, "reinforce": grpo.importance_cap, "sapo": 1.0}.get(grpo.loss_type, clip)
     if grpo.recompute_old_log_probs:
-        # The clip acts on π/π_old; what lies between π_old and μ is the correction's.
-        return grpo.off_policy_correction != "none"
-    reach = {"cispo": grpo.cispo_cap, "reinforce": grpo.importance_cap, "sapo": 1.0}
-    own = math.inf if ":" in grpo.loss_type else grpo.epsilon_high
-    return reach.get(grpo.loss_type, own) < NO_BOUND or grpo.off_policy_correction in ("mask", "icepop")
+        # The objective sees π/π_old; what lies between π_old and μ is the correction's.
+        return max(objective, correction) <= NO_BOUND
+    # In direct mode masks see π/μ too: of tokens, or of sequences where the ratios are theirs.
+    mask = math.inf if grpo.off_policy_correction == "truncate" else correction
+    if has_sequence_ratios(grpo):
+        mask = grpo.geometric_mask_high or math.inf
+    return min(objective, mask) <= NO_BOUND
 
 
 def _check_rollout(check: Check) -> None:

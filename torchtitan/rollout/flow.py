@@ -174,7 +174,7 @@ class RolloutFlow:
         usable = len(group.samples) >= SMALLEST_GROUP
         if not usable:
             self._statistics.groups_unscored += 1
-        elif self._config.grpo.drop_zero_variance and _equal_rewards(group):
+        elif self._config.grpo.drop_zero_variance and _has_no_advantage(group, self._config):
             self._statistics.groups_zero_variance += 1
             usable = False
         self._without_reward = 0 if group.samples else self._without_reward + 1
@@ -254,6 +254,14 @@ class RolloutFlow:
         self._changed.set()
 
 
-def _equal_rewards(group: Group) -> bool:
-    rewards = [sample.reward for sample in group.samples]
-    return max(rewards) - min(rewards) < EQUAL_REWARDS
+def _has_no_advantage(group: Group, config: JobConfig) -> bool:
+    """Whether every advantage of this group is zero, whatever else is in its batch."""
+    if config.grpo.advantage == "batch":
+        return False
+    parts = [[sample.reward for sample in group.samples]]
+    if config.grpo.reward_aggregation == "normalize_each":
+        weights = config.rewards.weights or [1.0] * len(config.rewards.functions)
+        names = [name for name, weight in zip(config.rewards.functions, weights, strict=True) if weight]
+        given = [[sample.rewards.get(name) for sample in group.samples] for name in names]
+        parts = [[value for value in values if value is not None] for values in given]
+    return all(max(values) - min(values) < EQUAL_REWARDS for values in parts if values)

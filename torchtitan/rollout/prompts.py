@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import random
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,10 @@ from torchtitan.errors import UserError
 from torchtitan.rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+# What templates of reasoning models put at the beginning of the answer: a thought that is open, or empty.
+PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
+PREFILL_TOKENS = 16
 
 
 class TextTokenizer(Protocol):
@@ -59,7 +64,9 @@ class PromptMaker:
         columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}
         if self._answer_column in columns:
             columns.setdefault("answer", columns[self._answer_column])
-        return Prompt(index, content, self._tokenise(content), columns)
+        token_ids = self._tokenise(content)
+        prefill = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
+        return Prompt(index, content, token_ids, columns, prefill[0] if prefill else "")
 
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.token_ids) <= self.longest

@@ -18,6 +18,8 @@ class Prompt:
     """What reward functions get as the prompt: text, or a list of chat messages"""
     token_ids: list[int]
     columns: dict[str, Any]
+    prefill: str = ""
+    """The beginning of the answer where it stands in the prompt already: the `<think>` of some chat templates"""
 
 
 @dataclass

@@ -84,9 +84,9 @@ class MicroBatch:
         return len(self.layout.lengths)
 
 
-def is_trained(sample: Sample, mask_truncated: bool) -> bool:
-    """Whether a sample's tokens enter the loss."""
-    return not (mask_truncated and sample.finish_reason == "length")
+def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
+    """How many of a sample's tokens enter the loss: all of them, or none."""
+    return 0 if mask_truncated and sample.finish_reason == "length" else len(sample.completion_ids)
 
 
 def pack(
@@ -109,10 +109,10 @@ def pack(
         start = len(tokens) + len(sample.prompt_ids) - 1
         tokens += whole[:-1]
         lengths.append(len(whole) - 1)
-        if not is_trained(sample, mask_truncated):
+        count = trained_tokens(sample, mask_truncated)
+        if not count:
             continue
         trained.append(sample)
-        count = len(sample.completion_ids)
         active += range(start, start + count)
         targets += sample.completion_ids
         kept += sample.kept_token_ids or [[]] * count
@@ -152,7 +152,7 @@ def micro_batches(
     device: torch.device,
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches."""
-    active = [len(sample.completion_ids) if is_trained(sample, mask_truncated) else 0 for sample in samples]
+    active = [trained_tokens(sample, mask_truncated) for sample in samples]
     weights = objective.token_weights(active, max_completion_tokens)
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
     bins = split_for_ranks(first_fit_decreasing(lengths, budget), ranks) if samples else [[] for _ in range(ranks)]

@@ -29,7 +29,7 @@ from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches
+from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.reference_policy import Reference
 from torchtitan.trainer.throughput import Passes, model_flops, throughput
 
@@ -154,13 +154,14 @@ class PolicyTrainer:
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo, functions = self.config.grpo, self.config.rewards.functions
+        tokens = [[trained_tokens(sample, grpo.mask_truncated) for sample in group.samples] for group in batch.groups]
         if grpo.reward_aggregation == "normalize_each":
             weights = dict(zip(functions, self.config.rewards.weights or [1.0] * len(functions), strict=True))
             by_function = [[sample.rewards for sample in group.samples] for group in batch.groups]
-            advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage)
+            advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage, tokens)
         else:
             rewards = [[sample.reward for sample in group.samples] for group in batch.groups]
-            advantages = group_advantages(rewards, grpo.scale_rewards, grpo.advantage)
+            advantages = group_advantages(rewards, grpo.scale_rewards, grpo.advantage, tokens)
         for group, values in zip(batch.groups, advantages, strict=True):
             for sample, value in zip(group.samples, values, strict=True):
                 sample.advantage = value

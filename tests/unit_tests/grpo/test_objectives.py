@@ -130,8 +130,9 @@ def reference(
                     "k2": difference * difference / 2,
                     "k3": (-difference).exp() - 1 + difference,
                 }[setting.kl_estimator]
-                if setting.kl_ratio_correction:
-                    kl = kl * (log_prob - proximal[t]).exp()
+                if setting.kl_ratio_correction:  # the value of the estimate, the gradient of the divergence
+                    seen_more = min(math.exp(log_prob.item() - sample.log_probs[t]), bounds.cap)
+                    kl = seen_more * (kl.item() + difference.item() * (log_prob - log_prob.item()))
                 loss = loss + setting.kl_coefficient * kl
             loss = loss - setting.entropy_coefficient * entropy[number][t]
             total = total + weight * loss

@@ -132,6 +132,7 @@ def seen(**kwargs: Any) -> list[float]:
         "completion_ids": [[0, 7], [1, 7]],
         "finish_reasons": ["stop", "stop"],
         "max_completion_tokens": 16,
+        "prefill": "",
         "level": [3, 3],
         "answer": ["x", "x"],
     }

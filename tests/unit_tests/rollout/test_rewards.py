@@ -130,11 +130,11 @@ def test_soft_overlong_is_free_to_80_percent_then_falls_to_minus_one() -> None:
 
 
 def test_cosine_length() -> None:
-    ids = [[0] * n for n in (0, 5, 10, 0, 10, 3)]
-    answers = ["4", "4", "4", "5", "5", "no number here"]
-    rewards = call("cosine_length", ["4"] * 6, completion_ids=ids, answer=answers)
-    assert rewards[:5] == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.5])
-    assert rewards[5] is None
+    ids = [[0] * n for n in (0, 5, 0, 5, 3)]
+    answers = ["4", "4", "5", "5", "no number here"]
+    rewards = call("cosine_length", ["4"] * 5, completion_ids=ids, answer=answers)
+    assert rewards[:4] == pytest.approx([1.0, 0.75, -1.0, -0.75])
+    assert rewards[4] is None
     quarter = call("cosine_length", ["4"], completion_ids=[[0, 0]], answer=["4"])[0]
     assert quarter == pytest.approx(0.75 + 0.25 * math.cos(math.pi / 5))
 

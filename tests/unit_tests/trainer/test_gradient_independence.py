@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
+from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.tables.grpo import LOSS_TYPES
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -99,7 +100,8 @@ def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tup
 def distance_from_a_bound(policy: Decoder, config: JobConfig, batch: Batch) -> float:
     """Least |log ratio − log bound| of the tokens and of the means over sequences that a clip, cap or mask looks at."""
     grpo = config.grpo
-    bounds = [1 - grpo.epsilon_low, 1 + grpo.epsilon_high, grpo.importance_cap, grpo.cispo_cap]
+    low, high = clip_range(grpo)
+    bounds = [1 - low, 1 + high, grpo.delta, grpo.importance_cap, grpo.cispo_cap]
     bounds += [bound for bound in (grpo.geometric_mask_low, grpo.geometric_mask_high) if bound]
     ratios = []
     for sample in batch.samples:

@@ -54,21 +54,21 @@ class GRPO:
     recompute_old_log_probs: bool = False
     """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
 
-    epsilon_low: Share = 0.2
-    """Lower clip range of the ratio"""
+    epsilon_low: Annotated[float, Range(0, 1, also=-1)] = -1.0
+    """Lower clip range of the ratio; -1 is 0.2, or 3e-4 where a ratio is a sequence's (gspo)"""
 
-    epsilon_high: NotNegative = 0.28
-    """Upper clip range of the ratio"""
+    epsilon_high: Annotated[float, Range(0, also=-1)] = -1.0
+    """Upper clip range of the ratio; -1 is 0.28, or 4e-4 where a ratio is a sequence's (gspo)"""
 
-    delta: Annotated[float, Range(1, low_open=True, also=0)] = 0.0
-    """Upper bound of the ratio also where the advantage is negative (two-sided clip); 0 turns it off"""
+    delta: Annotated[float, Range(1, low_open=True, also=0)] = 3.0
+    """Upper bound of the ratio where the advantage is negative, which epsilon_high does not bound; 0 turns it off"""
 
     off_policy_correction: Annotated[str, Names(CORRECTIONS)] = "truncate"
     """Decoupled mode: weight of a token by π_old/μ: truncate (cap), mask (0 above the cap), icepop (0 outside of a
     band) or none. Direct mode: mask and icepop mask by π/μ, truncate does nothing"""
 
     importance_cap: Positive = 2.0
-    """Cap of truncate and mask, and of the weight of loss_type reinforce"""
+    """Cap of truncate and mask, of the weight of loss_type reinforce, and of kl_ratio_correction"""
 
     icepop_low: NotNegative = 0.5
     """Lower end of the icepop band"""
@@ -88,10 +88,10 @@ class GRPO:
     allow_uncorrected: bool = False
     """Start an asynchronous run although nothing bounds how far off policy a sample counts"""
 
-    geometric_mask_low: Share = 0.5
+    geometric_mask_low: Share = 0.0
     """Sequences whose geometric mean ratio π/μ lies below are masked; 0 turns it off"""
 
-    geometric_mask_high: Annotated[float, Range(1, also=0)] = 2.0
+    geometric_mask_high: Annotated[float, Range(1, also=0)] = 0.0
     """Sequences whose geometric mean ratio π/μ lies above are masked; 0 turns it off"""
 
     product_mask_low: Share = 0.0
@@ -110,7 +110,7 @@ class GRPO:
     """Per-token estimate of that divergence: k1, k2 or k3"""
 
     kl_ratio_correction: bool = True
-    """Multiply the divergence by the importance ratio, without which its gradient is biased, off policy most of all"""
+    """Weight the divergence by min(π/μ, importance_cap): the gradient is that of the KL, off policy too"""
 
     reference_ema_decay: ShareBelowOne = 0.0
     """Reference policy: 0 keeps the initial weights; else it follows the policy, keeping this share at every sync"""
@@ -140,7 +140,8 @@ class GRPO:
     """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
 
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal (counted), instead of training on zero advantages"""
+    """Drop groups whose rewards are all equal, so that every advantage is zero (counted). With advantage = batch none
+    is; with reward_aggregation = normalize_each, those in which every function's rewards are equal"""
 
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss"""

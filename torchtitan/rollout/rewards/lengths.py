@@ -28,15 +28,19 @@ def cosine_length(
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[Any],
     max_completion_tokens: int,
+    prefill: str = "",
     **kwargs: Any,
 ) -> list[float | None]:
-    """Correctness scaled by length (Yeo et al. 2025), along a cosine: a right answer earns 1 (short) to 0.5 (at the
-    token limit), a wrong one -1 (short) to -0.5. None where the reference answer cannot be read."""
+    """Correctness scaled by length (Yeo et al. 2025, equation 1), along a cosine: a right answer earns 1 (short) to 0.5
+    (long), a wrong one -1 (short) to -0.5, and any completion that reaches the token limit -1. None where the reference
+    answer cannot be read."""
     rewards: list[float | None] = []
-    for right, ids in zip(accuracy(completions=completions, answer=answer), completion_ids, strict=True):
-        share = min(1.0, len(ids) / max_completion_tokens)
-        size = 0.75 + 0.25 * math.cos(math.pi * share)
-        rewards.append(None if right is None else size if right == 1.0 else -size)
+    for right, ids in zip(
+        accuracy(completions=completions, answer=answer, prefill=prefill), completion_ids, strict=True
+    ):
+        size = 0.75 + 0.25 * math.cos(math.pi * len(ids) / max_completion_tokens)
+        value = -1.0 if len(ids) >= max_completion_tokens else size if right == 1.0 else -size
+        rewards.append(None if right is None else value)
     return rewards
 
 
@@ -45,6 +49,7 @@ def length(
     completions: Sequence[Completion],
     completion_ids: Sequence[Sequence[int]],
     answer: Sequence[Any],
+    prefill: str = "",
     **kwargs: Any,
 ) -> list[float | None]:
     """The length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest; wrong
@@ -52,7 +57,7 @@ def length(
     counts = [len(ids) for ids in completion_ids]
     shortest, spread = min(counts), max(counts) - min(counts)
     rewards: list[float | None] = []
-    for right, count in zip(accuracy(completions=completions, answer=answer), counts, strict=True):
+    for right, count in zip(accuracy(completions=completions, answer=answer, prefill=prefill), counts, strict=True):
         value = 0.5 - (count - shortest) / spread if spread else 0.0
         rewards.append(None if right is None else value if right == 1.0 else min(0.0, value))
     return rewards

@@ -101,30 +101,46 @@ class RewardPool:
     async def _run(
         self, worker: _Worker, name: str, prompt: Prompt, completions: Sequence[tuple[Completion, str]]
     ) -> list[float | None]:
-        """One function over one group; where that fails, over each sample alone, so that only the bad one is lost."""
+        """One function over one group. Where that fails, each sample is tried alone to find the bad ones; the others
+        are then scored together, since a reward may compare the completions of its group."""
         try:
-            return await self._call(worker, name, prompt, completions, self._timeout_s)
+            return self._accept(name, await self._call(worker, name, prompt, completions, self._timeout_s))
         except CallFailed as failure:
             if len(completions) == 1:
-                return [self._lost(name, failure)]
+                self._lost(name, failure)
+                return [None]
         limit = min(self._timeout_s, RETRY_SHARE * self._timeout_s / len(completions))
-        values: list[float | None] = []
-        for completion in completions:
+        values: list[float | None] = [None] * len(completions)
+        good = []
+        for i, completion in enumerate(completions):
             try:
-                values += await self._call(worker, name, prompt, [completion], limit)
+                await self._call(worker, name, prompt, [completion], limit)
+                good.append(i)
             except CallFailed as failure:
-                values.append(self._lost(name, failure))
+                self._lost(name, failure)
+        if good:
+            try:
+                reply = await self._call(worker, name, prompt, [completions[i] for i in good], self._timeout_s)
+                for i, value in zip(good, self._accept(name, reply), strict=True):
+                    values[i] = value
+            except CallFailed as failure:
+                for _ in good:
+                    self._lost(name, failure)
         return values
 
-    def _lost(self, name: str, failure: CallFailed) -> float | None:
-        """Count a sample's lost reward; returns what stands for it."""
+    def _lost(self, name: str, failure: CallFailed) -> None:
+        """Count a sample's lost reward."""
         self.statistics["failures"] += 1
         self.last_failure = f"reward function {name!r}: {failure.kind} ({failure})"
         self._logged += 1
         if self._logged <= LOGGED_FAILURES:
             silence = "; further ones are only counted" if self._logged == LOGGED_FAILURES else ""
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
-        return None
+
+    def _accept(self, name: str, reply: dict[str, Any]) -> list[float | None]:
+        for _ in reply["invalid"]:
+            self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"))
+        return reply["values"]
 
     async def _call(
         self,
@@ -133,7 +149,7 @@ class RewardPool:
         prompt: Prompt,
         completions: Sequence[tuple[Completion, str]],
         timeout_s: float,
-    ) -> list[float | None]:
+    ) -> dict[str, Any]:
         message = {
             "function": name,
             "samples": {
@@ -144,19 +160,17 @@ class RewardPool:
                 "completion_ids": [completion.token_ids for completion, _ in completions],
                 "finish_reasons": [completion.finish_reason for completion, _ in completions],
                 "max_completion_tokens": self._max_completion_tokens,
+                "prefill": prompt.prefill,
             },
         }
         try:
-            reply = await worker.call(message, timeout_s)
+            return await worker.call(message, timeout_s)
         except CallFailed as failure:
             if failure.kind != "exception":
                 self.statistics["timeouts"] += failure.kind == "timeout"
                 self.statistics["worker_restarts"] += 1
                 await worker.start()
             raise
-        for _ in reply["invalid"]:
-            self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"))
-        return reply["values"]
 
 
 class _Worker:

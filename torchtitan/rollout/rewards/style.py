@@ -12,9 +12,9 @@ THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*
 REPETITION_NGRAM = 4
 
 
-def format(*, completions: Sequence[Completion], **kwargs: Any) -> list[float | None]:
-    """1 where the completion is `<think>…</think>` once and then an answer, else 0."""
-    return [float(_thinks_then_answers(text)) for text in texts(completions)]
+def format(*, completions: Sequence[Completion], prefill: str = "", **kwargs: Any) -> list[float | None]:
+    """1 where the completion is `<think>…</think>` once and then an answer, else 0. `<think>` may end the prompt."""
+    return [float(_thinks_then_answers(text)) for text in texts(completions, prefill)]
 
 
 def _thinks_then_answers(text: str) -> bool:

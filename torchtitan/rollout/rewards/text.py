@@ -9,6 +9,6 @@ Completion = str | list[dict[str, Any]]
 """Text, or chat messages where the prompt was a chat"""
 
 
-def texts(completions: Sequence[Completion]) -> list[str]:
-    """The text of every completion; of a chat, the last message's content."""
-    return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
+    """The text of every completion, behind what the prompt began it with; of a chat, the last message's content."""
+    return [prefill + (one if isinstance(one, str) else one[-1]["content"]) for one in completions]

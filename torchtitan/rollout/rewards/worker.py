@@ -45,7 +45,7 @@ def write_frame(file: BinaryIO, message: dict[str, Any]) -> None:
 
 def call(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
     """Call a reward function in TRL's convention. `samples` has texts, completion_ids, finish_reasons (one entry per
-    completion), chat, prompt, columns and max_completion_tokens (once)."""
+    completion), chat, prompt, columns, prefill and max_completion_tokens (once)."""
     texts = samples["texts"]
     count = len(texts)
     arguments = {name: [value] * count for name, value in samples["columns"].items()}
@@ -56,6 +56,7 @@ def call(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any
     arguments["completion_ids"] = samples["completion_ids"]
     arguments["finish_reasons"] = samples["finish_reasons"]
     arguments["max_completion_tokens"] = samples["max_completion_tokens"]
+    arguments["prefill"] = samples["prefill"]
     result = function(**arguments)
     if inspect.isawaitable(result):
         result = asyncio.run(_finish(result))
