@@ -32,7 +32,7 @@ from torchtitan.preflight.loading import parse_command_line
 from torchtitan.report.metrics import METRICS_FILE
 from torchtitan.report.plots import blank_figure, dress, save_figure
 from torchtitan.rollout.journal import ReplaySource
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.json_lines import read_json_lines
@@ -96,7 +96,7 @@ class Replica:
         dims = ParallelDims(1, 1, 1, world_size=1)
         self.policy = build_policy(config, dims)
         self.optimizer = build_optimizer(self.policy, config.optimizer)
-        self.scheduler = build_lr_scheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
         self.trainer = PolicyTrainer(
             config, self.policy, self.optimizer, self.scheduler, dims, torch.device("cpu"), None
         )

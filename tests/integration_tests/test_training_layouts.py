@@ -17,7 +17,7 @@ from torchtitan.inference.types import VersionSpan
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -69,7 +69,7 @@ def train_recorded(checkpoint: str, run_dir: str, tp: int, decoupled: bool, loss
     dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
     policy = build_policy(config, dims)
     optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, STEPS)
+    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, STEPS)
     trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device())
     source = ReplaySource(run_dir)
     figures = []

@@ -20,8 +20,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.rollout.arithmetic import arithmetic_rows
-from torchtitan.rollout.datasets import hold_out
+from torchtitan.rollout.datasets import arithmetic_rows, hold_out
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
 PAD, EOS = 0, 1

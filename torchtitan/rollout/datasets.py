@@ -10,12 +10,12 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.arithmetic import arithmetic_rows
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 
 Row = dict[str, Any]
 
 FILE_ENDINGS = (".jsonl", ".parquet")
+LARGEST_OPERAND = 99
 
 
 def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
@@ -54,7 +54,7 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
         UserError: the file is missing, empty or malformed, or the dataset cannot be loaded.
     """
     if dataset == "arithmetic":
-        return list(arithmetic_rows())
+        return arithmetic_rows()
     if not dataset.endswith(FILE_ENDINGS):
         return _load_hugging_face(dataset, split)
     path = Path(dataset).expanduser()
@@ -64,6 +64,21 @@ def load_rows(dataset: str, split: str = "train") -> list[Row]:
     if not rows:
         raise UserError(f"dataset file {path} has no rows")
     return rows
+
+
+def arithmetic_rows() -> list[Row]:
+    """The built-in task, two-digit addition with the digits of the sum reversed, so that the carry runs left to right.
+
+    All 5,050 pairs a <= b as rows {"prompt": "12+34=", "answer": "640"}, always in the same order.
+
+    Operands are padded to two digits, the sum to three and then reversed (12 + 34 = 046, reversed 640). A pair stands
+    here in one order only, so that its mirror image cannot leak from training into evaluation.
+    """
+    return [
+        {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1]}
+        for a in range(LARGEST_OPERAND + 1)
+        for b in range(a, LARGEST_OPERAND + 1)
+    ]
 
 
 def hold_out(

@@ -9,8 +9,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.rollout.prompts import TextTokenizer
 from torchtitan.rollout.rewards.pool import RewardPool, Score
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample
 
 Engines = InferencePool | ColocatedPool
@@ -19,7 +19,7 @@ Engines = InferencePool | ColocatedPool
 class GroupMaker:
     """Samples and scores groups as the configuration says."""
 
-    def __init__(self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: TextTokenizer, epoch: str):
+    def __init__(self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: Tokenizer, epoch: str):
         self._config = config
         self.pool = pool
         self.rewards = rewards

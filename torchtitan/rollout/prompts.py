@@ -8,10 +8,11 @@ import logging
 import random
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -21,28 +22,13 @@ PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
 PREFILL_TOKENS = 16
 
 
-class TextTokenizer(Protocol):
-    """What the rollout side needs of components.tokenizer.Tokenizer."""
-
-    eos_token_ids: list[int]
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]: ...
-
-
 class PromptMaker:
     """Makes Prompts of dataset rows; shared by training and evaluation.
 
     Reward functions see the prompt as the dataset holds it (text stays text), whatever the chat template makes of it.
     """
 
-    def __init__(self, config: JobConfig, tokenizer: TextTokenizer):
+    def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         self._rollout = config.rollout
         self._answer_column = config.rewards.answer_column
         self._tokenizer = tokenizer

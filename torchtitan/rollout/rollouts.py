@@ -18,8 +18,9 @@ from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, TextTokenizer
+from torchtitan.rollout.prompts import PromptMaker, PromptStream
 from torchtitan.rollout.rewards.pool import RewardPool
+from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.utils.background_loop import BackgroundLoop
 from torchtitan.utils.events import EventLog
@@ -42,7 +43,7 @@ class Rollouts:
         config: JobConfig,
         pool: Engines,
         rewards: RewardPool,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         journal: Journal | None,
         epoch: str,
         ranks: int,
@@ -103,7 +104,7 @@ class Rollouts:
 def make_rollouts(
     config: JobConfig,
     ranks: int,
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     journal: Journal,
     events: EventLog,
     run_dir: Path,

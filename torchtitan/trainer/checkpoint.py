@@ -12,10 +12,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.checkpoint_tensors import CheckedReader, collect, materialize_optimizer, stage
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +36,11 @@ logger = logging.getLogger(__name__)
 SAVE_TIMEOUT_S = 1800.0
 
 
-class Scheduler(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class Restored:
     """What a checkpoint held besides the tensors."""
 
-    step: int
     version: int
-    data: dict[str, Any] = field(default_factory=dict)
-    """Data position and the like: whatever JSON the run gave to save()"""
     rollout: bytes | None = None
     """Finished rollouts that were not trained on yet; on rank 0 only"""
 
@@ -66,7 +58,7 @@ class Checkpointer:
         run_dir: str | Path,
         policy: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: Scheduler,
+        scheduler: BatchLRScheduler,
         reference: nn.Module | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ):
@@ -89,26 +81,20 @@ class Checkpointer:
         """Whether the interval asks for a checkpoint after this step."""
         return self.config.enable and step > 0 and step % self.config.interval == 0
 
-    def save(self, step: int, version: int, data: dict[str, Any], rollout: bytes | None = None) -> float:
-        """Save the run as it is after `step`; returns the seconds this took of the caller's time.
+    def save(self, step: int, rollout: bytes | None = None) -> None:
+        """Save the run as it is after `step`, which is also the version of its weights.
 
         With `checkpoint.async_mode = "async"` the tensors are copied and written in the background; a save that is
-        still being written is waited for first. data is any JSON, rollout bytes that only rank 0 gives.
+        still being written is waited for first. rollout: of rank 0 alone.
 
         Raises:
             UserError: this save, or the one in the background before it, could not be written.
         """
-        started = time.perf_counter()
         self.wait()
         if step == self._last_saved:
-            return time.perf_counter() - started
+            return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
-        facts = {
-            "version": version,
-            "scheduler": self.scheduler.state_dict(),
-            "data": data,
-            "base_bits": self._base_bits,
-        }
+        facts = {"version": step, "scheduler": self.scheduler.state_dict(), "base_bits": self._base_bits}
         document = json.dumps(facts).encode()
         self._last_saved = step
         if self.config.async_mode == "async":
@@ -120,7 +106,6 @@ class Checkpointer:
         else:
             self._write_guarded(step, state, document, rollout)
             self.check()
-        return time.perf_counter() - started
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the save in the background is whole. Raises UserError if it failed or takes too long."""
@@ -192,7 +177,7 @@ class Checkpointer:
         rollout = rollout_path.read_bytes() if self.rank == 0 and rollout_path.is_file() else None
         self._last_saved = step
         logger.info("restored step %d from %s", step, path)
-        return Restored(step=step, version=facts["version"], data=facts["data"], rollout=rollout)
+        return Restored(facts["version"], rollout)
 
     def export_hf(self, step: int, assets_from: str | Path | None = None) -> Path:
         """Write the policy as a Hugging Face checkpoint directory `hf/step-N` in the run folder (collective).

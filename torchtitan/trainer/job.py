@@ -30,10 +30,9 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.commands import Command, Kind, share_command
 from torchtitan.trainer.controller import Controller
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.probe import probe_tokens
 from torchtitan.trainer.profiling import profile
 from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
@@ -206,7 +205,8 @@ class Job:
             self._recorder.add("evaluation", begin, end)
         snapshots = [] if self.sync is None else self.sync.take_snapshots()
         self._recorder.end_step(self.version, snapshots)
-        self._profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()
         if self.controller is not None:
             statistics = result.metrics | self.weights.statistics() | times | device.memory_statistics()
             self.controller.log_step(self.version, batch, statistics, snapshots)
@@ -236,8 +236,7 @@ class Job:
 
     def _save(self) -> None:
         # Only rank 0 has rollouts to keep; data positions are in there too.
-        rollout = None if self.controller is None else self.controller.rollout_state()
-        self.checkpointer.save(self.version, self.version, data={}, rollout=rollout)
+        self.checkpointer.save(self.version, None if self.controller is None else self.controller.rollout_state())
 
     def _build(self) -> None:
         config = self.config
@@ -278,7 +277,7 @@ class Job:
             self._closing.callback(self._close_controller)
         policy = build_policy(config, self.dims)
         optimizer = build_optimizer(policy, config.optimizer)
-        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
+        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, config.training.steps)
         reference = build_reference(config, self.dims, policy) if config.grpo.kl_coefficient > 0 else None
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
@@ -290,7 +289,7 @@ class Job:
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
-        self._probe = probe_tokens(config, policy.args.vocab_size) if served else []
+        self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
         self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
         self.weights = self._closing.enter_context(

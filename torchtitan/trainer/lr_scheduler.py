@@ -26,7 +26,10 @@ def lr_factor(batch: int, config: LRSchedulerConfig, total_batches: int) -> floa
 
 
 class BatchLRScheduler:
-    """Sets the rate of all parameter groups; step() once per trained batch, however many optimizer steps it took."""
+    """Sets the rate of all parameter groups; step() once per trained batch, however many optimizer steps it took.
+
+    The peak of each is the rate that the optimizer has now; total_batches is training.steps.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: LRSchedulerConfig, total_batches: int):
         self._optimizer = optimizer
@@ -57,10 +60,3 @@ class BatchLRScheduler:
         factor = lr_factor(self._batch, self._config, self._total_batches)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-
-
-def build_lr_scheduler(
-    optimizer: torch.optim.Optimizer, config: LRSchedulerConfig, total_batches: int
-) -> BatchLRScheduler:
-    """Scheduler over `total_batches` (training.steps), from the rates that the optimizer has now as the peak."""
-    return BatchLRScheduler(optimizer, config, total_batches)

@@ -1,4 +1,7 @@
-"""When what the trainer computes and what the engine said it sampled drift apart: a warning, and a point to stop at."""
+"""Whether the engine computes what the trainer does: the text to probe it with, and what a batch's log-probs show.
+
+What they show is a warning, and a point to stop at.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Mapping
 from torchtitan.config.derived import probe_tolerance, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.rollout.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (
     "Look at mismatch_kl/same_version in metrics.jsonl, the part that old weights do not explain: where it is large, "
@@ -15,10 +19,29 @@ WHAT_TO_LOOK_AT = (
     "events.jsonl, sampling options that the trainer does not know); where it is small, samples are too old for the "
     "learning rate (rollout.max_staleness, optimizer.lr, grpo.recompute_old_log_probs)"
 )
+# Ordinary text, as models are certain of much of it: rounding is small where log-probs are.
+TEXT = (
+    "12+34=46. A train travels 60 miles in 2 hours, so its average speed is 60/2=30 miles per hour. "
+    "What is 7*8-6? First 7*8=56, then 56-6=50."
+)
+MOST_TOKENS = 64
+LEAST_TOKENS = 8
 # Of a mean of squares above the square of a mean: a few tokens carry most of the rounding.
 TAIL = 10.0
 
 Figures = Mapping[str, float | None]
+
+
+def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
+    """Token ids of the text that the trainer and all actors have to agree on (inference/parity.py), the same on every
+    rank; empty where nothing is probed."""
+    if verification(config) != "probe" or config.rollout.replay:
+        return []
+    limit = max(2, min(MOST_TOKENS, config.training.seq_len - 1))
+    tokens = Tokenizer(config.model.hf_assets_path).encode(TEXT)[:limit]
+    if len(tokens) < min(LEAST_TOKENS, limit):
+        tokens = [(7 * place + 3) % vocabulary for place in range(limit)]
+    return tokens
 
 
 def alarm(config: JobConfig, figures: Figures) -> dict[str, float | None] | None:

@@ -5,32 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from torchtitan.config.job_config import Profiling
 
 
-class Profiler(Protocol):
-    """Told of the end of every step."""
-
-    def step(self) -> None: ...
-
-
-class _NoProfiler:
-    def step(self) -> None:
-        """Nothing is recorded."""
-
-
 @contextlib.contextmanager
-def profile(config: Profiling, run_dir: Path, rank: int) -> Iterator[Profiler]:
+def profile(config: Profiling, run_dir: Path, rank: int) -> Iterator[torch.profiler.profile | None]:
     """Every profile_freq steps, record one step (after one to warm up) into {folder}/step-N/rank-R.json.
 
-    The files open in Perfetto and chrome://tracing.
+    None where nothing is recorded. The files open in Perfetto and chrome://tracing.
     """
     if not config.enable_profiling:
-        yield _NoProfiler()
+        yield None
         return
     folder = run_dir / config.save_traces_folder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,19 +14,6 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off
 from torchtitan.models.parallelize import build_policy
-
-
-class Reference(Protocol):
-    """What the trainer asks of a reference, whichever it is."""
-
-    policy: Decoder
-
-    @property
-    def follows(self) -> bool: ...
-
-    def active(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def follow(self, policy: Decoder, version: int) -> None: ...
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
@@ -91,3 +77,6 @@ class ReferencePolicy:
             # Both are laid out alike, so every rank moves its own part.
             own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
             own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
+
+
+Reference = BaseReference | ReferencePolicy

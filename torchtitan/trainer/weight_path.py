@@ -21,7 +21,7 @@ from torchtitan.weight_sync.staging import TORCH_DTYPES
 class WeightPath(Protocol):
     """What all ways have in common. Slots, pending versions and waiting for actors are WeightSync's alone."""
 
-    def commit(self, version: int, noes: int, /) -> str:
+    def commit(self, version: int, votes_against: int, /) -> str:
         """Offer the weights as they are now, on every rank: "published", or "skipped" where a rank voted against it."""
 
     def actors(self) -> Mapping[str, ActorStatus]: ...

@@ -50,7 +50,7 @@ from torchtitan.preflight.plan import make_plan
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.checkpoint_tensors import collect
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
@@ -394,7 +394,7 @@ def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_p
     def attach(bits: int) -> Checkpointer:
         policy = quantized(checkpoint, **{"lora.base_bits": bits})
         optimizer = build_optimizer(policy, Optimizer())
-        scheduler = build_lr_scheduler(optimizer, LRScheduler(), total_batches=10)
+        scheduler = BatchLRScheduler(optimizer, LRScheduler(), total_batches=10)
         return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
 
     attach(saved).save(3, 3, {})

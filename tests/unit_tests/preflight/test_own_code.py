@@ -18,7 +18,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.own_code import names_of_rewards, write_rows
 from torchtitan.rollout.datasets import load_rows
 from torchtitan.rollout.rewards import load_reward
-from torchtitan.rollout.rewards.answers import arithmetic
+from torchtitan.rollout.rewards.text import arithmetic
 
 CELL = """
 import math as m
@@ -98,7 +98,7 @@ def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
     names = names_of_rewards(["accuracy", arithmetic], tmp_path)
-    assert names == ["accuracy", "torchtitan.rollout.rewards.answers:arithmetic"]
+    assert names == ["accuracy", "torchtitan.rollout.rewards.text:arithmetic"]
     assert not list(tmp_path.iterdir())
 
 

@@ -172,9 +172,9 @@ def test_the_list_of_functions_that_need_an_answer_is_right() -> None:
         ("acuracy", "did you mean 'accuracy'"),
         ("nonsense", "must be one of accuracy"),
         ("no.such.module:reward", "no.such.module"),
-        ("torchtitan.rollout.rewards.answers:aritmetic", "did you mean 'arithmetic'"),
-        ("torchtitan.rollout.rewards.answers:PARTIAL_CREDIT", "not a function"),
-        ("torchtitan.rollout.rewards.answers:", "unknown reward function"),
+        ("torchtitan.rollout.rewards.text:aritmetic", "did you mean 'arithmetic'"),
+        ("torchtitan.rollout.rewards.text:PARTIAL_CREDIT", "not a function"),
+        ("torchtitan.rollout.rewards.text:", "unknown reward function"),
     ],
 )
 def test_unknown_functions_are_named(name: str, message: str) -> None:

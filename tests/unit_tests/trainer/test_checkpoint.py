@@ -20,7 +20,7 @@ from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 
 
@@ -45,7 +45,7 @@ class Run:
 
     def attach(self, run_dir: Path, **settings: object) -> None:
         self.optimizer = build_optimizer(self.policy, Optimizer(lr=0.05, weight_decay=0.1))
-        self.scheduler = build_lr_scheduler(
+        self.scheduler = BatchLRScheduler(
             self.optimizer, LRScheduler(warmup_steps=3, decay_type="cosine"), total_batches=20
         )
         config = Checkpoint(enable=True, interval=2, **settings)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ class Run:
         return losses
 
     def save(self, step: int) -> None:
-        self.checkpointer.save(step, step, {"position": step * 10}, rollout=b"unused groups \x00\xff")
+        self.checkpointer.save(step, rollout=b"unused groups \x00\xff")
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -76,7 +76,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, async_mode: str) -> None:
     run.checkpointer.close()
     resumed = Run(tmp_path, seed=99)
     restored = resumed.checkpointer.load()
-    assert (restored.step, restored.version, restored.data) == (3, 3, {"position": 30})
+    assert restored.version == 3
     assert restored.rollout == b"unused groups \x00\xff"
     assert resumed.train(4) == expected
     for ours, theirs in zip(resumed.policy.parameters(), run.policy.parameters(), strict=True):
@@ -85,7 +85,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, async_mode: str) -> None:
 
 def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.checkpointer.save(0, 0, {})
+    run.checkpointer.save(0)
     expected = run.train(3)
     resumed = Run(tmp_path, seed=99)
     assert resumed.checkpointer.load().rollout is None
@@ -122,7 +122,7 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no whole checkpoint of step 1 .*there are: \[2, 3\]"):
         Run(tmp_path).checkpointer.load(1)
     resumed = Run(tmp_path, keep_latest_k=2)
-    assert resumed.checkpointer.load(2).step == 2
+    assert resumed.checkpointer.load(2).version == 2
     assert torch.equal(resumed.policy.inner.weight, saved[2])
     # The way not taken must not be what the next resume finds as the newest.
     assert checkpoint_folder.whole_steps(folder) == [2]
@@ -138,7 +138,7 @@ def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "state.json").write_text("{}")
     assert checkpoint_folder.whole_steps(folder) == [1]
-    assert Run(tmp_path).checkpointer.load().step == 1
+    assert Run(tmp_path).checkpointer.load().version == 1
     assert [entry.name for entry in folder.iterdir()] == ["step-1"]
 
 
@@ -258,7 +258,7 @@ def test_two_ranks_to_one(tmp_path: Path) -> None:
     first, second = run_distributed("tests.unit_tests.trainer.test_checkpoint:sharded_run", 2, run_dir=str(tmp_path))
     assert first == second
     single = Run(tmp_path, seed=5, width=7)
-    assert single.checkpointer.load().step == 3
+    assert single.checkpointer.load().version == 3
     single.train(2, without_dropout=True)
     for name, parameter in single.policy.named_parameters():
         torch.testing.assert_close(parameter.detach(), torch.tensor(first[name]), rtol=1e-6, atol=1e-7)

@@ -27,7 +27,7 @@ from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 LONGEST = 12
@@ -88,7 +88,7 @@ def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tup
 
         optimizer.register_step_pre_hook(look)
         dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
-        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 1)
+        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 1)
         trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
         result = trainer.train_batch(Batch(0, groups))
         loss += result.metrics["loss"] or 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchtitan.config.job_config import LRScheduler, Optimizer
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler, lr_factor
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler, lr_factor
 from torchtitan.trainer.optimizer import build_optimizer
 
 
@@ -93,7 +93,7 @@ def test_schedule_shape(warmup: int, rest: int, floor: float, decay: str) -> Non
 def test_schedule_sets_all_groups_and_continues() -> None:
     config = LRScheduler(warmup_steps=3, decay_type="linear")
     optimizer = build_optimizer(Policy(), Optimizer(lr=0.4))
-    scheduler = build_lr_scheduler(optimizer, config, total_batches=7)
+    scheduler = BatchLRScheduler(optimizer, config, total_batches=7)
     seen = []
     for _ in range(7):
         assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
@@ -101,6 +101,6 @@ def test_schedule_sets_all_groups_and_continues() -> None:
         seen.append(scheduler.get_last_lr()[0])
         scheduler.step()
     assert seen == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1])
-    again = build_lr_scheduler(build_optimizer(Policy(), Optimizer(lr=0.4)), config, total_batches=7)
+    again = BatchLRScheduler(build_optimizer(Policy(), Optimizer(lr=0.4)), config, total_batches=7)
     again.load_state_dict({"batch": 5})
     assert again.get_last_lr() == [seen[5]] * 2 and again.state_dict() == {"batch": 5}

@@ -23,7 +23,7 @@ from torchtitan.models import fused_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import MicroBatch, is_trained
 from torchtitan.trainer.policy_trainer import PolicyTrainer
@@ -55,7 +55,7 @@ class SpiedTrainer(PolicyTrainer):
         dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
         policy = build_policy(config, dims)
         optimizer = build_optimizer(policy, config.optimizer)
-        scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 10)
+        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
         reference = build_reference(config, dims, policy) if config.grpo.kl_coefficient else None
         super().__init__(config, policy, optimizer, scheduler, dims, device.device(), reference)
         self.given: list[tuple[list[MicroBatch], list[FixedLogProbs]]] = []

@@ -21,7 +21,7 @@ from torchtitan.models.memory import MemoryEstimate
 from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.plan import make_plan
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import build_lr_scheduler
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference_policy import Reference, ReferencePolicy, build_reference
@@ -46,7 +46,7 @@ def build(config: JobConfig) -> tuple[Decoder, Reference, PolicyTrainer]:
     reference = build_reference(config, dims, policy)
     assert isinstance(reference, ReferencePolicy)
     optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, 10)
+    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
     return policy, reference, PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device(), reference)
 
 
@@ -162,7 +162,7 @@ def test_a_reference_that_follows_comes_back_from_a_checkpoint(
     change(policy, 1)
     log_probs(reference.policy)
     reference.follow(policy, 1)
-    checkpointer.save(1, 1, {})
+    checkpointer.save(1)
     _, restored, other = attach()
     other.load()
     for name, one in weights(restored.policy).items():

@@ -18,12 +18,12 @@ __all__ = ["BUILTIN", "NEEDS_ANSWER", "load_reward"]
 
 BUILTIN: dict[str, str] = {
     "accuracy": "torchtitan.rollout.rewards.accuracy:accuracy",
-    "arithmetic": "torchtitan.rollout.rewards.answers:arithmetic",
+    "arithmetic": "torchtitan.rollout.rewards.text:arithmetic",
     "cosine_length": "torchtitan.rollout.rewards.lengths:cosine_length",
-    "exact_match": "torchtitan.rollout.rewards.answers:exact_match",
-    "format": "torchtitan.rollout.rewards.style:format",
+    "exact_match": "torchtitan.rollout.rewards.text:exact_match",
+    "format": "torchtitan.rollout.rewards.text:format",
     "length": "torchtitan.rollout.rewards.lengths:length",
-    "repetition": "torchtitan.rollout.rewards.style:repetition",
+    "repetition": "torchtitan.rollout.rewards.text:repetition",
     "soft_overlong": "torchtitan.rollout.rewards.lengths:soft_overlong",
 }
 
