@@ -78,7 +78,7 @@ class Colocated:
 
     def publish(self) -> None:
         self.version += 1
-        self.weights.commit(self.version, noes=0)
+        self.weights.commit(self.version, 0)
 
     def train_to(self, model: str) -> None:
         """As if the optimizer's steps had ended at the weights of another checkpoint."""

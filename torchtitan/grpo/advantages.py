@@ -108,7 +108,7 @@ def normalized_each(
     result = [[0.0] * len(samples) for samples in groups]
     for name, weight in weights.items():
         present = [[i for i, rewards in enumerate(s) if rewards.get(name) is not None] for s in groups]
-        # Groups in which nobody has this reward are left out: their mean does not exist.
+        # Groups in which no sample has this reward are left out: their mean does not exist.
         used = [number for number, members in enumerate(present) if members]
         values = [[float(groups[number][i][name] or 0.0) for i in present[number]] for number in used]
         counts = None if tokens is None else [[tokens[number][i] for i in present[number]] for number in used]

@@ -32,10 +32,10 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class Rollouts:
-    """Context manager. Entering it starts the reward workers, and begins to start the engines (nobody waits for them).
+    """Context manager. Entering it starts the reward workers, and begins to start the engines, without a wait.
 
-    `pool`, `rewards`, `groups` and `flow` belong to one thread with an asyncio loop; everyone else calls their methods
-    through `loop.call`.
+    `pool`, `rewards`, `groups` and `flow` belong to one thread with an asyncio loop; other threads call their
+    methods through `loop.call`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Kind(enum.Enum):
     GENERATE = b"G"
     """generate on the trainer's own devices for a while, as the round that comes with the command says"""
     SNAPSHOT = b"S"
-    """snapshot the owed version while there is no data"""
+    """publish the pending version while there is no data"""
     WAIT = b"W"
     """nothing yet; sent so that no collective outlives its deadline"""
     EXPORT = b"E"

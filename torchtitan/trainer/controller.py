@@ -283,7 +283,7 @@ class Controller:
         self._sleep_times[key] += time.monotonic() - started
 
     async def _watch_actors(self) -> None:
-        """During a training step nobody asks for commands, and prompts go out: look after evicted actors meanwhile."""
+        """During a training step no command is asked for, but prompts go out: look after evicted actors meanwhile."""
         while True:
             await self._note_evictions(self.weights.actors())
             await asyncio.sleep(EVICTION_LOOK_S)

@@ -105,7 +105,7 @@ class Job:
         self._recorder.add("data wait", begun)
         self._commanded_at = time.time()
         if command.kind in (Kind.BATCH, Kind.STOP) and self.replica is not None:
-            self.replica.make_room()
+            self.replica.release_memory()
         if command.kind is Kind.STOP and self.version < self.config.training.steps:
             self.signals.start_deadline()
         return command
@@ -225,7 +225,7 @@ class Job:
 
     def finish(self) -> None:
         """Write the last checkpoint and the export. Raises what stopped the run early."""
-        # A run that must not go on is saved in any case, for whoever looks at it.
+        # A run that must not go on is saved in any case, so that it can be looked at.
         if self.config.checkpoint.enable or self._mismatch is not None:
             self._save()
             self.checkpointer.wait()
@@ -263,9 +263,8 @@ class Job:
             tokenizer = Tokenizer(config.model.hf_assets_path)
             events, journal = EventLog(self.run_dir / "events.jsonl"), Journal(self.run_dir)
             self._closing.callback(journal.close)
-            if injected := faults.active():
-                told = injection.faults or injected
-                events.write("fault_injection_is_on", level=logging.WARNING, faults=told)
+            if active := faults.active():
+                events.write("fault_injection_is_on", level=logging.WARNING, faults=injection.faults or active)
             source: Rollouts | ReplaySource
             if config.rollout.replay:
                 source = ReplaySource(config.rollout.replay, journal)

@@ -151,8 +151,8 @@ def test_memory_goes_back_and_forth() -> None:
     made.run(Round(LABEL, 1, [[]]))
     assert engine.calls == ["away"]
     engine.calls.clear()
-    made.make_room()
-    made.make_room()
+    made.release_memory()
+    made.release_memory()
     assert engine.calls == ["sleep", "back", "back"]
     engine.calls.clear()
     made.load([], LABEL)
@@ -174,7 +174,7 @@ class Moves:
 
 def test_weights_that_sleep_has_dropped_do_not_generate() -> None:
     made, engine = replica(FakeEngine(sleep_level=2), sleeps=True)
-    made.make_room()
+    made.release_memory()
     with pytest.raises(RuntimeError, match="holds weights None"):
         made.run(Round(LABEL, 1, [[request()]]))
     made.load([], LABEL)

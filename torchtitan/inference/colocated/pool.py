@@ -17,7 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.labels import make_label
-from torchtitan.inference.types import Completion, GenerateRequest, Tag
+from torchtitan.inference.types import Completion, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class ColocatedPool:
-    """Stands where InferencePool does. `rounds` of the rollouts is this object, for the trainer's thread."""
+    """Stands where InferencePool does. Weights and memory of the engines are their ranks' own: see replica.py."""
 
     def __init__(self, config: JobConfig, epoch: str, replicas: int):
         self._max_sequences = config.inference.max_sequences
@@ -72,21 +72,6 @@ class ColocatedPool:
 
     async def start(self) -> None:
         """The engines start with the trainer's ranks."""
-
-    async def connect_weights(self, coordinator: str) -> None:
-        """Weights stay in the process."""
-
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """Nothing is probed: every batch shows whether the engine here computes what the trainer does."""
-
-    async def redo_elsewhere(self, actor: str, reason: str) -> None:
-        """A replica that fails ends the run: its ranks are the trainer's."""
-
-    async def sleep(self) -> None:
-        """The ranks themselves see to their engines' memory: see replica.py."""
-
-    async def wake(self, tag: Tag) -> None:
-        """As with sleep."""
 
     async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
         """Sample a request with weights of at least `min_version`. Waits for as long as it takes.

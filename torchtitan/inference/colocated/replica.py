@@ -107,7 +107,7 @@ class Replica:
         self._wake("weights")
         self._engine.load(weights, label)
 
-    def make_room(self) -> None:
+    def release_memory(self) -> None:
         """Training is next: the engine's memory goes, the optimizer's state comes back."""
         if self._sleeps and not self._asleep:
             self._engine.sleep()

@@ -13,15 +13,11 @@ from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.labels import make_label
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, merged_weight
-from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
-from torchtitan.weight_sync.publisher import Snapshot
+from torchtitan.weight_sync.facade import ActorStatus
 
 
 class ColocatedWeights:
-    """A components.weights.WeightPath. Every version is published: there is no slot to wait for, and none is owed."""
-
-    coordinator_address = ""
-    owed: int | None = None
+    """A trainer.weight_path.WeightPath that publishes every version: there is no slot to wait for."""
 
     def __init__(self, policy: Decoder, replica: Replica, replicas: int, epoch: str, dtype: torch.dtype):
         """replicas: of the model, over all ranks. dtype: in which the engines hold it."""
@@ -34,18 +30,8 @@ class ColocatedWeights:
         self._published = 0
         self._stall_s = 0.0
         self._generated_s = 0.0
-        self._pinned = False
 
-    def reserve(self) -> bool:
-        return True
-
-    def fence(self) -> None:
-        """No copy is under way: the engine has taken what it was given."""
-
-    def make_room(self) -> None:
-        self._replica.make_room()
-
-    def commit(self, version: int, noes: int) -> str:
+    def commit(self, version: int, votes_against: int) -> str:
         """Hand `version` to the engine, on every rank. Also where the last step was dropped: these are its weights."""
         started = time.perf_counter()
         self._replica.load(self._tensors(), make_label(self._epoch, version))
@@ -54,24 +40,8 @@ class ColocatedWeights:
         self._stall_s += time.perf_counter() - started
         return "published"
 
-    def snapshot_owed(self, version: int) -> bool:
-        raise RuntimeError("nothing is owed where every version is handed over")
-
-    def wait_until_applied(
-        self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
-    ) -> SyncOutcome:
-        """It has been applied: a step that failed to would have ended the run."""
-        return SyncOutcome(frozenset(self.actors()), {})
-
-    def pin(self, version: int) -> frozenset[str]:
-        self._pinned = True
-        return frozenset(self.actors())
-
-    def unpin(self) -> None:
-        self._pinned = False
-
     def actors(self) -> Mapping[str, ActorStatus]:
-        status = ActorStatus("SERVING", self._epoch, self._version, "", self._version >= 0, self._pinned, "", 0)
+        status = ActorStatus("SERVING", self._epoch, self._version, "", self._version >= 0, False, "", 0)
         return {replica_name(number): status for number in range(self._replicas)}
 
     def statistics(self) -> dict[str, float]:
@@ -85,9 +55,6 @@ class ColocatedWeights:
         }
         self._stall_s, self._generated_s = 0.0, generated
         return figures
-
-    def take_snapshots(self) -> list[Snapshot]:
-        return []
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole model, one gathered parameter at a time (a collective where it is sharded)."""
