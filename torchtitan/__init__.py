@@ -1,11 +1,21 @@
 """GRPO post-training of language models in the style of torchtitan, with asynchronous weight sync."""
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan.grpo_train import train as train
 
 __version__ = "0.1.0"
+
+# PyPI's torchtitan is another package with the same import name; in one environment their files get mixed up. This
+# looks for its metadata by itself: importlib.metadata would slow down the start of every process.
+for _other in (found for folder in sys.path for found in Path(folder or ".").glob("torchtitan-*.dist-info")):
+    raise ImportError(
+        f"torchtitan-grpo cannot run beside another package that is imported as torchtitan ({_other}): "
+        "pip uninstall torchtitan, or install torchtitan-grpo into an environment of its own"
+    )
 
 
 def __getattr__(name: str) -> Any:

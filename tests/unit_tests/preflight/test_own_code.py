@@ -41,8 +41,8 @@ def odd(n):
     return n != 0 and even(n - 1)
 
 def mine(completions, **kwargs) -> "list[float]":
-    found = [even(len(PATTERN.findall(t))) + Counter(t)["x"] for t in texts(completions)]
-    return [WEIGHTS['a'][1] + m.floor(1.5) + one for one in found]
+    found = [even(len(PATTERN.findall(text))) + Counter(text)["x"] for text in texts(completions)]
+    return [WEIGHTS["a"][1] + m.floor(1.5) + number for number in found]
 
 def opens(completions: TABLE, **kwargs):
     return [len(TABLE.read())]

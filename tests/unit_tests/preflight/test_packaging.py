@@ -1,0 +1,54 @@
+"""What a wheel holds, and what an installed package says beside its namesake."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Path) -> None:
+    # From a copy: a build leaves folders behind.
+    checkout = tmp_path / "checkout"
+    shutil.copytree(
+        ROOT / "torchtitan", checkout / "torchtitan", symlinks=True, ignore=shutil.ignore_patterns("__py*__")
+    )
+    shutil.copytree(ROOT / "train_configs", checkout / "train_configs")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, checkout)
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    build = [sys.executable, "-c", code]
+    subprocess.run(build, cwd=checkout, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    (wheel,) = tmp_path.glob("torchtitan_grpo-*.whl")
+    with ZipFile(wheel) as file:
+        packed = {name for name in file.namelist() if ".dist-info/" not in name}
+        (scripts,) = (file.read(name).decode() for name in file.namelist() if name.endswith("entry_points.txt"))
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("*.py")}
+    configs = {f"torchtitan/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
+    assert "torchtitan/train_configs/debug_cpu.toml" in configs
+    assert packed == modules | configs
+    assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
+
+
+def test_beside_its_namesake_the_import_says_so(tmp_path: Path) -> None:
+    def importing() -> subprocess.CompletedProcess[str]:
+        environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+        command = [sys.executable, "-c", "import torchtitan; print(torchtitan.__version__)"]
+        return subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    (tmp_path / "torchtitan_grpo-0.1.0.dist-info").mkdir()
+    assert importing().returncode == 0
+    (tmp_path / "torchtitan-0.2.0.dist-info").mkdir()
+    failed = importing()
+    assert failed.returncode == 1
+    last = failed.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("ImportError: torchtitan-grpo cannot run beside another package") and "uninstall" in last
+    assert f"{tmp_path}/torchtitan-0.2.0.dist-info" in last
