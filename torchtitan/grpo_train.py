@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.config.command_line import split_command_line
+from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -49,8 +49,8 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last line of metrics.jsonl; empty where no step was logged."""
-        return (read_json_lines(self.folder / "metrics.jsonl") or [{}])[-1]
+        """The last value of every metric in metrics.jsonl, of steps and evaluations."""
+        return {name: value for line in read_json_lines(self.folder / "metrics.jsonl") for name, value in line.items()}
 
 
 def train(
@@ -135,12 +135,12 @@ def _as_found(folder: Path) -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code. Mistakes of the user's are printed without a traceback."""
-    command = split_command_line(sys.argv[1:] if argv is None else argv)
+    draft, dry_run = read_command_line(sys.argv[1:] if argv is None else argv)
     try:
-        if command.dry_run:
-            print(describe_plan(validated(command.fill(), planning=True), world_size()))
+        if dry_run:
+            print(describe_plan(validated(draft, planning=True), world_size()))
             return 0
-        return run_job(ready(command.fill())).exit_code
+        return run_job(ready(draft)).exit_code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -24,7 +24,7 @@ def digits(completions, **kwargs):
 POINTS = 0.25
 rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10, 30) for b in range(10, 30)]
 run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows)
-print("trained", run.version, run.exit_code, sorted(key for key in run.metrics if key.startswith("reward/")))
+print("trained", run.version, run.exit_code, run.metrics["step"])
 """
 
 NOTEBOOK = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from torchtitan.config.draft import OLD_NAMES, Draft, nearest_key
@@ -16,74 +15,55 @@ from torchtitan.config.values import nearest
 PLACE = "command line"
 
 
-@dataclass
-class CommandLine:
-    """A command line taken apart, its keys checked; the values are still text."""
+def read_command_line(argv: Sequence[str]) -> tuple[Draft, bool]:
+    """The draft of what the words say, on top of the last --job.config_file, and whether --dry-run is among them.
 
-    overrides: list[tuple[str, list[str]]] = field(default_factory=list)
-    """(`table.key`, words) in the order given"""
-    dry_run: bool = False
-    draft: Draft = field(default_factory=Draft)
-    """Holds the mistakes, until `fill` adds the values"""
-
-    def refuse(self, key: str, text: str) -> None:
-        self.draft.refuse(key, f"{PLACE}: {text}")
-
-    def fill(self) -> Draft:
-        """The draft, with the file's values and these on top."""
-        files = [words[0] for key, words in self.overrides if key == "job.config_file" and len(words) == 1]
-        if files and files[-1]:
-            self.draft.add_file(files[-1])
-        for key, words in self.overrides:
-            self.draft.set(key, _value(key, words), PLACE, " ".join(words) or "(no value)")
-        return self.draft
-
-
-def split_command_line(argv: Sequence[str]) -> CommandLine:
-    """Take `--table.key value…`, `--table.key=value`, `--table.flag`, `--table.no-flag` and `--dry-run` apart.
-
-    --help prints every key and exits with code 0.
+    Understands `--table.key value…`, `--table.key=value`, `--table.flag` and `--table.no-flag`. --help prints every key
+    and exits with code 0.
     """
-    command = CommandLine()
-    words: list[str] | None = None
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        raise SystemExit(0)
+    draft = Draft()
+    options: list[tuple[str, list[str]]] = []
     for token in argv:
-        if token in ("-h", "--help"):
-            print(help_text())
-            raise SystemExit(0)
         if token.startswith("--"):
-            name, equals, inline = token[2:].partition("=")
-            words = [inline] if equals else []
-            if not _take_option(command, name, words):
-                words = None
-        elif words is None:
-            command.refuse("", f"{token!r} belongs to no --table.key")
+            name, equals, value = token[2:].partition("=")
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(token)
         else:
-            words.append(token)
-    return command
+            draft.refuse("", f"{PLACE}: {token!r} belongs to no --table.key")
+    settings = [setting for name, words in options if (setting := _setting(draft, name, words)) is not None]
+    files = [words[0] for key, words in settings if key == "job.config_file" and len(words) == 1]
+    if files and files[-1]:
+        draft.add_file(files[-1])
+    for key, words in settings:
+        draft.set(key, _value(key, words), PLACE, " ".join(words) or "(no value)")
+    return draft, any(name.replace("-", "_") == "dry_run" for name, _ in options)
 
 
-def _take_option(command: CommandLine, option: str, words: list[str]) -> bool:
-    """Whether more words may follow as its value."""
+def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str]] | None:
+    """(`table.key`, its words) for an option, or None where it is a mistake or sets no value."""
     name = option.replace("-", "_")
-    if name.startswith(PREFIX):
-        command.overrides.append((PREFIX + option[len(PREFIX) :], words))
-        return True
-    if name == "dry_run" and not words:
-        command.dry_run = True
-        return False
     table, _, key = name.rpartition(".")
-    switched_off = f"{table}.{key.removeprefix('no_')}"
+    positive = f"{table}.{key.removeprefix('no_')}"
+    if name.startswith(PREFIX):
+        return PREFIX + option[len(PREFIX) :], words
+    if name != PREFIX[:-1] and (name in known_keys() or name in OLD_NAMES):
+        return name, words
+    switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
+    if name == "dry_run" or switches_off:
+        if words:
+            draft.refuse(name, f"{PLACE}: {words[0]!r} belongs to no --table.key: --{option} takes no value")
+        return (positive, ["false"]) if switches_off else None
     if name == PREFIX[:-1]:
-        command.refuse(name, f"--{name} needs the name of an option, such as --{PREFIX}max-model-len 1024")
-    elif name in known_keys() or name in OLD_NAMES:
-        command.overrides.append((name, words))
-    elif key.startswith("no_") and switched_off in known_keys() and _kind(switched_off) is bool and not words:
-        command.overrides.append((switched_off, ["false"]))
-        return False
+        text = f"needs the name of an option, such as --{PREFIX}max-model-len 1024"
     else:
-        known = nearest_key(name) if "." in name else nearest(name, ["dry_run", "help", *known_keys()])
-        command.refuse(name, f"--{name} is not a known key{known}")
-    return True
+        known = nearest_key(name) if table else nearest(name, ["dry_run", "help", *known_keys()])
+        text = f"is not a known key{known}"
+    draft.refuse(name, f"{PLACE}: --{name} {text}")
+    return None
 
 
 def _kind(name: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from torchtitan.config.command_line import split_command_line
+from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
 from torchtitan.models.shape import is_missing_debug_checkpoint
@@ -22,10 +22,10 @@ from torchtitan.preflight.plan import describe_plan
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets") else ""
-    command = split_command_line(argv[1:] if mode else argv)
+    draft, dry_run = read_command_line(argv[1:] if mode else argv)
     try:
-        config = validated(command.fill(), planning=bool(mode) or command.dry_run)
-        if mode == "--describe" or command.dry_run:
+        config = validated(draft, planning=bool(mode) or dry_run)
+        if mode == "--describe" or dry_run:
             print(describe_plan(config, world_size()))
         elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
             print(config.model.hf_assets_path)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from torchtitan.config.command_line import split_command_line
+from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.config.draft import Draft
 from torchtitan.config.job_config import JobConfig, table_types
@@ -32,8 +32,7 @@ def load_config(argv: Sequence[str]) -> JobConfig:
     Raises:
         ConfigError: with all problems of the file, the command line and the values together.
     """
-    command = split_command_line(argv)
-    return validated(command.fill(), planning=command.dry_run)
+    return validated(*read_command_line(argv))
 
 
 def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:

@@ -171,6 +171,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("missing config file", "", ["--job.config_file", "jb.toml"], ['"jb.toml" does not exist', "nearest: job.toml"]),
     ("config file is a folder", "", ["--job.config_file", "checkpoint"], ["checkpoint", "cannot be read"]),
     ("unknown option", "", ["--grpo.group_sise", "4"], ["--grpo.group_sise", "nearest: grpo.group_size"]),
+    ("a flag with a value", "", ["--grpo.no_async_weight_update", "x"], ["'x' belongs to no", "takes no value"]),
     ("unknown option, no table", "", ["--dry-rum"], ["--dry_rum", "nearest: dry_run"]),
     ("stray word", "", [], ["'oops' belongs to no"]),
     ("override of a wrong type", "", ["--training.steps", "many"], ["training.steps = many", "takes an integer"]),
