@@ -71,7 +71,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
             # In what the product is computed with, not in the parameter: the digest must read the same memory.
             fused = servers[0].engine.policy.model.layers[1].self_attn.fused
             queries = servers[0].engine.policy.model.layers[1].self_attn.q_proj.out_features
-            weight = servers[0].engine.live_parameters["model.layers.1.self_attn.k_proj.weight"]
+            weight = servers[0].engine.weights.live["model.layers.1.self_attn.k_proj.weight"]
             target = weight if fused is None else fused.weight[queries:]
             target[3, 5] += 0.25
         real(self, staged)

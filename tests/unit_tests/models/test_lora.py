@@ -21,8 +21,8 @@ from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import copy_full_, full_tensor
 from torchtitan.errors import UserError
-from torchtitan.inference.embedded.adapters import AdapterNotApplied
 from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.weights import AdapterNotApplied
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -335,7 +335,7 @@ def test_engine_merges_adapters_and_never_accumulates(untied: Path) -> None:
     seconds = engine.apply_weights("epoch", 1, synced(first))
     assert seconds > 0 and engine.version == 1
     assert_holds(engine, first)
-    figures = engine.adapter_figures
+    figures = engine.weights.figures
     norm = sum((merged_weight(first, n) - p).square().sum() for n, p in load_policy(untied).named_parameters()) ** 0.5
     assert figures["adapter_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert figures["adapter_applied_norm"] == pytest.approx(float(norm), rel=1e-4)
@@ -379,7 +379,7 @@ def test_engine_notices_an_adapter_that_is_not_in_its_weights(untied: Path, monk
     lost = engine.policy.model.layers[1].mlp.down_proj
     with monkeypatch.context() as patch:
         # The engine's forward uses another tensor than the one that is written to.
-        aliases = dict(engine._aliases)
+        aliases = dict(engine.weights.live)
         parameters = {
             name: parameter.clone() if parameter is lost.weight else parameter for name, parameter in aliases.items()
         }
@@ -389,7 +389,7 @@ def test_engine_notices_an_adapter_that_is_not_in_its_weights(untied: Path, monk
                 return self
 
         parameters["model.layers.1.mlp.down_proj.weight"] = lost.weight.detach().clone().as_subclass(Unwritten)
-        patch.setattr(engine._merger, "_parameters", parameters)
+        patch.setattr(engine.weights, "live", parameters)
         with pytest.raises(AdapterNotApplied, match="layers.1.mlp.down_proj.weight: .* differs from base"):
             engine.apply_weights("epoch", 1, good)
     assert engine.poisoned
@@ -402,7 +402,7 @@ def test_bfloat16_carries_alpha_and_merges(untied: Path) -> None:
     assert float(sent[ALPHA].double().sum()) == pytest.approx(100 / 7, rel=1e-7)
     engine = Engine(load_policy(untied, torch.bfloat16), 8, 64)
     engine.apply_weights("epoch", 1, sent)
-    figures = engine.adapter_figures
+    figures = engine.weights.figures
     assert figures["adapter_applied_norm"] == pytest.approx(figures["adapter_norm"], rel=0.01)
 
 

@@ -363,7 +363,7 @@ def test_actors_merge_into_the_base_of_the_trainer(checkpoint: Path, dtype: torc
         assert int(version.tensors[BASE_BITS]) == 4
         engine.apply_weights("epoch", number, version.tensors)
         assert_holds(dict(engine.policy.named_parameters()), policy, checkpoint, dtype)
-        figures = engine.adapter_figures
+        figures = engine.weights.figures
         assert figures["adapter_applied_norm"] == pytest.approx(figures["adapter_norm"], rel=0.01)
         whole = base.whole(version).tensors
         assert whole.keys() == base_parameters(policy).keys()

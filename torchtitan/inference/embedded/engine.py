@@ -18,13 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torchtitan.inference.adapter_version import is_adapter_version
-from torchtitan.inference.embedded.adapters import AdapterMerger
 from torchtitan.inference.embedded.cache import DecodeAttention, KeyValueCache, PrefillAttention
-from torchtitan.inference.embedded.memory import DroppedWeights
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
+from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag, VersionSpan
 from torchtitan.models.attention import PackedLayout, rotary_tables
 from torchtitan.models.decoder import Decoder
@@ -100,17 +98,13 @@ class Engine:
         self.device, self.dtype = policy.lm_head.weight.device, policy.lm_head.weight.dtype
         self.max_length, self.in_flight_kv, self.exact = max_length, in_flight_kv, exact
         self.eos_token_ids = frozenset(self.args.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        # Tied weights have two names; a version needs one of them.
-        self._parameters = dict(policy.named_parameters())
-        self._aliases = dict(policy.named_parameters(remove_duplicate=False))
-        self._merger = AdapterMerger(self._aliases)
+        self.weights = EngineWeights(policy, self._progress)
         self.epoch, self.version = "", 0
         self.paused = self.poisoned = False
         self.torn = ""
         """Why the weights in use turned out not to be the version's, where that is why the engine is poisoned"""
         self.asleep: set[Tag] = set()
         """Memory that it has given back"""
-        self._dropped: DroppedWeights | None = None
         self.held_back = False
         """Requests that have not begun wait, the others go on: what a weight update waits for in drain mode"""
         self.statistics = Statistics()
@@ -460,10 +454,9 @@ class Engine:
             return False
         if "kv_cache" not in self.asleep:
             self._cache.release()
-        if level == 2 and self._dropped is None:
+        if level == 2:
             self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
-            self._merger.forget_base()
-            self._dropped = DroppedWeights(self.policy)
+            self.weights.drop()
         self._sampler = None
         self.asleep = set(TAGS)
         return_freed_memory()
@@ -472,9 +465,7 @@ class Engine:
     def wake(self, tags: Collection[Tag]) -> None:
         """Take these parts of its memory again; the KV cache not before the weights."""
         if tags and "weights" in self.asleep:
-            if self._dropped is not None:
-                self._dropped.take()
-            self._dropped = None
+            self.weights.take()
             self.asleep.discard("weights")
         if "kv_cache" in self.asleep and "kv_cache" in tags:
             with torch.inference_mode():
@@ -487,26 +478,17 @@ class Engine:
         """Replace all weights, or merge adapters into the base's, between two steps; returns the seconds it took.
 
         tensors: parameter name -> whole tensor, any floating type; tied weights under one of their names or both. Or
-        adapters, see adapters.py. Raises WeightsRefused, with nothing changed, where names or shapes are not the
+        adapters, see weights.py. Raises WeightsRefused, with nothing changed, where names or shapes are not the
         model's, or the weights are asleep. Anything that fails later poisons the engine until a whole version has been
         applied.
         """
         if "weights" in self.asleep:
             raise WeightsRefused("the engine is asleep")
         begin = time.perf_counter()
-        if is_adapter_version(tensors):
-            adapters = self._merger.check(tensors)
-            self.poisoned = True
-            with torch.no_grad():
-                self._merger.apply(adapters, self._progress)
-        else:
-            self._check_version(tensors)
-            self.poisoned = True
-            self._merger.forget_base()
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    self._progress()
-                    self._aliases[name].copy_(tensor)
+        change = self.weights.plan(tensors)
+        self.poisoned = True
+        with torch.no_grad():
+            change()
         self.epoch, self.version = epoch, version
         self._updates += 1
         for sequence in self._sequences:
@@ -520,30 +502,6 @@ class Engine:
         self.statistics.versions_applied += 1
         self.statistics.apply_seconds += seconds
         return seconds
-
-    @property
-    def adapter_figures(self) -> dict[str, float]:
-        """Norms of the adapters that are in use, as sent (adapter_norm) and as found in the weights; or nothing."""
-        return self._merger.figures
-
-    @property
-    def live_parameters(self) -> Mapping[str, torch.Tensor]:
-        """Name -> the tensor that is computed with; tied weights under all of their names."""
-        return self._aliases
-
-    def _check_version(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        given = {id(self._aliases[name]) for name in tensors if name in self._aliases}
-        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in given]
-        unknown = [name for name in tensors if name not in self._aliases]
-        wrong = [
-            f"{name} {tuple(tensor.shape)} instead of {tuple(self._aliases[name].shape)}"
-            for name, tensor in tensors.items()
-            if name in self._aliases and tensor.shape != self._aliases[name].shape
-        ]
-        problems = [("lacks", missing), ("has unknown", unknown), ("has shapes", wrong)]
-        said = [f"{what} {', '.join(names[:3])}{' …' * (len(names) > 3)}" for what, names in problems if names]
-        if said:
-            raise WeightsRefused(f"this version does not fit the model: it {'; it '.join(said)}")
 
     @torch.inference_mode()
     def _recompute(self) -> None:

@@ -63,7 +63,7 @@ class EngineServer(ActorServer):
         """Set when the process is to end"""
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
-        self.verifier = Verifier(verify_every, engine.live_parameters, self._found_torn)
+        self.verifier = Verifier(verify_every, engine.weights.live, self._found_torn)
         self._receivers = 0
         self._applying = threading.Lock()
         self._numbers = itertools.count()
@@ -171,7 +171,7 @@ class EngineServer(ActorServer):
             self.verifier.finish()
             cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
             self.verifier.applied(staged)
-        return cost._asdict() | self.engine.adapter_figures
+        return cost._asdict() | self.engine.weights.figures
 
     def _found_torn(self, epoch: str, version: int, reason: str, in_a_row: int) -> None:
         """Called by the verifier: nothing more is sampled with these weights, and everybody is told."""

@@ -70,7 +70,7 @@ class Verifier:
         """The engine has taken this version. Returns at once."""
         due = self.every > 0 and self._applied % self.every == 0
         self._applied += 1
-        # Adapters are not what the weights are: applying them looks for itself, see adapters.py.
+        # Adapters are not what the weights are: applying them looks for itself, see weights.py.
         if not due or staged.proof is None or is_adapter_version(staged.tensors):
             return
         self._stop.clear()
