@@ -60,7 +60,7 @@ def test_an_engine_that_has_closed_its_port_and_does_not_end_is_killed(
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     process = ChildProcess("the engine", tmp_path / "engine.log")
-    idle: Any = SimpleNamespace(busy=False, holds=None, undo_lost_pause=lambda: None)
+    idle: Any = SimpleNamespace(busy=False, undo_lost_pause=lambda: None, find_lost_weights=lambda: None)
     control: Any = Control(port)
     watch = Watch(control, idle, lambda reason: None, interval_s=0.01, probe_s=0.05)
 

@@ -37,7 +37,7 @@ INIT, DESTROY = "/init_weights_update_group", "/destroy_weights_update_group"
 
 
 class Server:
-    """The routes that a hand-over uses. fails: one more order to these fails, after it did its work."""
+    """The routes that a loader uses. fails: one more order to these fails, after it did its work."""
 
     def __init__(self, version: str):
         self.version = version
@@ -86,7 +86,7 @@ class Group:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[tuple[Server, SGLangBroadcastLoader]]:
-    """A server that says it is the version of the test's parameter, with the hand-over of its agent."""
+    """A server that says it is the version of the test's parameter, with the loader of its agent."""
     engine = Server(request.param)
 
     def facts(_path: str) -> tuple[int, Any]:

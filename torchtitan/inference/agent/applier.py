@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.agent.control import EngineControl, EngineError
@@ -71,15 +71,21 @@ class Applier:
             self._receivers += 1
             return self._receivers
 
-    def forget(self, check: Callable[[], bool]) -> bool:
-        """Count nothing as held if, while nothing is being applied, `check()` still holds. Returns whether it did."""
+    def find_lost_weights(self) -> str | None:
+        """Why the engine does not hold what it was given, where its label says so and nothing is being applied; then
+        nothing counts as held. Raises EngineError."""
+        held = self.holds
+        if held is None or self.busy or self._control.weights_label() == make_label(*held):
+            return None
         if not self._lock.acquire(blocking=False):
-            return False
+            return None
         try:
-            if self.holds is None or not check():
-                return False
+            # Asked again: before, a version may have come in between.
+            said = self._control.weights_label()
+            if self.holds != held or said == make_label(*held):
+                return None
             self.holds = None
-            return True
+            return f"the engine holds {said!r} instead of version {held[1]}: it was started anew, or changed"
         finally:
             self._lock.release()
 

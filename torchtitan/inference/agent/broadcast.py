@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from torchtitan.inference.agent.alongside import Alongside
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.engine import WILDCARDS, EngineOptions
 from torchtitan.inference.agent.loading import WeightLoader
@@ -154,35 +154,3 @@ class WeightGroup:
         group, self._group, self._store = self._group, None, None
         if group is not None:
             group.abort()
-
-
-class Alongside:
-    """Runs `function` in a thread while the block does the other half of the same thing."""
-
-    def __init__(self, function: Callable[[], None]):
-        self._function = function
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="engine-order", daemon=True)
-
-    def __enter__(self) -> Alongside:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._error is not None:
-            # What the engine said explains more than that our half came to nothing.
-            raise EngineError(f"{self._error} ({error})") from error
-
-    def result(self, timeout_s: float) -> None:
-        """Wait for it; raises what it raised, EngineError where it takes longer."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise EngineError(f"the engine did not answer within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._function()
-        except Exception as error:
-            self._error = error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.inference.agent.broadcast import Alongside
+from torchtitan.inference.agent.alongside import Alongside
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.weight_sync.transports.communicator import Broken, PairStore, nccl_group
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineControl, EngineError, EngineNotListening
-from torchtitan.inference.labels import make_label
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,9 @@ class Watch:
                 self._silent_since = self._closed_since = self.trouble = None
                 self._answered_at = begun
                 self._applier.undo_lost_pause()
-                self._check_label()
+                if (reason := self._applier.find_lost_weights()) is not None:
+                    logger.error("%s", reason)
+                    self._lost(reason)
             except EngineError as error:
                 closed = isinstance(error, EngineNotListening)
                 self._closed_since = (self._closed_since or begun) if closed else None
@@ -90,19 +91,3 @@ class Watch:
                     logger.warning("the engine does not answer: %s", error)
                     self._silent_since = begun
                 self.trouble = str(error)
-
-    def _check_label(self) -> None:
-        held = self._applier.holds
-        if held is None or self._applier.busy or self._control.weights_label() == make_label(*held):
-            return
-        said: list[str | None] = []
-
-        def differs() -> bool:
-            now = self._applier.holds
-            said.append(self._control.weights_label())
-            return now is not None and said[-1] != make_label(*now)
-
-        if self._applier.forget(differs):
-            reason = f"the engine holds {said[-1]!r} instead of version {held[1]}: it was started anew, or changed"
-            logger.error("%s", reason)
-            self._lost(reason)

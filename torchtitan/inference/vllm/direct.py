@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 
+from torchtitan.inference.agent.alongside import Alongside
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.vllm.control import VLLMControl
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class DirectLoader(WeightLoader):
-    """host: address on which the engine receives weights; timeout_s: of a load;
-    on_device: it stages them on its device."""
+    """host: address on which the engine receives weights; timeout_s: of a load; on_device: it stages them on its
+    device."""
 
     workers = 1
 
@@ -38,18 +38,21 @@ class DirectLoader(WeightLoader):
 
     def load(self, staged: StagedVersion, label: str) -> None:
         self._begin()
-        # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
-        offering = _Offer(staged)
+        assert staged.apply_on_workers is not None
         wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
+        # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
+        offering = Alongside(staged.apply_on_workers, "the engine's receiver")
         failure: BaseException | None = None
         try:
             self._control.order("/update_weights", {"update_info": wanted}, self._timeout_s)
         except EngineError as error:
             failure = error
-        offering.join(self._timeout_s)
-        # The receiver refuses only what the engine's thread has not taken, and will not.
-        if isinstance(offering.error, WeightsRefused) or failure is None:
-            failure = offering.error
+        try:
+            offering.result(self._timeout_s)
+        except BaseException as error:
+            # The receiver refuses only what the engine's thread has not taken, and will not.
+            if isinstance(error, WeightsRefused) or failure is None:
+                failure = error
         if failure is not None:
             raise failure
         self._control.order("/finish_weight_update", {"weight_version": label})
@@ -68,26 +71,3 @@ class DirectLoader(WeightLoader):
             self._control.order("/start_weight_update", {})
         except EngineError as error:
             raise WeightsRefused(f"the engine begins no update: {error}") from error
-
-
-class _Offer:
-    """staged.apply_on_workers() on a thread of its own."""
-
-    def __init__(self, staged: StagedVersion):
-        self.error: BaseException | None = None
-        self._staged = staged
-        self._thread = threading.Thread(target=self._run, name="offer-weights", daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for its end; `error` says why it failed."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self.error = TimeoutError(f"the engine's receiver did not report within {timeout_s:g} s")
-
-    def _run(self) -> None:
-        assert self._staged.apply_on_workers is not None
-        try:
-            self._staged.apply_on_workers()
-        except BaseException as error:
-            self.error = error
