@@ -134,8 +134,8 @@ def describe_step(row: Row) -> dict[str, str]:
         "reward": figure(row, "reward/mean"),
         "loss": f"{figure(row, 'loss')}  entropy {figure(row, 'entropy')}  kl {figure(row, 'mismatch_kl')}  "
         f"grad {figure(row, 'grad_norm')}",
-        "stale": f"{figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}",
-        "len": f"{figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
+        "staleness": f"{figure(row, 'staleness/mean')}/{figure(row, 'staleness/max')}",
+        "length": f"{figure(row, 'completion/length_mean')}  {figure(row, 'tokens_per_s')} tok/s  "
         f"{figure(row, 'time/step_s')} s (data {figure(row, 'time/data_wait_s')}, "
         f"train {figure(row, 'time/train_s')}, snapshot {figure(row, 'time/snapshot_s')}, "
         f"stall {figure(row, 'time/sync_stall_s')})",

@@ -115,8 +115,8 @@ class Incident:
     phase: str = ""
 
 
-Told = Delivery | Publication | Incident
-"""What the journal tells: of a delivery when it cannot change any more"""
+Entry = Delivery | Publication | Incident
+"""What the journal says happened; a delivery is among it when it cannot change any more"""
 
 
 # Events that are incidents as well, and what those are called.
@@ -126,19 +126,19 @@ _FAILURES = {"abort": Outcome.ABORTED, "refused": Outcome.REFUSED, "poisoned": O
 
 
 class DeliveryBook:
-    """Makes of the coordinator's records what they tell together. `close` ends what is open."""
+    """Puts the coordinator's records together to deliveries, publications and incidents. `close` ends what is open."""
 
     def __init__(self) -> None:
         self.epoch = ""
-        self._told: list[Told] = []
+        self._entries: list[Entry] = []
         self._open: dict[str, dict[int, Delivery]] = {}
         self._live: set[str] = set()
         self._newest: Publication | None = None
 
-    def feed(self, records: Iterable[Record]) -> Iterator[Told]:
+    def feed(self, records: Iterable[Record]) -> Iterator[Entry]:
         """Take records in their order; events that are of no interest here are passed over."""
         for record in records:
-            self._told = []
+            self._entries = []
             event = str(record.get("event"))
             if event in _INCIDENTS:
                 text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
@@ -149,13 +149,13 @@ class DeliveryBook:
             take = getattr(self, f"_on_{event}", None)
             if take is not None:
                 take(record)
-            yield from self._told
+            yield from self._entries
 
-    def close(self) -> list[Told]:
+    def close(self) -> list[Entry]:
         """No more records: the newest version of each live actor stays pending, everything else is over."""
-        self._told = []
+        self._entries = []
         self._end_all()
-        return self._told
+        return self._entries
 
     def _end_all(self) -> None:
         for actor, deliveries in self._open.items():
@@ -164,7 +164,7 @@ class DeliveryBook:
             newest = max(deliveries)
             self._end(actor, newest - 1)
             delivery = deliveries.pop(newest)
-            self._told.append(delivery if actor in self._live else delivery.end(Outcome.EVICTED))
+            self._entries.append(delivery if actor in self._live else delivery.end(Outcome.EVICTED))
 
     def _delivery(self, actor: str, version: int) -> Delivery:
         deliveries = self._open.setdefault(actor, {})
@@ -174,7 +174,7 @@ class DeliveryBook:
         """Something newer than these versions has taken their place, or they were applied: they are over."""
         deliveries = self._open.get(actor, {})
         for version in sorted(version for version in deliveries if version <= up_to):
-            self._told.append(deliveries.pop(version).end(Outcome.SUPERSEDED))
+            self._entries.append(deliveries.pop(version).end(Outcome.SUPERSEDED))
 
     def _attempt(self, actor: str, version: int | None = None) -> Attempt | None:
         """What is under way to an actor."""
@@ -190,7 +190,7 @@ class DeliveryBook:
 
     def _incident(self, record: Record, kind: str, text: str) -> None:
         actor, phase = record.get("actor", ""), str(record.get("phase", ""))
-        self._told.append(Incident(record["time"], kind, actor, text, phase))
+        self._entries.append(Incident(record["time"], kind, actor, text, phase))
 
     # One method per event of the journal that is more than that
 
@@ -223,13 +223,13 @@ class DeliveryBook:
 
     def _on_publish(self, record: Record) -> None:
         self._newest = Publication(record["time"], self.epoch, record["version"])
-        self._told.append(self._newest)
+        self._entries.append(self._newest)
         for actor in self._live:
             self._delivery(actor, record["version"]).published_at = record["time"]
 
     def _on_drop(self, record: Record) -> None:
         reason = str(record.get("reason") or "unknown")
-        self._told.append(Publication(record["time"], self.epoch, record["version"], reason))
+        self._entries.append(Publication(record["time"], self.epoch, record["version"], reason))
 
     def _on_offer(self, record: Record) -> None:
         self._live.add(record["actor"])

@@ -113,7 +113,7 @@ def _mean(rows: list[Row], key: str) -> float | None:
 
 def _timeline(svg: str) -> str:
     note = f"The last steps. More of the run is in {TRACE_FILE}, for https://ui.perfetto.dev or chrome://tracing."
-    return f'<h2>Time line</h2><p class="quiet">{note}</p><div class="plot">{svg}</div>'
+    return f'<h2>Timeline</h2><p class="quiet">{note}</p><div class="plot">{svg}</div>'
 
 
 def _table(title: str, head: Sequence[str], lines: Sequence[Iterable[Any]], note: str = "") -> str:
@@ -124,23 +124,18 @@ def _table(title: str, head: Sequence[str], lines: Sequence[Iterable[Any]], note
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(number(cell))}</td>" for cell in line) + "</tr>" for line in lines
     )
-    said = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
-    return f"<h2>{html.escape(title)}</h2>{said}<table><tr>{heads}</tr>{body}</table>"
+    above = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
+    return f"<h2>{html.escape(title)}</h2>{above}<table><tr>{heads}</tr>{body}</table>"
 
 
 # Columns of the weight synchronisation's table: heading, figure, factor to the unit in the heading.
 _SYNC_COLUMNS = (
     *((name, name, 1) for name in ("offered", "applied", "superseded", "aborted", "refused")),
-    ("queue ms", "queue_wait_s", 1e3),
-    ("transfer ms", "transfer_s", 1e3),
-    ("GB/s", "gigabytes_per_s", 1),
-    ("verify ms", "verify_s", 1e3),
-    ("apply ms", "apply_s", 1e3),
-    ("drain ms", "drain_s", 1e3),
-    ("pause ms", "pause_s", 1e3),
-    ("longest pause ms", "pause_s/max", 1e3),
+    ("queue ms", "queue_wait_s", 1e3), ("transfer ms", "transfer_s", 1e3), ("GB/s", "gigabytes_per_s", 1),
+    ("verify ms", "verify_s", 1e3), ("apply ms", "apply_s", 1e3), ("drain ms", "drain_s", 1e3),
+    ("pause ms", "pause_s", 1e3), ("longest pause ms", "pause_s/max", 1e3),
     *((f"MB {kind}", f"bytes_{kind}", 1e-6) for kind in ("full", "delta", "relayed")),
-)
+)  # fmt: skip
 
 
 def _weight_sync_table(actors: dict[str, dict[str, float]]) -> str:
@@ -168,7 +163,7 @@ def _summary_table(steps: list[Row]) -> str:
         values = [row[name] for row in steps if row.get(name) is not None]
         if values:
             lines.append([name, values[0], values[-1], sum(values) / len(values), min(values), max(values)])
-    return _table("Figures", ["", "first", "last", "mean", "lowest", "highest"], lines)
+    return _table("Metrics", ["", "first", "last", "mean", "lowest", "highest"], lines)
 
 
 def _completions_table(rows: list[Row]) -> str:

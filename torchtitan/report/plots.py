@@ -74,12 +74,8 @@ def compare_runs(run_dirs: Sequence[str | Path], output: str | Path, labels: Seq
     if labels is not None and len(labels) != len(run_dirs):
         raise UserError(f"--labels names {len(labels)} runs, --compare {len(run_dirs)}")
     figure = blank_figure(width=10.5, height=6.4)
-    panels = zip(
-        figure.subplots(2, 2),
-        (("reward/mean", "Training reward", ""), ("eval/pass@1", "Held-out pass@1", "o")),
-        strict=True,
-    )
-    for (by_step, by_time), (key, title, marker) in panels:
+    panels = (("reward/mean", "Training reward", ""), ("eval/pass@1", "Held-out pass@1", "o"))
+    for (by_step, by_time), (key, title, marker) in zip(figure.subplots(2, 2), panels, strict=True):
         for index, run_dir in enumerate(run_dirs):
             rows = read_json_lines(Path(run_dir) / METRICS_FILE)
             if not rows:

@@ -11,16 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.deliveries import (
-    BYTES,
-    SECONDS,
-    Delivery,
-    DeliveryBook,
-    Incident,
-    Outcome,
-    Publication,
-    Told,
-)
+from torchtitan.report.deliveries import BYTES, SECONDS, Delivery, DeliveryBook, Entry, Incident, Outcome, Publication
 from torchtitan.utils.json_lines import JsonLines, JsonTail, read_json_lines
 from torchtitan.utils.timeline_files import rank_file
 
@@ -48,19 +39,19 @@ class Sums:
         self._values: dict[str, list[float]] = {}
         self._evicted_in: Counter[str] = Counter()
 
-    def add(self, told: Told) -> None:
+    def add(self, entry: Entry) -> None:
         """Count a delivery, with times and rates if it was applied, or an eviction by its phase."""
-        if isinstance(told, Incident) and told.kind == "evicted":
-            self._evicted_in[f"evicted_in/{told.phase}"] += 1
-        if not isinstance(told, Delivery):
+        if isinstance(entry, Incident) and entry.kind == "evicted":
+            self._evicted_in[f"evicted_in/{entry.phase}"] += 1
+        if not isinstance(entry, Delivery):
             return
-        row = told.row()
+        row = entry.row()
         self._totals["offered"] += row["attempts"]
         if row["outcome"] in _COUNTS:
             self._totals[row["outcome"]] += 1
         for name in BYTES:
             self._totals[name] += row[name] or 0
-        for name in MEANS if told.outcome is Outcome.APPLIED else ():
+        for name in MEANS if entry.outcome is Outcome.APPLIED else ():
             if row[name] is not None:
                 self._values.setdefault(name, []).append(row[name])
 
@@ -127,8 +118,8 @@ class SyncMetrics:
         self._file.close()
         self._file = None
 
-    def _note(self, told: Iterable[Told]) -> None:
-        for one in told:
+    def _note(self, entries: Iterable[Entry]) -> None:
+        for one in entries:
             self._sums.add(one)
             if isinstance(one, Delivery):
                 self._write(one.row() | self._trainer.get(one.version, dict.fromkeys(TRAINER_FIGURES)))
@@ -166,13 +157,13 @@ class SyncMetrics:
 def sums_by_actor(run_dir: Path) -> dict[str, dict[str, float]]:
     """Figures of the whole run, per actor (see Sums)."""
     sums: defaultdict[str, Sums] = defaultdict(Sums)
-    for told in read_journal(run_dir):
-        if not isinstance(told, Publication) and told.actor:
-            sums[told.actor].add(told)
+    for entry in read_journal(run_dir):
+        if not isinstance(entry, Publication) and entry.actor:
+            sums[entry.actor].add(entry)
     return {actor: sums[actor].figures() for actor in sorted(sums)}
 
 
-def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Told]:
+def read_journal(run_dir: Path, last_bytes: int = 0) -> Iterator[Entry]:
     """Everything that a run's journal tells, or its last bytes; nothing where there is none."""
     book = DeliveryBook()
     yield from book.feed(JsonTail(run_dir / FOLDER / JOURNAL_FILE, last_bytes).read())

@@ -102,10 +102,10 @@ def read_timeline(run_dir: Path) -> Timeline:
     files = run_dir / FOLDER
     notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
     ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
-    told = deque(read_journal(run_dir, JOURNAL_BYTES), MOST_RECORDS)
-    deliveries = [one for one in told if isinstance(one, Delivery)]
-    publications = [one for one in told if isinstance(one, Publication)]
-    incidents = [one for one in told if isinstance(one, Incident)]
+    entries = deque(read_journal(run_dir, JOURNAL_BYTES), MOST_RECORDS)
+    deliveries = [one for one in entries if isinstance(one, Delivery)]
+    publications = [one for one in entries if isinstance(one, Publication)]
+    incidents = [one for one in entries if isinstance(one, Incident)]
     tracks = []
     for rank, rows in sorted(ranks.items()):
         tracks.append(Track(TRAINER, f"rank {rank}", nested(_steps(rows))))

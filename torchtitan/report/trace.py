@@ -60,8 +60,8 @@ def chrome_trace(timeline: Timeline, minutes: float = LAST_MINUTES, most_events:
         events += [_instant(one, begin) | {"pid": pid, "tid": 0} for one in moments]
     shown = sum(len(track.spans) for track in timeline.tracks)
     extent = {"begins_at": _clock(begin), "ends_at": _clock(timeline.end)}
-    said = {"spans_left_out": whole - shown, "window_minutes": minutes, **extent}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+    summary = {"spans_left_out": whole - shown, "window_minutes": minutes, **extent}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary}
 
 
 def _place(process: str) -> tuple[int, str, int]:
