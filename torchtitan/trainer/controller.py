@@ -92,6 +92,7 @@ class Controller:
         self.sync = weights if isinstance(weights, WeightSync) else None
         self._evaluations: list[tuple[float, float]] = []
         self._sleep_times = dict.fromkeys(SLEEP_TIMES, 0.0) if sleeps_between_batches(config) else {}
+        """Empty where actors do not sleep while the trainer trains"""
         self._last_snapshot_try = 0.0
         self._newest = 0
         """The newest version that went out to the actors"""

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
@@ -108,7 +108,8 @@ class Evaluator:
         for round_number in range(MAX_ROUNDS):
             wanted = [index for index in range(len(requests)) if index not in results]
             # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
-            batch = [_renamed(requests[index], round_number) for index in wanted]
+            again = f"-again{round_number}" if round_number else ""
+            batch = [replace(requests[index], request_id=requests[index].request_id + again) for index in wanted]
             redone += len(wanted) if round_number else 0
             # Actors that serve an older version are left out.
             groups = await _before(deadline, [self.groups.pool.generate(request, version) for request in batch])
@@ -162,11 +163,6 @@ def is_pinned(completion: Completion, epoch: str, version: int) -> bool:
             return False
         covered = span.end
     return covered == len(completion.token_ids)
-
-
-def _renamed(request: GenerateRequest, round_number: int) -> GenerateRequest:
-    name = request.request_id if round_number == 0 else f"{request.request_id}-again{round_number}"
-    return GenerateRequest(name, request.prompt_ids, request.sampling)
 
 
 async def _before(deadline: float, work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
