@@ -20,7 +20,8 @@ from torchtitan.distributed.device import peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3
+from torchtitan.grpo.divergence import k3
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
