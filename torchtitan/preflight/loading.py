@@ -40,7 +40,8 @@ def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
     draft = Draft()
     if isinstance(config, JobConfig):
         # Not asdict: an attribute that is no key is a slip of the pen, to be refused like any other.
-        draft.add({table: vars(getattr(config, table)) for table in table_types()}, "config")
+        sections = {table: getattr(config, table) for table in table_types()}
+        draft.add({table: getattr(section, "__dict__", section) for table, section in sections.items()}, "config")
     elif isinstance(config, Mapping):
         draft.add(config, "config")
     else:

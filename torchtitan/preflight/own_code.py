@@ -8,14 +8,14 @@ Nothing is pickled, and no code of the script but these definitions runs again.
 from __future__ import annotations
 
 import ast
-import builtins
 import hashlib
 import inspect
 import json
 import re
+import symtable
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -114,15 +114,16 @@ def _source(name: str, value: Any, user: str) -> str:
 
 
 def _used_names(source: str) -> list[str]:
-    """Names that a definition reads; those in annotations are not read at run time."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            node.returns = None
-    read = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    return [name for name in dict.fromkeys(read) if not hasattr(builtins, name)]
+    """Global names that a definition reads; with HEAD, annotations are not among them."""
+
+    def read(table: symtable.SymbolTable) -> Iterator[str]:
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module"):
+                yield symbol.get_name()
+        for inner in table.get_children():
+            yield from read(inner)
+
+    return list(dict.fromkeys(read(symtable.symtable(HEAD + source, "source", "exec"))))
 
 
 def _is_constant(value: Any) -> bool:

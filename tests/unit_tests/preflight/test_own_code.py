@@ -6,6 +6,7 @@ import linecache
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def odd(n):
     return n != 0 and even(n - 1)
 
 def mine(completions, **kwargs) -> "list[float]":
-    found = [even(len(PATTERN.findall(text))) + Counter(text)["x"] for text in texts(completions)]
+    TABLE = 0  # a name of its own
+    found = [even(len(PATTERN.findall(text))) + Counter(text)["x"] + TABLE for text in texts(completions)]
     return [WEIGHTS["a"][1] + m.floor(1.5) + number for number in found]
 
 def opens(completions: TABLE, **kwargs):
@@ -73,7 +75,7 @@ def test_a_cells_function_is_written_with_all_that_it_uses(cell: dict[str, Any],
     (name,) = names_of_rewards([cell["mine"]], tmp_path / "new")
     module, _, function = name.partition(":")
     text = (tmp_path / "new" / f"{module}.py").read_text()
-    assert function == "mine" and "this line" not in text and "TABLE" not in text
+    assert function == "mine" and "this line" not in text and "/dev/null" not in text
     code = f"import {module}; print({module}.mine(completions=['1 2', '1x']))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path / "new", env={"PYTHONPATH": f"{Path.cwd()}"},
@@ -156,6 +158,7 @@ def slip(config: JobConfig) -> JobConfig:
         (lambda: {"trainin": {}, "eval": {"enable": 1}}, {}, ["config: unknown table", "eval.enable = 1"]),
         (dict, {"training.stepz": 1, "eval.enable": "no"}, ["overrides: unknown key training.stepz", '"no"']),
         (lambda: slip(JobConfig()), {}, ["unknown key training.stepz", "grpo.group_size = 1 is not allowed"]),
+        (lambda: replace(JobConfig(), training={"stepz": 1}, eval=3), {}, ["key training.stepz", "eval = 3 must be"]),
         (lambda: "debug_cpu", {"training.steps": 0}, ["overrides: training.steps = 0 is not allowed"]),
     ],
 )
