@@ -8,6 +8,7 @@
 #   CONFIG_FILE   TOML file (train_configs/debug_cpu.toml)
 #   LOG_RANK      ranks whose output is shown (0)
 #   PYTHON        the interpreter, see scripts/setup_env.sh
+#   EXTRAS        extras of pyproject.toml that the run needs besides: data (Hugging Face datasets, parquet), wandb
 # Everything after that is handed on: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
 set -euo pipefail
 
@@ -21,7 +22,7 @@ if [[ ! "$ngpu" =~ ^[1-9][0-9]*$ ]]; then
 fi
 
 source "$root/scripts/setup_env.sh"
-setup_env
+setup_env "${EXTRAS:-}"
 
 arguments=(--job.config_file "$config_file" "$@")
 

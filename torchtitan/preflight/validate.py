@@ -171,11 +171,12 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
             found = [other.name for other in path.parent.glob("*") if other.name.endswith(FILE_ENDINGS)]
             check.refuse(key, True, f"no such file (looked in {Path.cwd()}){nearest(path.name, found)}")
         elif path.suffix == ".parquet" and find_spec("pyarrow") is None:
-            check.refuse(key, True, "a .parquet file needs pyarrow: pip install 'torchtitan-grpo[data]'")
+            check.refuse(key, True, "a .parquet file needs pyarrow: EXTRAS=data in front of ./run_grpo.sh installs it")
     elif not name or path.exists() or name.startswith((".", "/", "~")):
         check.refuse(key, True, what)
     elif find_spec("datasets") is None and not check.planning:
-        text = f"{what}, which needs an extra: pip install 'torchtitan-grpo[data]'{nearest(name, ['arithmetic'])}"
+        text = f"{what}, which needs the package datasets: EXTRAS=data in front of ./run_grpo.sh installs it"
+        text += nearest(name, ["arithmetic"])
         check.refuse(key, True, text)
 
 
@@ -287,4 +288,5 @@ def _check_files(check: Check) -> None:
     else:
         refuse("checkpoint.load_step", config.checkpoint.load_step != -1, "needs checkpoint.resume")
     no_wandb = config.metrics.enable_wandb and find_spec("wandb") is None
-    refuse("metrics.enable_wandb", no_wandb, "needs an extra: pip install 'torchtitan-grpo[wandb]'")
+    text = "needs the package wandb: EXTRAS=wandb in front of ./run_grpo.sh installs it"
+    refuse("metrics.enable_wandb", no_wandb, text)

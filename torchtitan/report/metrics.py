@@ -190,7 +190,7 @@ def _start_wandb(config: JobConfig, run_dir: Path) -> Any:
         import wandb
     except ImportError as error:
         raise UserError(
-            "metrics.enable_wandb = true needs the wandb extra: pip install 'torchtitan-grpo[wandb]' "
+            "metrics.enable_wandb = true needs the package wandb: EXTRAS=wandb in front of ./run_grpo.sh installs it "
             "(from a checkout: pip install -e '.[wandb]'), or set metrics.enable_wandb = false"
         ) from error
     try:

@@ -121,7 +121,7 @@ def _read_parquet(path: Path) -> list[Row]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(f"reading {path} needs pyarrow: pip install 'torchtitan-grpo[data]'") from error
+        raise UserError(f"reading {path} needs pyarrow: EXTRAS=data in front of ./run_grpo.sh installs it") from error
     try:
         return parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -134,7 +134,8 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
     except ImportError as error:
         raise UserError(
             f"rollout.dataset or eval.dataset = {dataset!r} is neither `arithmetic` nor a .jsonl or .parquet file, and "
-            "loading it by its Hugging Face name needs an extra: pip install 'torchtitan-grpo[data]'"
+            "loading it by its Hugging Face name needs the package datasets: EXTRAS=data in front of ./run_grpo.sh "
+            "installs it"
         ) from error
     name, _, subset = dataset.partition(":")
     try:
