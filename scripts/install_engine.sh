@@ -42,7 +42,7 @@ esac
 requirements+=("xxhash>=3.4,<4" "aiohttp>=3.9,<4" "psutil>=5.9,<8" "safetensors>=0.4")
 
 # A colocated run's trainer lives in vLLM's environment: what else it imports. None of it asks for a torch.
-if [[ "$engine" == vllm* ]]; then requirements+=("tyro>=0.9" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
+if [[ "$engine" == vllm* ]]; then requirements+=("pydantic>=2.10,<3" "tensorboard>=2.15" "matplotlib>=3.8" "math-verify>=0.8"); fi
 
 # Another list of requirements is another environment.
 recipe="$({ printf '%s\n' "${requirements[@]}" -- "${after[@]}"; cat "$overrides" 2>/dev/null || true; } | cksum | cut -d' ' -f1)"
