@@ -28,7 +28,7 @@ sys.path.insert(0, str(common.REPOSITORY))
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.parallelize import build_policy
-from torchtitan.preflight.loading import parse_command_line
+from torchtitan.preflight.loading import load_config
 from torchtitan.report.metrics import METRICS_FILE
 from torchtitan.report.plots import blank_figure, dress, save_figure
 from torchtitan.rollout.journal import ReplaySource
@@ -117,7 +117,7 @@ class Replica:
 def replay(run: Path, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Losses of the recorded batches: (with every step from the same weights, left to themselves)."""
     torch.set_num_threads(1)
-    config, _ = parse_command_line(["--job.config_file", str(run / "config.toml")])
+    config = load_config(["--job.config_file", str(run / "config.toml")])
     source = ReplaySource(run)
     same = {head: Replica(config, head) for head in HEADS}
     free = {"full": Replica(config, "full"), LAST_BIT: Replica(config, RECORDED)}

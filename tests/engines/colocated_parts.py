@@ -20,7 +20,7 @@ from torchtitan.inference.colocated.rounds import Answer, Round
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
-from torchtitan.preflight.loading import parse_command_line
+from torchtitan.preflight.loading import load_config
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.weight_path import open_weight_path
 
@@ -48,7 +48,7 @@ class Colocated:
             "--inference.max_sequences",
             "32",
         ]
-        self.config, _ = parse_command_line([*settings, "--job.dump_folder", folder, *options])
+        self.config = load_config([*settings, "--job.dump_folder", folder, *options])
         (Path(folder) / "logs").mkdir(exist_ok=True)
         self.dims = ParallelDims.from_config(self.config.parallelism, device.world_size(), device.rank())
         device.seed_everything(3)

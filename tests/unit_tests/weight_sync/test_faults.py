@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import ConfigError
-from torchtitan.preflight.loading import parse_command_line
+from torchtitan.preflight.loading import load_config
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.faults import Fault, FaultError
 
@@ -154,14 +154,14 @@ def test_damage_is_one_bit() -> None:
 )
 def test_the_configuration_is_checked_at_the_start(options: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match="fault_injection.faults: |fault_injection.faults = ") as raised:
-        parse_command_line(["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run", *options])
+        load_config(["--model.name", "qwen3", "--model.flavor", "debug", "--dry-run", *options])
     (problem,) = raised.value.problems
     assert message in problem
 
 
 def test_several_faults_on_the_command_line() -> None:
     given = ["freeze:phase=apply,actor=actor-1,version=3-", "kill:phase=receive,actor=actor-0,version=5-"]
-    config, _ = parse_command_line(
+    config = load_config(
         [
             "--model.name",
             "qwen3",
