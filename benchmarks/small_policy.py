@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.vllm_actor import make_model
-from torchtitan.utils.freed_memory import keep_freed_memory
+from torchtitan.utils.machine import keep_freed_memory
 from torchtitan.weight_sync.parameters import unique_parameters
 
 VOCABULARY = 1024

@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.utils.freed_memory import keep_freed_memory  # noqa: E402
+from torchtitan.utils.machine import keep_freed_memory  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
 from torchtitan.weight_sync.staging import StagedVersion  # noqa: E402

@@ -23,7 +23,7 @@ say "pytest"
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [[ -z "${TEST_WORKERS:-}" ]]; then
-    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.cores import usable_cores; print(min(2, len(usable_cores())))')"
+    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(2, len(usable_cores())))')"
 fi
 workers=()
 # loadgroup: a file stays together, and everything that starts an engine (tests/conftest.py). The engines' tests are

@@ -101,7 +101,7 @@ def _main() -> None:
 
     from torchtitan.config.job_config import Comm
     from torchtitan.distributed import device
-    from torchtitan.utils.leave import leave
+    from torchtitan.utils.machine import leave
 
     module, name = sys.argv[1].split(":")
     kwargs = json.load(sys.stdin)

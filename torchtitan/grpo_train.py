@@ -30,7 +30,7 @@ from torchtitan.preflight import own_code
 from torchtitan.preflight.loading import Config, draft_of, ready, validated
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.leave import leave
+from torchtitan.utils.machine import leave
 
 Rows = Iterable[Mapping[str, Any]]
 Reward = str | Callable[..., Any]

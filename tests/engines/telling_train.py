@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchtitan.grpo_train import main
-from torchtitan.utils.leave import leave
+from torchtitan.utils.machine import leave
 
 if __name__ == "__main__":
     code = main()

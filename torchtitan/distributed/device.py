@@ -21,9 +21,7 @@ import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.utils.cores import usable_cores
-from torchtitan.utils.freed_memory import keep_freed_memory
-from torchtitan.utils.gpus import has_gpu
+from torchtitan.utils.machine import has_gpu, keep_freed_memory, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,8 +10,7 @@ import os
 from torchtitan.config.derived import shares_devices
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
-from torchtitan.utils.cores import usable_cores
-from torchtitan.utils.gpus import VARIABLE, count_gpus
+from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, usable_cores
 
 
 def threads_per_actor(config: Inference) -> int:
@@ -40,7 +39,7 @@ def actor_cores(config: Inference, number: int) -> list[int]:
 
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(CUDA_VARIABLE)
     if named is not None:
         return [name for name in named.split(",") if name.strip()]
     return [str(number) for number in range(count_gpus())]
@@ -65,6 +64,6 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
         actors = config.inference.num_actors
         raise UserError(
             f"{ranks} ranks and {actors} engines on {size} GPUs each need {ranks + actors * size} GPUs, and there are "
-            f"{len(devices)} ({VARIABLE}): lower NGPU, inference.num_actors or inference.tensor_parallel_size"
+            f"{len(devices)} ({CUDA_VARIABLE}): lower NGPU, inference.num_actors or inference.tensor_parallel_size"
         )
-    return {VARIABLE: ",".join(devices[first : first + size])}
+    return {CUDA_VARIABLE: ",".join(devices[first : first + size])}

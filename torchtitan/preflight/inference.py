@@ -12,7 +12,7 @@ from torchtitan.config.toml import show
 from torchtitan.errors import UserError
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
-from torchtitan.utils.gpus import has_gpu
+from torchtitan.utils.machine import has_gpu
 
 # Per backend the routes of weights that there are.
 ROUTES = {

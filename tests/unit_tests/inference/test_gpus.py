@@ -9,13 +9,13 @@ import pytest
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.placement import engine_devices, visible_devices
-from torchtitan.utils import gpus
+from torchtitan.utils import machine
 
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of /dev."""
-    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
 
@@ -34,16 +34,16 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_gpus_are_found_by_their_files(devices: Path, files: tuple[str, ...], count: int, any_gpu: bool) -> None:
     for name in files:
         (devices / name).touch()
-    assert gpus.count_gpus() == count and gpus.has_gpu() is any_gpu
+    assert machine.count_gpus() == count and machine.has_gpu() is any_gpu
     assert visible_devices() == [str(number) for number in range(count)]
 
 
 def test_gpus_can_be_hidden_from_processes(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (devices / "nvidia0").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not gpus.has_gpu() and visible_devices() == []
+    assert not machine.has_gpu() and visible_devices() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert gpus.has_gpu() and visible_devices() == ["0"]
+    assert machine.has_gpu() and visible_devices() == ["0"]
 
 
 def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_turns_with(

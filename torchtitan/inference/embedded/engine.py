@@ -27,7 +27,7 @@ from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateR
 from torchtitan.models.attention import PackedLayout, rotary_tables
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
-from torchtitan.utils.freed_memory import return_freed_memory
+from torchtitan.utils.machine import return_freed_memory
 from torchtitan.weight_sync.staging import WeightsRefused
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.sglang.control import SGLangControl
-from torchtitan.utils.cores import numa_nodes, usable_cores
-from torchtitan.utils.gpus import has_gpu
+from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 
 if TYPE_CHECKING:
     from torchtitan.inference.agent.loading import WeightLoader

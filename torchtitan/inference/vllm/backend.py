@@ -26,7 +26,7 @@ from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.inference.vllm.spreading import Spread
-from torchtitan.utils.freed_memory import keep_freed_memory, return_freed_memory
+from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 from torchtitan.weight_sync.states.receiver import Served
 from torchtitan.weight_sync.worker import Worker

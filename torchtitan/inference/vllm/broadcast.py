@@ -18,7 +18,7 @@ from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.base_weights import outlines
 from torchtitan.inference.vllm.control import VLLMControl
-from torchtitan.utils.gpus import has_gpu
+from torchtitan.utils.machine import has_gpu
 
 # Every group has a store of its own.
 GROUP = "weights"

@@ -12,7 +12,7 @@ from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.plugin import BACKEND
-from torchtitan.utils.gpus import has_gpu
+from torchtitan.utils.machine import has_gpu
 
 if TYPE_CHECKING:
     from torchtitan.inference.agent.loading import WeightLoader

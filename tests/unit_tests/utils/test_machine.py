@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_S
 FAULTS = """
 import ctypes, resource, sys, torch
 from tests.patience import PATIENCE_S
-from torchtitan.utils.freed_memory import keep_freed_memory
+from torchtitan.utils.machine import keep_freed_memory
 kept, block_bytes = sys.argv[1], int(sys.argv[2])
 pages = block_bytes // resource.getpagesize()
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages: each page is a fault
