@@ -96,7 +96,11 @@ def sapo(
     """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate in the clip's place (Gao et al. 2025, SAPO)."""
     ratio = log_ratio.exp()
     positive = advantages > 0
-    temperature = torch.where(positive, options.sapo_temperature_positive, options.sapo_temperature_negative)
+    temperature = torch.where(
+        positive,
+        ratio.new_full((), options.sapo_temperature_positive),
+        ratio.new_full((), options.sapo_temperature_negative),
+    )
     never = torch.zeros_like(positive)
     return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, never, never)
 

@@ -109,12 +109,11 @@ def _check_objective(check: Check) -> None:
     biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
     text = "needs grpo.kl_ratio_correction = true, without which the gradient of k1 has mean zero: take k2 or k3"
     refuse("grpo.kl_estimator", biased, text)
-    uncorrected = grpo.recompute_old_log_probs and grpo.off_policy_correction == "none"
-    text = "and nothing else bounds how much an off-policy token counts, but an asynchronous run trains on samples "
-    text += "of older policies (where the advantage is negative, grpo.epsilon_high bounds nothing): set grpo.delta "
-    text += f"to 3, a correction with a cap, all at most {NO_BOUND:g}, or grpo.allow_uncorrected = true"
-    unbounded = grpo.async_weight_update and not _bounds_ratio(check.config) and not grpo.allow_uncorrected
-    refuse("grpo.off_policy_correction" if uncorrected else "grpo.delta", unbounded, text)
+    text = "it does not bound how much an off-policy token counts (nor does grpo.epsilon_high, where the advantage "
+    text += "is negative), and an asynchronous run trains on samples of older policies: set grpo.delta to 3, a "
+    text += f"correction and caps of at most {NO_BOUND:g}, or grpo.allow_uncorrected = true"
+    if grpo.async_weight_update and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
+        refuse(key, True, text)
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
 
@@ -123,22 +122,27 @@ def _check_objective(check: Check) -> None:
 NO_BOUND = 10.0
 
 
-def _bounds_ratio(config: JobConfig) -> bool:
-    """Whether no token can count more than NO_BOUND times, however far π is from μ and whatever its advantage is."""
+def _unbounded(config: JobConfig) -> str:
+    """The key that lets a token count more than NO_BOUND times, for some π, μ and advantage; empty where none does."""
     grpo = config.grpo
     caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
     correction = caps.get(grpo.off_policy_correction, math.inf)
     # epsilon_high is no bound where the advantage is negative, and an own function may do anything.
-    clip = math.inf if ":" in grpo.loss_type else grpo.delta or math.inf
-    objective = {"cispo": grpo.cispo_cap, "reinforce": grpo.importance_cap, "sapo": 1.0}.get(grpo.loss_type, clip)
+    own = ":" in grpo.loss_type
+    key, objective = {
+        "cispo": ("grpo.cispo_cap", grpo.cispo_cap),
+        "reinforce": ("grpo.importance_cap", grpo.importance_cap),
+        "sapo": ("grpo.loss_type", 1.0),
+    }.get(grpo.loss_type, ("grpo.loss_type", math.inf) if own else ("grpo.delta", grpo.delta or math.inf))
     if grpo.recompute_old_log_probs:
         # The objective sees π/π_old; what lies between π_old and μ is the correction's.
-        return max(objective, correction) <= NO_BOUND
-    # In direct mode masks see π/μ too: of tokens, or of sequences where the ratios are theirs.
-    mask = math.inf if grpo.off_policy_correction == "truncate" else correction
-    if has_sequence_ratios(grpo):
-        mask = grpo.geometric_mask_high or math.inf
-    return min(objective, mask) <= NO_BOUND
+        if correction > NO_BOUND:
+            return "grpo.off_policy_correction"
+    elif has_sequence_ratios(grpo):
+        objective = min(objective, grpo.geometric_mask_high or math.inf)
+    elif grpo.off_policy_correction != "truncate":
+        objective = min(objective, correction)  # in direct mode masks see π/μ too
+    return key if objective > NO_BOUND else ""
 
 
 def _check_rollout(check: Check) -> None:

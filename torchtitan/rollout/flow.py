@@ -174,7 +174,7 @@ class RolloutFlow:
         usable = len(group.samples) >= SMALLEST_GROUP
         if not usable:
             self._statistics.groups_unscored += 1
-        elif self._config.grpo.drop_zero_variance and _has_no_advantage(group, self._config):
+        elif self._config.grpo.drop_zero_variance and has_no_advantage(group, self._config):
             self._statistics.groups_zero_variance += 1
             usable = False
         self._without_reward = 0 if group.samples else self._without_reward + 1
@@ -254,7 +254,7 @@ class RolloutFlow:
         self._changed.set()
 
 
-def _has_no_advantage(group: Group, config: JobConfig) -> bool:
+def has_no_advantage(group: Group, config: JobConfig) -> bool:
     """Whether every advantage of this group is zero, whatever else is in its batch."""
     if config.grpo.advantage == "batch":
         return False

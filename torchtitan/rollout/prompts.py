@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # What templates of reasoning models put at the beginning of the answer: a thought that is open, or empty.
 PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
-PREFILL_TOKENS = 16
+PREFILL_TOKENS = 32
 
 
 class PromptMaker:

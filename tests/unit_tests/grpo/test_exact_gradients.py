@@ -35,7 +35,7 @@ SECOND_REWARDS = [1.0, None, 0.0, 0.5, 1.0, 0.5, None]
 """Of a second reward function, for normalize_each; it has no opinion on two sequences"""
 BATCHES = list(itertools.product(range(len(SEQUENCES)), repeat=4))
 KL_COEFFICIENT, ENTROPY_COEFFICIENT = 0.3, 0.07
-OPTIONS = ObjectiveOptions(ClipRange(0.1, 0.15, delta=1.6), 1.4, 1.3, 1.5, 2.0)
+OPTIONS = ObjectiveOptions(ClipRange(0.1, 0.15, delta=1.6), 1.4, 1.3, 1.1, 2.3)
 BOUNDS = CorrectionOptions(cap=1.3, icepop_low=0.7, icepop_high=1.2)
 MASKS = {
     "geometric": {"geometric_low": 0.8, "geometric_high": 1.3},
@@ -236,7 +236,8 @@ def objective_loss(name: str, ratio: torch.Tensor, chance: torch.Tensor, advanta
         cap = OPTIONS.cispo_cap if name == "cispo" else OPTIONS.reinforce_cap
         return -torch.where(ratio < cap, ratio, cap).detach() * advantage * chance.log()
     if name == "sapo":
-        tau = torch.where(positive, OPTIONS.sapo_temperature_positive, OPTIONS.sapo_temperature_negative)
+        high, low = OPTIONS.sapo_temperature_positive, OPTIONS.sapo_temperature_negative
+        tau = positive.double() * high + (~positive).double() * low
         return -4 / tau / (1 + torch.exp(tau * (1 - ratio))) * advantage
     gain = torch.where(ratio > 1 + clip.high, 1 + clip.high, ratio)
     cost = torch.where(ratio < 1 - clip.low, 1 - clip.low, torch.where(ratio > clip.delta, clip.delta, ratio))
@@ -394,7 +395,7 @@ def true_gradient(where: str, forward: bool = False) -> torch.Tensor:
     pi, reference = logits.softmax(-1), situation.reference.softmax(-1)
     a, b = (reference, pi) if forward else (pi, reference)
     each = (a * (a / b).log()).sum(-1)
-    return torch.autograd.grad((torch.tensor([1.0, first[1], first[2]]) * each).sum(), logits)[0]
+    return torch.autograd.grad((torch.tensor([1.0, first[1], first[2]], dtype=torch.float64) * each).sum(), logits)[0]
 
 
 @pytest.mark.parametrize("where", SITUATIONS)

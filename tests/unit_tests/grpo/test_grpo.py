@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
-from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions
+from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, TokenLoss
 from torchtitan.grpo.off_policy import CorrectionOptions
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.trainer.packing import MicroBatch, first_fit_decreasing, micro_batches, minibatches, split_for_ranks
+from torchtitan.trainer.packing import (
+    MicroBatch,
+    first_fit_decreasing,
+    micro_batches,
+    minibatches,
+    split_for_ranks,
+    trained_tokens,
+)
 
 CPU = torch.device("cpu")
 LONGEST = 16
@@ -121,6 +132,58 @@ def test_rewards_normalised_each(scale: str) -> None:
         sums = [[(value - mean) / (std + 1e-4) for value in total] for total in sums]
     for ours, expected in zip(normalized_each(groups, weights, scale), sums, strict=True):
         assert ours == pytest.approx(expected)
+
+
+def test_reinforce_pp_whitens_over_tokens() -> None:
+    """Review: a sample counts once for each of its trained tokens, so a truncated one that is masked does not."""
+    ours = group_advantages([[1.0, 0.0], [0.5, 0.0]], "none", "reinforce_pp", [[1, 3], [2, 0]])
+    centred = [0.5, -0.5, 0.25, -0.25]
+    tokens = [0.5, -0.5, -0.5, -0.5, 0.25, 0.25]
+    mean, std = statistics.fmean(tokens), statistics.stdev(tokens)
+    assert [value for group in ours for value in group] == pytest.approx([(c - mean) / (std + 1e-4) for c in centred])
+
+
+def test_truncated_samples_have_no_tokens() -> None:
+    samples = [make_sample(random.Random(0), 2, 4), make_sample(random.Random(0), 2, 4, finish_reason="length")]
+    assert [trained_tokens(sample, True) for sample in samples] == [4, 0]
+    assert [trained_tokens(sample, False) for sample in samples] == [4, 4]
+
+
+def test_a_negative_advantage_does_not_unbound_the_gradient() -> None:
+    """Review: with A < 0 the clip has no upper bound, the gradient at a log-ratio of 8 was 2,981."""
+    (micro_batch,) = pack_all([make_sample(random.Random(0), 2, 4, advantage=-1.0)])
+    log_probs = (micro_batch.behaviour_log_probs + torch.tensor([0.0, 1.0, 1.2, 8.0])).requires_grad_()
+    loss_of = MicroBatchLoss(micro_batch, FixedLogProbs(), loss_settings(GRPO()))
+    loss_of(log_probs, torch.zeros(4), slice(0, 4)).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([1.0, math.e, 0.0, 0.0]) / 4)
+
+
+def test_the_weight_of_the_divergence_is_capped() -> None:
+    """Review: it was e^20 at most."""
+    (micro_batch,) = pack_all([make_sample(random.Random(0), 2, 2)])
+    behaviour = micro_batch.behaviour_log_probs
+    for old in (None, behaviour + 0.3):
+        log_probs = (behaviour + torch.tensor([8.0, 100.0])).requires_grad_()
+        fixed = FixedLogProbs(old=old, reference=log_probs.detach() - 1)
+        for estimator in ("k1", "k2", "k3"):
+            settings = loss_settings(GRPO(kl_coefficient=1.0, kl_estimator=estimator, off_policy_correction="none"))
+            silent = replace(settings, objective=replace(settings.objective, token_loss=no_loss))
+            loss = MicroBatchLoss(micro_batch, fixed, silent)(log_probs, torch.zeros(2), slice(0, 2))
+            (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+            torch.testing.assert_close(gradient, torch.tensor([2.0, 2.0]) / 2)
+
+
+def no_loss(log_probs: torch.Tensor, *_: object) -> TokenLoss:
+    never = torch.zeros_like(log_probs, dtype=torch.bool)
+    return TokenLoss(torch.zeros_like(log_probs), never, never)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_one_pass_runs_by_default(decoupled: bool) -> None:
+    """Review: sequence masks were on by default, so that the head never formed gradients in the forward."""
+    (micro_batch,) = pack_all([make_sample(random.Random(0), 2, 4)])
+    fixed = FixedLogProbs(old=micro_batch.behaviour_log_probs if decoupled else None)
+    assert MicroBatchLoss(micro_batch, fixed, loss_settings(GRPO())).separable
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(30, 90), ranks=st.integers(1, 5))

@@ -27,6 +27,8 @@ from torchtitan.config.tables.grpo import LOSS_TYPES
 from torchtitan.config.toml import config_to_toml
 from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
+from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.objectives import ClipRange
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.inference import ROUTES
@@ -311,6 +313,32 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("longer than positions", "", ["--training.seq_len", "129"], ["training.seq_len = 129", "= 128"]),
     ("stop token", "", ["--rollout.stop_token_ids", "3", "50"], ["rollout.stop_token_ids", "[50]", "0 to 49"]),
     ("two-sided clip", "", ["--grpo.delta", "1.1"], ["grpo.delta = 1.1", "1.28"]),
+    *(
+        (f"no bound of {what}", "", words.split(), [f"grpo.{key} ", "off-policy token", "allow_uncorrected = true"])
+        for what, words, key in (
+            ("the ratio of negative advantages", "--grpo.delta 0", "delta"),
+            ("a token by a mask of sequences", "--grpo.delta 0 --grpo.geometric_mask_high 2", "delta"),
+            ("cispo", "--grpo.loss_type cispo --grpo.cispo_cap 50", "cispo_cap"),
+            ("an own loss", "--grpo.loss_type my.losses:loss", "loss_type"),
+            (
+                "an own loss, decoupled",
+                "--grpo.loss_type my.losses:loss --grpo.recompute_old_log_probs",
+                "loss_type",
+            ),
+            (
+                "the drift",
+                "--grpo.recompute_old_log_probs --grpo.off_policy_correction none",
+                "off_policy_correction",
+            ),
+            ("a step", "--grpo.recompute_old_log_probs --grpo.delta 0", "delta"),
+        )
+    ),
+    (
+        "k1 without its ratio",
+        "",
+        ["--grpo.kl_coefficient", "0.1", "--grpo.kl_estimator", "k1", "--grpo.no-kl_ratio_correction"],
+        ['grpo.kl_estimator = "k1"', "mean zero"],
+    ),
     ("pass@k", "", ["--eval.pass_at_k", "1", "5"], ["eval.pass_at_k = [1, 5]", "samples_per_prompt = 4"]),
     ("nothing held out", "", ["--rollout.held_out_fraction", "0"], ["held_out_fraction = 0.0", "eval.dataset"]),
     ("system prompt", "", ["--rollout.system_prompt", "Hi"], ['rollout.system_prompt = "Hi"', "chat_template = true"]),
@@ -371,6 +399,32 @@ def test_bad_configurations(
     assert captured.err.startswith("error: configuration problem:\n  - ")
     assert len(captured.err.splitlines()) == 2, captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--grpo.delta 0 --grpo.allow_uncorrected",
+        "--grpo.delta 0 --grpo.no-async_weight_update",
+        "--grpo.delta 0 --grpo.off_policy_correction icepop",
+        "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
+        "--grpo.loss_type sapo --grpo.delta 0",
+        "--grpo.loss_type my.losses:loss --grpo.off_policy_correction mask",
+        "--grpo.recompute_old_log_probs",
+    ],
+)
+def test_what_bounds_off_policy_tokens_may_start(write_config: WriteConfig, words: str) -> None:
+    load_config([*write_config(), *words.split()])
+
+
+def test_gspo_has_a_clip_range_of_its_own(write_config: WriteConfig) -> None:
+    """Review: 0.2 and 0.28 never clip the geometric mean of a sequence."""
+    gspo = loss_settings(load_config([*write_config(), "--grpo.loss_type", "gspo"]).grpo)
+    assert gspo.options.clip == ClipRange(3e-4, 4e-4, 3.0)
+    given = ["--grpo.loss_type", "gspo", "--grpo.epsilon_high", "0.1"]
+    assert loss_settings(load_config([*write_config(), *given]).grpo).options.clip == ClipRange(3e-4, 0.1, 3.0)
+    assert loss_settings(load_config(write_config()).grpo).options.clip == ClipRange(0.2, 0.28, 3.0)
 
 
 def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) -> None:

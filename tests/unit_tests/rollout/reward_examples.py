@@ -51,6 +51,18 @@ def crash(completions: list[str], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def rank(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that compares the completions of its group."""
+    values = [int(text) for text in completions]
+    return [float(sum(other < value for other in values)) for value in values]
+
+
+def alone_only(completions: list[str], **kwargs: Any) -> list[float]:
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return [1.0]
+
+
 def leave(completions: list[str], **kwargs: Any) -> list[float]:
     if "bad" in completions:
         raise SystemExit(3)

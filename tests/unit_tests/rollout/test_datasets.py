@@ -183,6 +183,19 @@ def test_prompts_keep_their_form_and_columns() -> None:
     assert Characters().decode(prompt.token_ids) == "<system>s<user>u"
 
 
+@pytest.mark.parametrize(
+    ("text", "prefill"),
+    [
+        ("2+2<assistant>\n<think>\n", "<think>\n"),
+        ("<assistant><think>\n\n</think>\n\n", "<think>\n\n</think>\n\n"),
+        ("<think>so</think>2+2<assistant>", ""),
+        ("2+2", ""),
+    ],
+)
+def test_a_thought_that_the_template_opens_belongs_to_the_answer(text: str, prefill: str) -> None:
+    assert PromptMaker(make_config(), Characters()).make({"prompt": text}, 0).prefill == prefill
+
+
 def test_a_missing_chat_template_is_an_error() -> None:
     tokenizer = Characters()
     tokenizer.has_chat_template = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 
+from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.rewards import BUILTIN, NEEDS_ANSWER, load_reward
 
@@ -70,6 +72,105 @@ def test_accuracy(completion: str, gold: Any, reward: float | None) -> None:
     assert call("accuracy", [completion], answer=[gold]) == [reward]
 
 
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        (r"\boxed{0.5}", r"50\%", 1.0),
+        (r"\boxed{50\%}", "0.5", 1.0),
+        (r"\boxed{50\%}", "50", 1.0),
+        (r"\boxed{50\%}", r"50\%", 1.0),
+        (r"\boxed{50\%}", r"0.5\%", 0.0),
+        (r"\boxed{5\%}", "0.5", 0.0),
+        ("That is 50%.", "0.5", 1.0),
+        (r"\boxed{10\%}", r"\frac{1}{10}", 1.0),
+        (r"\boxed{50\text{ percent}}", "0.5", 1.0),
+        (r"\boxed{18 dollars}", "18", 1.0),
+        (r"\boxed{\$18}", "18 dollars", 1.0),
+        (r"\boxed{18 million}", "18", 0.0),
+        (r"\boxed{2xy}", "2", 0.0),
+        (r"\boxed{1\,234}", "1234", 1.0),
+        (r"\boxed{10,\!000}", "10000", 1.0),
+        (r"so 1\,234\,567 in all", "1,234,567", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{1e5}", "100000", 1.0),
+        (r"\boxed{1e5}", "100,000", 1.0),
+        ("It is 6.02e23", "6.02e23", 1.0),
+        ("1e-3", "0.001", 1.0),
+        (r"\boxed{1e999999999}", "1", 0.0),
+        ("<think>the answer is \\boxed{7}", "7", 0.0),
+        ("<think>it is 7", "7", 0.0),
+        ("7 <think>or \\boxed{8}", "7", 1.0),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1.0),
+        (r"\boxed{5}\boxed{", "5", 1.0),
+        (r"\boxed{\boxed{5}", "5", 1.0),
+        (r"\boxed{a \{ b} \boxed{6", "6", 0.0),
+    ],
+)
+def test_answers_that_the_review_found(completion: str, gold: str, reward: float) -> None:
+    assert call("accuracy", [completion], answer=[gold]) == [reward]
+
+
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+HOSTILE = {
+    "unclosed boxes": r"\boxed{" * 4000,
+    "unclosed boxes, longer": r"\boxed{" * 14_000,
+    "boxes that close at the end": r"\boxed{" * 7000 + "}" * 7000,
+    "tower of powers": TOWER,
+    "large power": r"\boxed{10^{10^{9}}}",
+    "factorial": r"\boxed{(10^{7})!}",
+    "digits": "1" * 100_000,
+    "digits in a box": r"\boxed{" + "9" * 100_000 + "}",
+    "groups of digits": "1" + ",234" * 25_000,
+    "thin spaces": "1" + r"\," * 50_000,
+    "nested braces": r"\boxed{" + "{" * 50_000 + "}" * 50_001,
+    "nested fractions": r"\boxed{" + r"\frac{1}{" * 2000 + "1" + "}" * 2001,
+    "nested parentheses": r"\boxed{" + "(" * 20_000 + ")" * 20_000 + "}",
+    "words": r"\boxed{5 " + "ab " * 30_000 + "}",
+    "one word": r"\boxed{5 " + "a" * 100_000 + "}",
+    "spaces": r"\boxed{5" + " " * 100_000 + "}",
+    "unicode": "\\boxed{" + "\u0663\uff15\U0001d7d8\u00b2\u00bd\u4e94\u200b\u202e" * 10_000 + "}",
+    "lone surrogates": "\\boxed{\ud800" * 100 + "}",
+    "zeros": "\\boxed{\0" * 100 + "}",
+    "thoughts": "<think>" * 10_000 + r"\boxed{1}",
+    "signs": r"\boxed{" + "+-" * 20_000 + "1}",
+    "sum": r"\boxed{" + "x+" * 5000 + "x}",
+}
+
+
+@pytest.mark.parametrize("gold", ["7", r"\frac{1}{3}"])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_completion_is_wrong_and_quickly_so(text: str, gold: str) -> None:
+    call("accuracy", [r"\boxed{\frac{1}{2}}"], answer=["x"])  # what is loaded once is no part of it
+    seconds = []
+    while not seconds or (min(seconds) >= 1.5 and len(seconds) < 3):  # the machine may be busy
+        started = time.perf_counter()
+        assert call("accuracy", [text], answer=[gold]) == [0.0]
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 1.5
+
+
+def test_slow_wrong_answers_are_wrong_beside_right_ones() -> None:
+    right, half = r"\boxed{7}", r"\boxed{\frac{14}{4}}"
+    assert call("accuracy", [TOWER, right, TOWER, right, right, TOWER, right, right], answer=["7"] * 8) == (
+        [0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    )
+    assert call("accuracy", [TOWER, half, TOWER, right, half], answer=[r"\frac{7}{2}"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_whole_group_of_slow_answers_stays_within_the_limit_of_a_call() -> None:
+    started = time.perf_counter()
+    assert call("accuracy", [TOWER] * 16, answer=["7"] * 16) == [0.0] * 16
+    assert time.perf_counter() - started < 0.8 * JobConfig().rewards.timeout_s
+
+
+@pytest.mark.parametrize("name", ["accuracy", "cosine_length", "length"])
+def test_a_thought_that_the_prompt_has_opened_holds_no_answer(name: str) -> None:
+    ids = [[0], [0, 0]]
+    texts = [r"so \boxed{4}", r"so \boxed{5}</think> \boxed{4}"]
+    rewards = call(name, texts, answer=["4", "4"], prefill="<think>\n", completion_ids=ids)
+    assert rewards[0] <= 0 and rewards[1] == (pytest.approx(-0.5) if name == "length" else pytest.approx(1.0, abs=0.1))
+
+
 @pytest.mark.parametrize(("gold", "number"), GSM8K)
 def test_accuracy_reads_gsm8k(gold: str, number: str) -> None:
     rewards = call("accuracy", [f"So it is {number}.", rf"\boxed{{{number}}}", "#### 5", gold], answer=[gold] * 4)
@@ -124,6 +225,12 @@ def test_format(completion: str, reward: float) -> None:
     assert call("format", [completion]) == [reward]
 
 
+def test_format_where_the_prompt_ends_with_the_opening() -> None:
+    texts = ["so</think> 4", "so 4", "<think>so</think> 4", "so</think>"]
+    assert call("format", texts, prefill="<think>\n") == [1.0, 0.0, 0.0, 0.0]
+    assert call("format", ["4"], prefill="<think>\n\n</think>\n\n") == [1.0]
+
+
 def test_soft_overlong_is_free_to_80_percent_then_falls_to_minus_one() -> None:
     ids = [[0] * n for n in (0, 8, 9, 10)]
     assert call("soft_overlong", [""] * 4, completion_ids=ids) == pytest.approx([0.0, 0.0, -0.5, -1.0])
@@ -135,6 +242,9 @@ def test_cosine_length() -> None:
     rewards = call("cosine_length", ["4"] * 5, completion_ids=ids, answer=answers)
     assert rewards[:4] == pytest.approx([1.0, 0.75, -1.0, -0.75])
     assert rewards[4] is None
+    # Review: what reaches the limit is punished as the worst, right or wrong.
+    at_limit = call("cosine_length", ["4", "4"], completion_ids=[[0] * 10] * 2, answer=["5", "4"])
+    assert at_limit == [-1.0, -1.0]
     quarter = call("cosine_length", ["4"], completion_ids=[[0, 0]], answer=["4"])[0]
     assert quarter == pytest.approx(0.75 + 0.25 * math.cos(math.pi / 5))
 

@@ -18,12 +18,14 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.rollout.test_datasets import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
+from torchtitan.rollout.flow import has_no_advantage
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.staleness import Pace, sample_version
-from torchtitan.rollout.types import Batch, Prompt
+from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 
 GROUP_SIZE, BATCH_GROUPS = 2, 4
 
@@ -245,6 +247,51 @@ def test_groups_with_equal_rewards_do_not_count_for_the_batch(drop: bool) -> Non
         else:
             assert indices(batch) == [0, 1, 2, 3]
             assert batch.statistics["groups/zero_variance_fraction"] == 0.0
+
+
+def group_of(*rewards: dict[str, float | None]) -> Group:
+    samples = []
+    for one in rewards:
+        total = sum(value for value in one.values() if value is not None)
+        samples.append(Sample([1], [2], [0.0], [VersionSpan("e", 0, 0, 1)], "stop", total, one))
+    return Group(0, samples)
+
+
+EQUAL = group_of({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0})
+TIED = group_of({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+ABSENT = group_of({"a": 1.0, "b": 0.5}, {"a": 1.0, "b": None})
+
+
+@pytest.mark.parametrize(
+    ("advantage", "aggregation", "group", "weights", "dropped"),
+    [
+        ("group", "sum", EQUAL, [], True),
+        ("rloo", "sum", TIED, [], True),
+        ("batch", "sum", EQUAL, [], False),
+        ("batch", "normalize_each", EQUAL, [], False),
+        ("group", "normalize_each", TIED, [], False),
+        ("group", "normalize_each", EQUAL, [], True),
+        ("group", "normalize_each", ABSENT, [], True),
+        ("group", "normalize_each", TIED, [0.0, 0.0], True),
+    ],
+)
+def test_groups_that_teach_are_not_dropped(
+    advantage: str, aggregation: str, group: Group, weights: list[float], dropped: bool
+) -> None:
+    """Review: all-right groups have an advantage of ±½ against the batch, tied sums hide different parts."""
+    config = make_config()
+    config.grpo.advantage, config.grpo.reward_aggregation = advantage, aggregation
+    config.rewards.functions, config.rewards.weights = ["a", "b"], weights
+    assert has_no_advantage(group, config) is dropped
+    other = group_of({"a": 0.0, "b": 0.25}, {"a": 0.0, "b": 0.5})
+    groups = [group, other]
+    if aggregation == "sum":
+        values = group_advantages([[s.reward for s in one.samples] for one in groups], "none", advantage)
+    else:
+        by_function = [[s.rewards for s in one.samples] for one in groups]
+        values = normalized_each(by_function, dict(zip("ab", weights or [1.0, 1.0], strict=True)), "none", advantage)
+    if dropped:
+        assert values[0] == [0.0, 0.0]
 
 
 def test_samples_without_any_reward_are_left_out_and_counted() -> None:

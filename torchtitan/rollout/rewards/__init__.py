@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 
-__all__ = ["BUILTIN", "NEEDS_ANSWER", "load_reward"]
+__all__ = ["BUILTIN", "CHECKS_MATHEMATICS", "NEEDS_ANSWER", "load_reward"]
 
 BUILTIN: dict[str, str] = {
     "accuracy": "torchtitan.rollout.rewards.accuracy:accuracy",
@@ -29,6 +29,9 @@ BUILTIN: dict[str, str] = {
 
 NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_match", "length"})
 """Built-in functions that compare with the reference answer (rewards.answer_column)"""
+
+CHECKS_MATHEMATICS = frozenset({"accuracy", "cosine_length", "length"})
+"""Built-in functions that may need math-verify, which takes seconds to load"""
 
 
 def load_reward(name: str) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from torchtitan.rollout.rewards import load_reward
+from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward, math_check
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
@@ -110,6 +110,8 @@ def main() -> None:
     sys.path.extend(folder for folder in setup["path"] if folder not in sys.path)
     try:
         functions = {name: load_reward(name) for name in setup["functions"]}
+        if not CHECKS_MATHEMATICS.isdisjoint(functions):
+            math_check.checker()  # no call's time limit pays for loading it
     except Exception as error:
         write_frame(outgoing, {"error": str(error)})
         return
