@@ -14,7 +14,6 @@ from pathlib import Path
 from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
-from torchtitan.inference.colocated.rounds import Answer
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
 from torchtitan.report.html import write_report
@@ -184,11 +183,6 @@ class Controller:
                 return Command(Kind.SNAPSHOT)
             if now > give_up:
                 return Command(Kind.WAIT)
-
-    def generated(self, answers: list[Answer]) -> None:
-        """The ranks have generated: what is finished goes back to the rollouts."""
-        assert self.colocated is not None
-        self.colocated.finish_round(answers)
 
     def published(self, version: int, published: bool) -> None:
         """Record the decision on a version; in blocking mode, wait until the live actors have it, and are awake."""

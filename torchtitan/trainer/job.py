@@ -115,8 +115,8 @@ class Job:
         assert self.replica is not None
         started, begun = time.perf_counter(), time.time()
         answers = self.replica.run(generation)
-        if self.controller is not None and answers is not None:
-            self.controller.generated(answers)
+        if self.controller is not None and self.controller.colocated is not None and answers is not None:
+            self.controller.colocated.finish_round(answers)
         self._waited += time.perf_counter() - started
         self._recorder.add("rollout", begun)
 

@@ -147,7 +147,7 @@ class GRPO:
     """Leave completions that hit the length limit out of the loss"""
 
     mismatch_kl_alarm: NotNegative = 0.1
-    """Warn when the divergence of the trainer's from the engine's log-probs (mismatch_kl) rises above; 0: never"""
+    """Warn when the trainer's log-probs diverge from the engine's by more than this and staleness explain; 0: never"""
 
     mismatch_kl_stop: NotNegative = 0.0
     """Save a checkpoint and stop the run after a step whose mismatch_kl is above; 0: never"""
