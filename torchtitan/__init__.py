@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 for _other in (found for folder in sys.path for found in Path(folder or ".").glob("torchtitan-*.dist-info")):
     raise ImportError(
         f"torchtitan-grpo cannot run beside another package that is imported as torchtitan ({_other}): "
-        "pip uninstall torchtitan, or install torchtitan-grpo into an environment of its own"
+        "pip uninstall torchtitan and install torchtitan-grpo anew, or give it an environment of its own"
     )
 
 

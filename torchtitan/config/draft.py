@@ -24,12 +24,6 @@ logger = logging.getLogger(__name__)
 OLD_NAMES: dict[str, str] = {}
 """A key's old name -> its new one; the old one is accepted, and a line says the new one"""
 
-# A leading `~` of these is resolved once, here; `~nobody` stays, and is refused as a missing folder.
-PATHS = (
-    "job.dump_folder", "model.hf_assets_path", "checkpoint.resume", "rollout.dataset", "rollout.replay", "eval.dataset",
-    "inference.engine_python",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -62,11 +56,11 @@ class Draft:
     def add_file(self, file: str) -> None:
         """Take the values of a TOML file."""
         tables, problem = read_toml(file)
+        self.add(tables, file)
         self.set("job.config_file", file, file)
         if problem:
             self.is_complete = False
             self.refuse("job.config_file", f"job.config_file = {show(file)} {problem}")
-        self.add(tables, file)
 
     def add(self, tables: Mapping[str, Any], place: str) -> None:
         """Take the values of a document with TOML tables."""
@@ -115,12 +109,7 @@ class Draft:
                 wrong = {str(one["loc"][0]): one for one in error.errors()}
                 problems += [self._wrong_value(f"{table}.{key}", one) for key, one in wrong.items()]
                 tables[table] = kind(**{key: value for key, value in values.items() if key not in wrong})
-        config = JobConfig(**tables)
-        for name in PATHS:
-            table, _, key = name.partition(".")
-            section = getattr(config, table)
-            setattr(section, key, os.path.expanduser(getattr(section, key)))
-        return config, problems
+        return JobConfig(**tables), problems
 
     def _wrong_value(self, name: str, error: ErrorDetails) -> Problem:
         place, written = self.written[name]

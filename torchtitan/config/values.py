@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, GetCoreSchemaHandler
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 # Nothing but an integer where a number is asked for is converted; the string under a field documents it.
@@ -133,6 +134,8 @@ ShareBelowOne = Annotated[float, Range(0, 1, high_open=True)]
 ShareAboveZero = Annotated[float, Range(0, 1, low_open=True)]
 Weights = Annotated[list[float], Must(lambda values: all(map(math.isfinite, values)), "every one must be finite")]
 Options = Annotated[dict[str, Any], Must(is_free, f"it takes {OPTIONS}")]
+# A leading `~` is resolved here, once; `~nobody` stays, and is refused as a missing folder.
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 Column = Annotated[str, Must(bool, "must name a column")]
 FolderName = Annotated[str, Must(_is_inside_run_folder, "must be a relative folder name, inside the run folder")]
 RunName = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Count, CountOrZero, Names, NotNegative, Options, Positive, Range
+from torchtitan.config.values import TABLE, Count, CountOrZero, Names, NotNegative, Options, PathText, Positive, Range
 
 
 @dataclass(config=TABLE)
@@ -31,7 +31,7 @@ class Inference:
     tensor_parallel_size: Count = 1
     """Devices that share the model of one vllm or sglang actor; with colocate neighbouring ranks"""
 
-    engine_python: str = ""
+    engine_python: PathText = ""
     """Python that runs the engine; empty takes the environment that scripts/install_engine.sh made"""
 
     engine_args: Options = field(default_factory=dict)

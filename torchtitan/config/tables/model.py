@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Count, CountOrZero, Positive, Range, ShareBelowOne
+from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Positive, Range, ShareBelowOne
 
 
 @dataclass(config=TABLE)
@@ -18,7 +18,7 @@ class Model:
     flavor: str = ""
     """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
 
-    hf_assets_path: str = ""
+    hf_assets_path: PathText = ""
     """Hugging Face checkpoint directory: config.json, *.safetensors, tokenizer.json"""
 
     logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"

@@ -12,6 +12,7 @@ from torchtitan.config.values import (
     Column,
     Count,
     CountOrZero,
+    PathText,
     Positive,
     Range,
     ShareAboveZero,
@@ -22,7 +23,7 @@ from torchtitan.config.values import (
 
 @dataclass(config=TABLE)
 class Rollout:
-    dataset: str = "arithmetic"
+    dataset: PathText = "arithmetic"
     """`arithmetic` (built in), a .jsonl or .parquet file, or a Hugging Face dataset name (needs the `data` extra)"""
 
     dataset_split: str = "train"
@@ -73,7 +74,7 @@ class Rollout:
     data_timeout_s: Positive = 600.0
     """The run stops with a message when no completion arrived for this long"""
 
-    replay: str = ""
+    replay: PathText = ""
     """Run folder whose recorded rollouts are trained on, without actors"""
 
 
@@ -106,7 +107,7 @@ class Eval:
     interval: CountOrZero = 100
     """Steps between two evaluations; 0 evaluates only before the first step and at the end"""
 
-    dataset: str = ""
+    dataset: PathText = ""
     """Held-out prompts: a file or dataset name; empty takes the held-out share of rollout.dataset"""
 
     dataset_split: str = "test"

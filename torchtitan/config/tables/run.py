@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, Range, RunName
+from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, PathText, Range, RunName
 
 # Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
 MAX_SAVE_DEADLINE_S = 600
@@ -18,7 +18,7 @@ class Job:
     config_file: str = ""
     """TOML file to read; command-line overrides come on top"""
 
-    dump_folder: str = "./outputs"
+    dump_folder: PathText = "./outputs"
     """Every launch writes to a fresh folder {dump_folder}/{name}-{time}, and `latest` links to it"""
 
     name: RunName = "grpo"
@@ -81,7 +81,7 @@ class Checkpoint:
     keep_latest_k: CountOrZero = 3
     """Checkpoints that are kept; 0 keeps all"""
 
-    resume: str = ""
+    resume: PathText = ""
     """Run folder to resume from (its latest whole checkpoint), or `latest`; the run continues in that folder"""
 
     load_step: Annotated[int, Range(-1)] = -1
