@@ -87,7 +87,7 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
             if used in namespace and used != name:
                 _collect(used, namespace[used], user, parts)
         del parts[name]
-        parts[name] = source
+        parts[name] = source if value.__name__ == name else f"{source}\n{name} = {value.__name__}"
     elif isinstance(value, re.Pattern):
         parts[name] = f"import re\n{name} = re.compile({value.pattern!r}, {int(value.flags)})"
     elif _is_constant(value):

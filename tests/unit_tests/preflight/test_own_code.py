@@ -38,8 +38,10 @@ class Counting:
 def even(n):
     return n == 0 or odd(n - 1)
 
-def odd(n):
-    return n != 0 and even(n - 1)
+def odd(n: TABLE, m: "TABLE" = None) -> TABLE:
+    return n != 0 and is_even(n - 1)
+
+is_even = even
 
 def mine(completions, **kwargs) -> "list[float]":
     TABLE = 0  # a name of its own
