@@ -96,11 +96,8 @@ def sapo(
     """-(4/τ) σ(τ (ρ - 1)) A per token, τ by the sign of A: a soft gate in the clip's place (Gao et al. 2025, SAPO)."""
     ratio = log_ratio.exp()
     positive = advantages > 0
-    temperature = torch.where(
-        positive,
-        ratio.new_full((), options.sapo_temperature_positive),
-        ratio.new_full((), options.sapo_temperature_negative),
-    )
+    temperature = torch.full_like(ratio, options.sapo_temperature_negative)
+    temperature = temperature.masked_fill(positive, options.sapo_temperature_positive)
     never = torch.zeros_like(positive)
     return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, never, never)
 
