@@ -141,7 +141,7 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
 
             async def publish() -> None:
                 trainer.publish()
-                pool.expect(trainer.version, ids, trainer.log_probs(ids))
+                pool.answers.expect(trainer.version, ids, trainer.log_probs(ids))
                 await asyncio.to_thread(trainer.wait_applied)
 
             await publish()

@@ -70,8 +70,9 @@ class InferencePool:
         self._idle = asyncio.Event()
         """No request is with an actor; set while they sleep"""
         self._guard: asyncio.Task[None] | None = None
-        self._answers = ProbeAnswers()
-        self._parity = ParityGuard(config, epoch, events, self._answers)
+        self.answers = ProbeAnswers()
+        """What the actors have to say of the probe; any thread may add to it"""
+        self._parity = ParityGuard(config, epoch, events, self.answers)
 
     @property
     def statistics(self) -> Counter[str]:
@@ -124,10 +125,6 @@ class InferencePool:
         """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
         for actor in self._actors:
             actor.connect(coordinator)
-
-    def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
-        """What every actor that serves `version` has to say of these tokens but the first; see parity.py."""
-        self._answers.expect(version, token_ids, log_probs)
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""

@@ -77,3 +77,22 @@ class GenerateRequest:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GenerateRequest:
         return cls(data["request_id"], data["prompt_ids"], SamplingParameters(**data["sampling"]))
+
+
+def make_label(epoch: str, version: int) -> str:
+    """`<epoch>/<version>`: the label under which a foreign engine serves a version. It comes back with every token.
+
+    Raises ValueError where it could not be read back.
+    """
+    label = f"{epoch}/{version}"
+    if parse_label(label) != (epoch, version):
+        raise ValueError(f"epoch {epoch!r}, version {version}: cannot be a label")
+    return label
+
+
+def parse_label(label: object) -> tuple[str, int] | None:
+    """(epoch, version), or None where it is none of ours: weights that the engine has from elsewhere."""
+    if not isinstance(label, str):
+        return None
+    epoch, slash, version = label.rpartition("/")
+    return (epoch, int(version)) if slash and epoch and version.isascii() and version.isdigit() else None

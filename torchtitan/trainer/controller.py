@@ -205,7 +205,7 @@ class Controller:
     def expect(self, version: int, token_ids: list[int], log_probs: list[float]) -> None:
         """Hold the actors to what the trainer computes of the probe under `version`."""
         assert self.actors is not None
-        self._call(self.actors.expect, version, token_ids, log_probs)
+        self.actors.answers.expect(version, token_ids, log_probs)
 
     def wake(self, tag: Tag) -> None:
         """Have actors that sleep take a part of their memory again: the weights before they get a version, the KV cache

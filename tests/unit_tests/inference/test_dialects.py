@@ -9,10 +9,9 @@ import pytest
 from torchtitan.inference.agent.client import AgentClient, reachable_url
 from torchtitan.inference.agent.dialect import Malformed, NoVersion
 from torchtitan.inference.client import ActorError
-from torchtitan.inference.labels import make_label, parse_label
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.sglang.dialect import MOST_KEPT
-from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan, make_label, parse_label
 
 
 def request(**sampling: Any) -> GenerateRequest:

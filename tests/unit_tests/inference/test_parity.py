@@ -117,10 +117,10 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, stale: Liar) -> None:
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         await until(lambda: honest.scored and stale.scored)
         for version in (1, 2):
-            pool.expect(version, IDS, truth(version))
+            pool.answers.expect(version, IDS, truth(version))
         stale.holds = 1  # it says 2, and never took it
         honest.says = stale.says = 2
         await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
@@ -131,7 +131,7 @@ def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(
             await asyncio.sleep(0.01)
         assert pool.actors["actor-1"] == "joining" and pool.statistics["evictions"] == 1
         assert stale.connections == 2  # a fresh connection is what it gets
-        pool.expect(3, IDS, truth(3))
+        pool.answers.expect(3, IDS, truth(3))
         stale.holds, stale.says = None, 3
         await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "ready"} and 3 in stale.scored)
 
@@ -148,7 +148,7 @@ def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(
 def test_an_actor_that_never_answers_hides_nobody_else(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, frozen: Liar, stale: Liar) -> None:
         frozen.hangs, stale.holds = True, 3
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         await until(lambda: pool.actors["actor-1"] == "joining")
         # What waits for it ends with the eviction, and the next process is looked at.
         frozen.hangs = False
@@ -162,9 +162,9 @@ def test_an_actor_that_never_answers_hides_nobody_else(tmp_path: Path) -> None:
 def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, odd: Liar) -> None:
         odd.breaks = ZeroDivisionError("nobody thought of this")
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         await until(lambda: pool.actors["actor-1"] == "gave up")
-        pool.expect(1, IDS, truth(1))
+        pool.answers.expect(1, IDS, truth(1))
         honest.says = 1
         await until(lambda: 1 in honest.scored)
 
@@ -185,7 +185,7 @@ def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.
 
 def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, torn: Liar) -> None:
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         torn.noise = math.nan
         while not torn.scored:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -200,7 +200,7 @@ def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) ->
 def test_rounding_passes_and_more_does_not(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, coarse: Liar, wrong: Liar) -> None:
         coarse.noise, wrong.noise = 0.02, 0.04
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
         assert len(coarse.scored) == 1  # once per version
 
@@ -213,7 +213,7 @@ def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the
     async def scenario(pool: InferencePool, one: Liar, other: Liar) -> None:
         one.noise = other.noise = 1.0
         for version in range(3):
-            pool.expect(version, IDS, truth(version))
+            pool.answers.expect(version, IDS, truth(version))
             one.says = other.says = version
             await until(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
         await until(lambda: set(pool.actors.values()) == {"gave up"})
@@ -230,7 +230,7 @@ def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     async def scenario(pool: InferencePool, unable: Liar, busy: Liar) -> None:
         unable.able = Capabilities("vllm", "0.9.0")
         busy.fails = True
-        pool.expect(0, IDS, truth(0))
+        pool.answers.expect(0, IDS, truth(0))
         log = EventLog(tmp_path / "events.jsonl")
         await until(lambda: len(of(log.read(), "weights_not_verified")) == 2)
         assert pool.actors == {"actor-0": "ready", "actor-1": "ready"}
@@ -243,7 +243,7 @@ def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_digests_are_the_actors_own_affair_and_off_is_off(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, looks: Liar, does_not: Liar) -> None:
         looks.able = Capabilities("embedded", score=True, digest=True)
-        pool.expect(0, IDS, truth(1))
+        pool.answers.expect(0, IDS, truth(1))
         await until(lambda: set(pool.actors.values()) == {"ready"})
         await asyncio.sleep(0.3)
         assert looks.scored == does_not.scored == []

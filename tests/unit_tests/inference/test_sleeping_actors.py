@@ -153,13 +153,13 @@ def request(name: str) -> GenerateRequest:
 
 def test_nothing_is_asked_of_sleeping_actors_and_everything_when_they_are_awake(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
-        pool.expect(0, IDS, [-1.0] * 3)
+        pool.answers.expect(0, IDS, [-1.0] * 3)
         await pool.sleep()
         assert first.asleep == second.asleep == set(TAGS) and set(pool.actors.values()) == {ASLEEP}
         assert pool.serving_version() is None
         waiting = [asyncio.ensure_future(pool.generate(request(f"r{i}"), min_version=1)) for i in range(4)]
         # A version that is to be probed comes while they sleep; several looks at them pass.
-        pool.expect(1, IDS, [-1.0] * 3)
+        pool.answers.expect(1, IDS, [-1.0] * 3)
         await asyncio.sleep(0.3)
         assert not any(task.done() for task in waiting)
         await pool.wake("weights")

@@ -11,8 +11,7 @@ from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.base_weights import BaseWeights
-from torchtitan.inference.labels import make_label
-from torchtitan.inference.types import TAGS, Tag
+from torchtitan.inference.types import TAGS, Tag, make_label
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

@@ -54,7 +54,7 @@ class EngineControl:
     """
 
     label_route: ClassVar[str]
-    """Says `weight_version`: the label (labels.py) of the version that the engine holds"""
+    """Says `weight_version`: the label (types.make_label) of the version that the engine holds"""
 
     def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
         self.client = AdminClient(url, token)
@@ -105,7 +105,7 @@ class EngineControl:
         raise NotImplementedError
 
     def weights_label(self) -> str | None:
-        """The label (labels.py) of the version that the engine says it holds; None where it has none."""
+        """The label (types.make_label) of the version that the engine says it holds; None where it has none."""
         label = self.ask(self.label_route)["weight_version"]
         return None if label in (None, "default") else str(label)
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.inference.client import ScoredTokens
-from torchtitan.inference.labels import parse_label
-from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan
+from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan, parse_label
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.rounds import Answer, Round
-from torchtitan.inference.labels import make_label
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, make_label
 
 logger = logging.getLogger(__name__)
 

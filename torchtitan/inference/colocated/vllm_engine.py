@@ -23,8 +23,7 @@ import torch
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import SampleRefused
 from torchtitan.inference.engine_folder import engine_folder
-from torchtitan.inference.labels import parse_label
-from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan
+from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan, parse_label
 from torchtitan.inference.vllm.engine import SOCKETS
 
 logger = logging.getLogger(__name__)

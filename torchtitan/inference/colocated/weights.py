@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.inference.colocated.pool import replica_name
 from torchtitan.inference.colocated.replica import Replica
-from torchtitan.inference.labels import make_label
+from torchtitan.inference.types import make_label
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, merged_weight
 from torchtitan.weight_sync.facade import ActorStatus
