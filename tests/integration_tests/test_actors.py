@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, config: JobConfig, policy: Decoder, rollouts: Rollouts, sync: WeightSync, run_dir: Path):
         self.config, self.policy, self.sync, self.run_dir = config, policy, sync, run_dir
-        self.call, self.flow = rollouts.loop.call, rollouts.flow
+        self.call, self.flow, self.pool = rollouts.loop.call, rollouts.flow, rollouts.pool
         self.version = 0
         self.batches: list[Batch] = []
 

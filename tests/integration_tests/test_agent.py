@@ -178,7 +178,7 @@ def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 run.version += 1
                 run.publish()
-                run.rollout.set_version(run.version)
+                run.call(run.flow.set_version, run.version)
                 time.sleep(0.1)
         finally:
             (tmp_path / "hang_load").unlink()

@@ -35,21 +35,21 @@ class SleepingRun(Run):
 
     def step(self) -> Batch:
         deadline = time.monotonic() + PATIENCE_S
-        while (batch := self.rollout.next_batch(self.version, 0.1)) is None:
+        while (batch := self.call(self.flow.next_batch, self.version, 0.1)) is None:
             assert time.monotonic() < deadline, "no batch came"
         self.batches.append(batch)
-        self.rollout.sleep()
+        self.call(self.pool.sleep, timeout_s=PATIENCE_S)
         self.while_asleep()
         self.sync.fence()
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.mul_(1.001)
         self.version += 1
-        self.rollout.wake("weights")
+        self.call(self.pool.wake, "weights", timeout_s=PATIENCE_S)
         self.publish()
         self.sync.wait_until_applied(self.version, 30)
-        self.rollout.wake("kv_cache")
-        self.rollout.set_version(self.version)
+        self.call(self.pool.wake, "kv_cache", timeout_s=PATIENCE_S)
+        self.call(self.flow.set_version, self.version)
         return batch
 
 
@@ -69,7 +69,7 @@ def sleeping(config: JobConfig, policy: Decoder, run_dir: Path, level: int = 1) 
 
 
 def states(run: Run) -> dict[str, str]:
-    actors: dict[str, str] = run.rollout._pool.actors  # type: ignore[attr-defined]
+    actors: dict[str, str] = run.pool.actors
     return actors
 
 
