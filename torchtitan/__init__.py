@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan.grpo_train import train as train
+    from torchtitan.api import train as train
 
 __version__ = "0.1.0"
 
@@ -23,5 +23,5 @@ def __getattr__(name: str) -> Any:
     if name == "train":
         from importlib import import_module
 
-        return import_module("torchtitan.grpo_train").train
+        return import_module("torchtitan.api").train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
