@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint, format, types, layers, then the whole test suite. Arguments go to pytest: scripts/run_tests.sh tests/unit_tests -k config
+#   --fast                                leave out the real engines and what is marked slow
 #   TEST_WORKERS=2                        processes that run tests; by default two where there are two cores, else one
 #   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave the tests of these engines out (they are installed on first use)
 set -euo pipefail
@@ -26,8 +27,8 @@ if [[ -z "${TEST_WORKERS:-}" ]]; then
     TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(2, len(usable_cores())))')"
 fi
 workers=()
-# loadgroup: a file stays together, and everything that starts an engine (tests/conftest.py). The engines' tests are
-# collected first and are the longest: they have to begin first, too.
+# loadgroup: a file stays together, and what starts engines in two groups (tests/conftest.py). Those are collected first
+# and are the longest: they have to begin first, too.
 ((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadgroup --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).
 exec "$PYTHON" -m pytest "${workers[@]}" --durations=25 --durations-min=5 "$@"

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-ENGINES_FOLDER = Path(__file__).resolve().parent / "engines"
+from tests.processes import Processes
+from tests.runs import RUN_SECONDS
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES_FOLDER = ROOT / "tests" / "engines"
+# Those of its files that share no vLLM server with the others, and take as long.
+ENGINES_OF_THEIR_OWN = (
+    "test_colocated",
+    "test_colocated_runs",
+    "test_sglang",
+    "test_vllm_benchmarks",
+    "test_vllm_traps",
+)
 
 FAMILIES = ("llama3", "qwen2", "qwen3")
 
@@ -82,12 +98,56 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
     return checkpoint
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file's tests stay together, and all that start engines run one after the other."""
+@pytest.fixture(scope="session")
+def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the default run, as ./run_grpo.sh makes it: once for all processes that run tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    directory, partial = folder / "debug_arithmetic", folder / "partial" / "debug_arithmetic"
+    with (folder / "debug_arithmetic.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            command = [sys.executable, "-m", "scripts.make_debug_checkpoint", "--output", str(partial)]
+            subprocess.run(command, check=True, cwd=ROOT, timeout=RUN_SECONDS)
+            partial.rename(directory)
+    return directory
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts processes for one test; what still runs at its end is killed, with all that it started."""
+    with Processes(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """Like `processes`, for a server that all tests of a module share."""
+    with Processes(tmp_path_factory.mktemp("processes")) as started:
+        yield started
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the real engines and what is marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file's tests stay together, and so do those that start engines, in two groups: one
+    engine starts and computes on a core while the other core has the other group, or the other tests."""
+
+    def fast(item: pytest.Item) -> bool:
+        return ENGINES_FOLDER not in item.path.parents and item.get_closest_marker("slow") is None
+
+    if config.getoption("--fast"):
+        config.hook.pytest_deselected(items=[item for item in items if not fast(item)])
+        items[:] = [item for item in items if fast(item)]
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            engines = ENGINES_FOLDER in item.path.parents
-            item.add_marker(pytest.mark.xdist_group("engines" if engines else str(item.path)))
+            group = str(item.path)
+            if ENGINES_FOLDER in item.path.parents:
+                group = "engines of their own" if item.path.stem in ENGINES_OF_THEIR_OWN else "vLLM servers"
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engines.job import Trainer, differences
 from tests.engines.models import randomize_adapters
-from tests.engines.vllm_job import Trainer
 from torchtitan.config.job_config import Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.models import load_policy
@@ -28,9 +28,8 @@ SETTINGS: dict[str, Any] = {"rank": 4, "alpha": 10.0, "modules_to_save": ["norm"
 class AdapterTrainer(Trainer):
     """Version n has adapters and a final norm of seed n, on the base of the model directory, in that many bits."""
 
-    def __init__(self, folder: Path, model: Path, token: str = "", dtype: str = "float32", base_bits: int = 16):
-        self.folder, self.epoch = folder, f"e1-{secrets.token_hex(4)}"
-        self.token = token or secrets.token_urlsafe(16)
+    def __init__(self, folder: Path, model: Path, dtype: str = "float32", base_bits: int = 16):
+        self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self._base = model
         self.policy = load_policy(model)
         self.base_bytes = sum(parameter.nbytes for parameter in self.policy.parameters())
@@ -47,14 +46,8 @@ class AdapterTrainer(Trainer):
         )  # fmt: skip
         self.version, self._dtype = -1, getattr(torch, dtype)
 
-    def publish(self) -> int:
-        no = not self.sync.reserve()
-        self.sync.fence()
-        self.version += 1
-        randomize_adapters(self.policy, self.version)
-        assert self.sync.commit(self.version, int(no)) == "published"
-        self.sync.fence()
-        return self.version
+    def change(self, version: int) -> None:
+        randomize_adapters(self.policy, version)
 
     def _policy(self, version: int | None) -> torch.nn.Module:
         """transformers' model of the base with PEFT's adapters, which read what we export."""
@@ -67,6 +60,10 @@ class AdapterTrainer(Trainer):
         if self.policy.lora is not None and self.policy.lora.base_bits == 4:
             round_projections(base)
         return peft.PeftModel.from_pretrained(base, self.folder / "adapter").merge_and_unload().to(self._dtype).eval()
+
+    def check_matters(self, token_ids: Sequence[int]) -> None:
+        """What the adapter changes in the log-probs is no trifle."""
+        assert differences(self.log_probs(token_ids), self.base_log_probs(token_ids)) > 0.3
 
     def base_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         import transformers
@@ -89,12 +86,10 @@ def round_projections(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def training(
-    folder: Path, model: Path, token: str = "", dtype: str = "float32", base_bits: int = 16
-) -> Iterator[AdapterTrainer]:
+def training(folder: Path, model: Path, dtype: str = "float32", base_bits: int = 16) -> Iterator[AdapterTrainer]:
     """An AdapterTrainer that is closed in the end."""
     pytest.importorskip("peft")
-    trainer = AdapterTrainer(folder, model, token, dtype, base_bits)
+    trainer = AdapterTrainer(folder, model, dtype, base_bits)
     try:
         yield trainer
     finally:

@@ -17,6 +17,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.colocated.colocation import open_replica
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.colocated.rounds import Answer, Round
+from torchtitan.inference.colocated.vllm_engine import own_sockets
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
@@ -27,6 +28,8 @@ from torchtitan.trainer.weight_path import open_weight_path
 EPOCH = "e1-test"
 ROUND_SECONDS = 120.0
 THREADS = 2
+# As a trainer has it, beside an engine that takes the function away.
+SET_THREADS = torch.set_num_threads
 
 
 def request(name: str, prompt: list[int], tokens: int, n: int = 1, temperature: float = 1.0) -> GenerateRequest:
@@ -38,16 +41,8 @@ class Colocated:
 
     def __init__(self, folder: str, model: str, options: list[str]):
         settings = ["--model.hf_assets_path", model, "--inference.backend", "vllm", "--inference.mode", "colocate"]
-        settings += [
-            "--training.seq_len",
-            "256",
-            "--rollout.max_completion_tokens",
-            "200",
-            "--training.threads",
-            "1",
-            "--inference.max_sequences",
-            "32",
-        ]
+        settings += ["--training.seq_len", "256", "--rollout.max_completion_tokens", "200"]
+        settings += ["--training.threads", "1", "--inference.max_sequences", "32"]
         self.config = load_config([*settings, "--job.dump_folder", folder, *options])
         (Path(folder) / "logs").mkdir(exist_ok=True)
         self.dims = ParallelDims.from_config(self.config.parallelism, device.world_size(), device.rank())
@@ -55,9 +50,7 @@ class Colocated:
         self.policy = build_policy(self.config, self.dims)
         optimizer = build_optimizer(self.policy, self.config.optimizer)
         before = draws_to_come()
-        # As a trainer does, beside an engine that takes the function away.
-        set_threads = torch.set_num_threads
-        set_threads(THREADS)
+        SET_THREADS(THREADS)
         self._opened = open_replica(self.config, optimizer, Path(folder))
         replica = self._opened.__enter__()
         assert replica is not None
@@ -65,7 +58,7 @@ class Colocated:
         self.random_numbers_kept = before == draws_to_come()
         torch.set_num_threads(THREADS + 1)
         self.threads = torch.get_num_threads()
-        set_threads(1)
+        SET_THREADS(1)
         self._path = open_weight_path(self.config, self.policy, EPOCH, "", Path(folder), replica)
         self.weights = self._path.__enter__()
         self.version = -1
@@ -137,6 +130,17 @@ def as_json(answers: list[Answer]) -> dict[str, Any]:
         answer.request_id: {"refused": answer.refused, "completions": [one.to_json() for one in answer.completions]}
         for answer in answers
     }
+
+
+def told(folder: str, parts: list[dict[str, Any]]) -> list[Any]:
+    """What happens in each part, one engine after the other in the same process, as importing vLLM takes longest."""
+    results = []
+    with own_sockets():
+        for number, part in enumerate(parts):
+            here = Path(folder) / str(number)
+            here.mkdir(exist_ok=True)
+            results.append(globals()[part.pop("function")](str(here), **part))
+    return results
 
 
 def story(folder: str, models: list[str], options: list[str], prompts: list[list[int]], long: list[int]) -> Any:

@@ -1,21 +1,23 @@
-"""Real vLLM and real SGLang: their environments, small models for them, and one engine at a time.
+"""Real vLLM and real SGLang: their environments, small models for them, and servers that tests share.
 
 Every test here gets its engine from the fixtures `vllm_python` or `sglang_python`, which skip, and say why, where it
-cannot be had. All of them run in one process of pytest-xdist (tests/conftest.py), so no two servers share the cores.
+cannot be had. Starting an engine takes longest: tests share one where none of them does it harm.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engines.job import TOKEN, Actor, start_actor
 from tests.engines.models import make_model
-from tests.engines.processes import Processes
+from tests.processes import Processes
+from torchtitan.inference.client import TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "scripts" / "install_engine.sh"
@@ -68,36 +70,36 @@ def sglang_python() -> Path:
 @pytest.fixture(scope="session")
 def engine_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """(tied=True, dtype="float32", seed=0) -> directory of a small random Qwen3 with the debug tokenizer, made once."""
-    made: dict[tuple[bool, str, int], Path] = {}
 
+    @functools.cache
     def model(tied: bool = True, dtype: str = "float32", seed: int = 0) -> Path:
-        key = (tied, dtype, seed)
-        if key not in made:
-            name = f"qwen3-{'tied' if tied else 'untied'}-{dtype}-{seed}"
-            made[key] = make_model(tmp_path_factory.mktemp("models") / name, tied, dtype, seed)
-        return made[key]
+        name = f"qwen3-{'tied' if tied else 'untied'}-{dtype}-{seed}"
+        return make_model(tmp_path_factory.mktemp("models") / name, tied, dtype, seed)
 
     return model
 
 
+@pytest.fixture(autouse=True)
+def token_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a client looks for it whose agent serves beside another one's engine."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+
+
 @pytest.fixture(scope="session")
-def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of the default run, made as ./run_grpo.sh makes it."""
-    directory = tmp_path_factory.mktemp("assets") / "debug_arithmetic"
-    script = ROOT / "scripts" / "make_debug_checkpoint.py"
-    subprocess.run([sys.executable, script, "--output", directory], check=True, cwd=ROOT, timeout=240)
-    return directory
+def unmerged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While it exists, the engine of `untied_actor` leaves adapters out."""
+    return tmp_path_factory.mktemp("unmerged") / "unmerged"
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    """Starts processes for one test; what still runs at its end is killed, with all that it started."""
-    with Processes(tmp_path) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Like `processes`, for a server that all tests of a module share."""
+@pytest.fixture(scope="session")
+def untied_actor(
+    vllm_python: Path, engine_model: Callable[..., Path], unmerged: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Actor]:
+    """A vLLM that several files share, since none of their tests does it any harm. Its head is a matrix of its own: an
+    agent beside an engine that is not its own cannot pack a tied one anew."""
     with Processes(tmp_path_factory.mktemp("processes")) as started:
-        yield started
+        yield start_actor(
+            started, "vllm", vllm_python, engine_model(tied=False),
+            "--", "--worker-extension-cls", "tests.engines.vllm_unmerged.WorkerExtension",
+            name="untied", TORCHTITAN_TEST_UNMERGED=str(unmerged),
+        )  # fmt: skip

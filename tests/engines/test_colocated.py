@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,29 +20,50 @@ LONG = [(7 * number) % 60 + 2 for number in range(150)]
 # counts, and errors have long tails.
 TOLERANCE = {"float32": (FP32_TOLERANCE, 1e-5), "bfloat16": (8 * BF16_SPREAD, BF16_SPREAD)}
 
+# Ranks, options of the job, whether the head is tied, the engine's type, what happens to KV caches in flight.
 LAYOUTS = {
     "one rank": (1, [], True, "float32", "keep"),
     "FSDP2, engine TP 2": (2, ["--inference.tensor_parallel_size", "2"], False, "bfloat16", "keep"),
     "trainer TP 2, two replicas": (2, ["--parallelism.tensor_parallel_degree", "2"], True, "float32", "recompute"),
 }
+ADAPTED = "adapters"
+
+Launched = Callable[[int], tuple[Path, dict[str, list[Any]]]]
+
+
+@pytest.fixture(scope="module")
+def launched(
+    vllm_python: Path, engine_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Launched:
+    """(ranks) -> a folder, and for every layout of so many ranks what each of them did and saw; started once."""
+
+    @functools.cache
+    def launch(ranks: int) -> tuple[Path, dict[str, list[Any]]]:
+        parts: dict[str, dict[str, Any]] = {}
+        for name, (needed, options, tied, dtype, kv) in LAYOUTS.items():
+            models = [str(engine_model(tied, dtype, seed)) for seed in (0, 1)]
+            more = [*options, "--inference.dtype", dtype, "--inference.in_flight_kv", kv]
+            if needed == ranks:
+                parts[name] = {"function": "story", "models": models, "options": more, "prompts": PROMPTS, "long": LONG}
+        if ranks == 1:
+            model, options = str(engine_model(False, "float32", 0)), ["--inference.dtype", "float32"]
+            parts[ADAPTED] = {"function": "adapted", "model": model, "options": options, "prompt": PROMPTS[0]}
+        folder = tmp_path_factory.mktemp("told")
+        seen = run_distributed(
+            "tests.engines.colocated_parts:told", ranks, timeout=400.0, python=vllm_python,
+            folder=str(folder), parts=list(parts.values()),
+        )  # fmt: skip
+        return folder, dict(zip(parts, zip(*seen, strict=True), strict=True))
+
+    return launch
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
-def told(
-    request: pytest.FixtureRequest,
-    vllm_python: Path,
-    engine_model: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Any]:
+def told(request: pytest.FixtureRequest, launched: Launched, engine_model: Callable[..., Path]) -> dict[str, Any]:
     """What the ranks of one layout did and saw, from one start of the engine."""
-    ranks, options, tied, dtype, kv = LAYOUTS[request.param]
+    ranks, _, tied, dtype, kv = LAYOUTS[request.param]
     models = [engine_model(tied, dtype, seed) for seed in (0, 1)]
-    options = [*options, "--inference.dtype", dtype, "--inference.in_flight_kv", kv]
-    seen = run_distributed(
-        "tests.engines.colocated_parts:story", ranks, timeout=240.0, python=vllm_python,
-        folder=str(tmp_path_factory.mktemp("run")), models=[str(model) for model in models], options=options,
-        prompts=PROMPTS, long=LONG,
-    )  # fmt: skip
+    seen = launched(ranks)[1][request.param]
     return {"seen": seen, "models": models, "dtype": dtype, "kv": kv, "answers": seen[0]["answers"], "ranks": ranks}
 
 
@@ -153,16 +175,12 @@ def test_engine_beside_the_trainer(told: dict[str, Any]) -> None:
         assert rank["left_behind"] == []
 
 
-def test_adapters_are_merged_in_the_trainer(
-    vllm_python: Path, engine_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_adapters_are_merged_in_the_trainer(launched: Launched, engine_model: Callable[..., Path]) -> None:
+    folder, told = launched(1)
     model = engine_model(False, "float32", 0)
-    (answers,) = run_distributed(
-        "tests.engines.colocated_parts:adapted", 1, timeout=240.0, python=vllm_python,
-        folder=str(tmp_path), model=str(model), options=["--inference.dtype", "float32"], prompt=PROMPTS[0],
-    )  # fmt: skip
-    for version, answer in enumerate(answers):
+    for version, answer in enumerate(told[ADAPTED][0]):
         (completion,) = answer["completions"]
         assert [span["version"] for span in completion["spans"]] == [version]
-        assert_close(differences(tmp_path / f"merged-{version}", "float32", PROMPTS[0], completion), "float32")
+        merged = folder / str(list(told).index(ADAPTED)) / f"merged-{version}"
+        assert_close(differences(merged, "float32", PROMPTS[0], completion), "float32")
         assert max(differences(model, "float32", PROMPTS[0], completion)) > 0.3

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.models import greedy, log_probs
-from tests.engines.processes import Processes
 from tests.patience import PATIENCE_S
+from tests.processes import Processes
 
 
 def version_of(python: Path, package: str) -> str:

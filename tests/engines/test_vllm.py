@@ -5,7 +5,7 @@ The order of the tests counts: the last ones kill the server that all share.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import signal
 import threading
 import time
@@ -16,22 +16,32 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.distributed_launcher import run_distributed
-from tests.engines.models import BF16_TOLERANCE, FP32_TOLERANCE
-from tests.engines.processes import Processes
-from tests.engines.vllm_job import APPLIED_SECONDS, CALL_SECONDS, Actor, Trainer, start_actor, training
+from tests.engines.job import (
+    APPLIED_SECONDS,
+    CALL_SECONDS,
+    PROMPT,
+    TOKEN,
+    Actor,
+    Trainer,
+    check_serves_newest,
+    differences,
+    start_actor,
+    training,
+)
+from tests.engines.models import FP32_TOLERANCE
+from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
+from tests.processes import Processes
 from torchtitan.inference.agent.control import AdminClient
 from torchtitan.inference.engine_folder import PREFIX
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 
-PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
 # More than a block of the KV cache, so that its beginning may be found in the prefix cache.
 LONG_PROMPT = [(7 * i + i * i // 5) % 60 + 2 for i in range(150)]
 UPDATE_SECONDS = 8.0
+BY_FILES = ("--route", "agent")
 
 
 class Server:
@@ -42,12 +52,12 @@ class Server:
         self._processes, self._python, self._starts = processes, python, 0
         self.actor = self.start()
 
-    def start(self) -> Actor:
+    def start(self, *options: str) -> Actor:
         """A new one, after the old one has died."""
         self._starts += 1
         self.actor = start_actor(
-            self._processes, self._python, self.model,
-            "--update-timeout", str(UPDATE_SECONDS),
+            self._processes, "vllm", self._python, self.model,
+            "--update-timeout", str(UPDATE_SECONDS), *options,
             "--", "--worker-extension-cls", "tests.engines.vllm_holding.WorkerExtension",
             name=f"agent-{self._starts}", TORCHTITAN_TEST_HOLD=str(self.hold), VLLM_ALLOW_INSECURE_SERIALIZATION="1",
         )  # fmt: skip
@@ -57,6 +67,16 @@ class Server:
     def begun(self) -> Path:
         """Exists while a load is held in its middle."""
         return self.hold.with_suffix(".begun")
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The process that receives weights is stopped meanwhile."""
+        (worker, *_) = self.actor.workers()
+        worker.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            worker.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -71,25 +91,9 @@ def trainer(server: Server, tmp_path: Path) -> Iterator[Trainer]:
         yield running
 
 
-def differences(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0
-    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
-
-
-def check_serves_newest(actor: Actor, trainer: Trainer) -> None:
-    """Greedy tokens and all log-probs are those of transformers with the newest version's weights."""
-    (completion,) = actor.generate(PROMPT, 12)
-    assert completion.token_ids == trainer.greedy(PROMPT, 12)
-    assert [(span.epoch, span.version) for span in completion.spans] == [(trainer.epoch, trainer.version)]
-    expected = trainer.log_probs([*PROMPT, *completion.token_ids])
-    assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < FP32_TOLERANCE
-    assert differences(actor.score([*PROMPT, *completion.token_ids]), expected) < FP32_TOLERANCE
-
-
 def test_log_probs_and_greedy_tokens_are_those_of_transformers(server: Server, trainer: Trainer) -> None:
     for _ in range(3):
-        trainer.publish()
-        trainer.wait_applied()
+        trainer.bring()
         check_serves_newest(server.actor, trainer)
     figures = trainer.journal("applied", at_least=3)[-1]["figures"]
     assert figures["pause_s"] > 0 and figures["source"] == "trainer"
@@ -101,8 +105,7 @@ def test_versions_come_by_other_transports(server: Server, transport: str, tmp_p
     with training(tmp_path, server.model, transport=transport) as trainer:
         server.actor.connect(trainer)
         for _ in range(2):
-            trainer.publish()
-            trainer.wait_applied()
+            trainer.bring()
             check_serves_newest(server.actor, trainer)
 
 
@@ -110,7 +113,7 @@ def test_every_route_asks_for_the_token(server: Server) -> None:
     engine = server.actor.engine
     paths = engine.call("GET", "/openapi.json", 20)["paths"]
     assert {"/health", "/pause", "/update_weights", "/v1/completions", "/collective_rpc"} <= paths.keys()
-    for stranger in (AdminClient(engine.url, ""), AdminClient(engine.url, "x" + server.actor.token)):
+    for stranger in (AdminClient(engine.url, ""), AdminClient(engine.url, "x" + TOKEN)):
         answers = {
             (method, path): stranger.exchange(method.upper(), path, 20)[0]
             for path, methods in {**paths, "/metrics": {"get": 0}, "/docs": {"get": 0}, "/nowhere": {"get": 0}}.items()
@@ -127,8 +130,7 @@ def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Serv
 
 
 def test_samples_are_seeded_and_have_their_own_log_probs(server: Server, trainer: Trainer) -> None:
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     sampling = {"n": 4, "temperature": 0.7, "seed": 11, "stop_token_ids": []}
     first = server.actor.generate(PROMPT, 10, **sampling)
     assert first == server.actor.generate(PROMPT, 10, **sampling)
@@ -148,8 +150,7 @@ def long_request(actor: Actor) -> list[Completion]:
 
 
 def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     answers: list[Completion] = []
     seen, failures = threading.Event(), []
 
@@ -167,8 +168,7 @@ def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
         deadline = time.monotonic() + APPLIED_SECONDS
         while not any(len(completion.spans) > 1 for completion in tuple(answers)):
             assert thread.is_alive() and time.monotonic() < deadline, (failures, len(answers))
-            trainer.publish()
-            trainer.wait_applied()
+            trainer.bring()
     finally:
         seen.set()
         thread.join(APPLIED_SECONDS)
@@ -185,8 +185,7 @@ def test_versions_change_in_flight(server: Server, trainer: Trainer) -> None:
 
 def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(server: Server, trainer: Trainer) -> None:
     """vLLM's own routes and scheduler. On a CPU its workers pass sleep over, so that the memory itself stays."""
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     actor, order = server.actor, server.actor.agent.call
     assert not actor.health()["engine"]["capabilities"]["sleep"]
     with ThreadPoolExecutor(2) as threads:
@@ -198,8 +197,7 @@ def test_sleep_waits_for_what_runs_and_a_version_comes_before_the_next_token(ser
         first = long.result(CALL_SECONDS) if long.done() else None
         # Without a version the cache does not wake, whoever asks for it.
         assert order("POST", "/wake", CALL_SECONDS)["asleep"] == ["kv_cache"] and not late.done()
-        trainer.publish()
-        trainer.wait_applied()
+        trainer.bring()
         (completion,) = late.result(CALL_SECONDS)
         assert [span.version for span in completion.spans] == [trainer.version]
         for one in first or long.result(CALL_SECONDS):
@@ -218,11 +216,9 @@ def raw_log_prob(actor: Actor, prompt: list[int]) -> float:
 
 def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> None:
     actor = server.actor
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     old = raw_log_prob(actor, LONG_PROMPT)
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     expected = trainer.log_probs([*LONG_PROMPT, *trainer.greedy(LONG_PROMPT, 1)])[-1]
     # Nothing runs: the cache is reset for everybody.
     assert abs(expected - old) > 0.01
@@ -233,8 +229,7 @@ def test_no_prefix_outlives_its_weights(server: Server, trainer: Trainer) -> Non
     thread = threading.Thread(target=long_request, args=[actor], daemon=True)
     thread.start()
     time.sleep(0.5)
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     expected = trainer.log_probs([*LONG_PROMPT, *trainer.greedy(LONG_PROMPT, 1)])[-1]
     unsalted = raw_log_prob(actor, LONG_PROMPT)
     (completion,) = actor.generate(LONG_PROMPT, 1)
@@ -258,16 +253,12 @@ def wait_receiving(trainer: Trainer) -> None:
 
 @pytest.mark.usefixtures("slow_second_version")
 def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     trainer.publish()
     wait_receiving(trainer)
-    server.actor.freeze()
-    try:
+    with server.frozen():
         trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
         trainer.publish()
-    finally:
-        server.actor.thaw()
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
     assert len(trainer.journal("evict", at_least=1)) >= 1
@@ -280,9 +271,7 @@ def test_corrupted_byte_is_refused_and_sent_again(
     monkeypatch.setenv(FAULTS, "corrupt:version=1-1,times=1")
     with training(tmp_path, server.model) as trainer:
         server.actor.connect(trainer)
-        for _ in range(2):
-            trainer.publish()
-            trainer.wait_applied()
+        trainer.bring(2)
         check_serves_newest(server.actor, trainer)
         (aborted,) = trainer.journal("abort", at_least=1)
         assert "checksum" in aborted["reason"]
@@ -290,8 +279,7 @@ def test_corrupted_byte_is_refused_and_sent_again(
 
 def hold_a_load(server: Server, trainer: Trainer) -> None:
     """One version is applied, and the load of the next one stands in its middle."""
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     server.hold.touch()
     trainer.publish()
     trainer.wait_for(server.begun.exists)
@@ -299,16 +287,12 @@ def hold_a_load(server: Server, trainer: Trainer) -> None:
 
 def test_frozen_while_it_applies(server: Server, trainer: Trainer) -> None:
     hold_a_load(server, trainer)
-    server.actor.freeze()
-    server.hold.unlink()
-    try:
-        # Nobody knows what it holds: it must not serve, and says so.
+    with server.frozen():
+        server.hold.unlink()
+        # It is not known what it holds: it must not serve, and says so.
         trainer.wait_for(lambda: server.actor.health()["status"] == "poisoned")
         trainer.wait_for(lambda: not trainer.sync.actors()["actor-0"].serves)
-    finally:
-        server.actor.thaw()
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     assert server.actor.health()["status"] == "ok"
     check_serves_newest(server.actor, trainer)
 
@@ -325,8 +309,12 @@ def test_connected_anew_while_it_applies(server: Server, trainer: Trainer) -> No
     check_serves_newest(server.actor, trainer)
 
 
-def kill_and_replace(server: Server, trainer: Trainer) -> None:
-    """The engine's worker dies; a new server takes its place under the same name."""
+def test_two_ranks_publish_to_one_worker(server: Server, tmp_path: Path) -> None:
+    check_two_ranks(server.actor, server.model, tmp_path, "float32", FP32_TOLERANCE)
+
+
+def kill_and_replace(server: Server, trainer: Trainer, *options: str) -> None:
+    """The engine's worker dies; a new server takes its place under the same name, maybe with other options."""
     agent = psutil.Process(server.actor.health()["pid"])
     places = [one.laddr for child in agent.children(recursive=True) for one in child.net_connections("unix")]
     sockets = {Path(place) for place in places if place.startswith("/")}
@@ -337,7 +325,9 @@ def kill_and_replace(server: Server, trainer: Trainer) -> None:
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "EVICTED")
     server.hold.unlink(missing_ok=True)
     server.begun.unlink(missing_ok=True)
-    server.start().connect(trainer)
+    server.start(*options)
+    assert server.actor.health()["status"] == "not_ready"
+    server.actor.connect(trainer)
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
     assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
@@ -345,8 +335,7 @@ def kill_and_replace(server: Server, trainer: Trainer) -> None:
 
 @pytest.mark.usefixtures("slow_second_version")
 def test_killed_while_it_receives(server: Server, trainer: Trainer) -> None:
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     trainer.publish()
     wait_receiving(trainer)
     kill_and_replace(server, trainer)
@@ -354,76 +343,23 @@ def test_killed_while_it_receives(server: Server, trainer: Trainer) -> None:
 
 def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     hold_a_load(server, trainer)
-    kill_and_replace(server, trainer)
+    kill_and_replace(server, trainer, *BY_FILES)
 
 
-# Two ranks of FSDP2
+def test_versions_by_files(server: Server, tmp_path: Path) -> None:
+    """Without our backend the agent stages. What computes the logits is a packed copy of the embedding here."""
+    actor = server.actor
+    if route_of(actor) != "agent":
+        actor = server.start(*BY_FILES)
+    with training(tmp_path, server.model, apply_timeout_s=30.0) as trainer:
+        actor.connect(trainer)
+        for _ in range(3):
+            trainer.bring()
+            check_serves_newest(actor, trainer)
+        assert route_of(actor) == "agent"
+    assert not list(Path("/dev/shm").glob("torchtitan-*/version"))
 
 
-def check_two_ranks(actor: Actor, model: Path, folder: Path, dtype: str, tolerance: float) -> None:
-    """Versions of a trainer of two ranks: log-probs and greedy tokens of the last one."""
-    import transformers
-
-    failures: list[BaseException] = []
-    shares: list[float] = []
-
-    def train() -> None:
-        try:
-            shares.extend(
-                run_distributed(
-                    "tests.engines.vllm_trainer:publish",
-                    2,
-                    200.0,
-                    model=str(model),
-                    folder=str(folder),
-                    dtype=dtype,
-                    versions=3,
-                )
-            )
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    place, deadline = folder / "coordinator.json", time.monotonic() + 120
-    while not place.exists():
-        assert thread.is_alive() and time.monotonic() < deadline, failures
-        time.sleep(0.1)
-    actor.agent.call("POST", "/weights/connect", 60, {**json.loads(place.read_text()), "actor": "actor-0"})
-    while not (folder / "done").exists():
-        assert thread.is_alive() and time.monotonic() < deadline, failures
-        time.sleep(0.1)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    whole = load_file(folder / "whole.safetensors")
-    assert not policy.load_state_dict(whole, strict=False).unexpected_keys
-    policy = policy.to(getattr(torch, dtype))
-    (completion,) = actor.generate(PROMPT, 12, stop_token_ids=[])
-    assert [span.version for span in completion.spans] == [2]
-    ids = [*PROMPT, *completion.token_ids]
-    with torch.no_grad():
-        rows = policy(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
-    expected = rows.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
-    difference = max(
-        differences(actor.score(ids), expected), differences(completion.log_probs, expected[len(PROMPT) - 1 :])
-    )
-    print(f"largest difference of log-probs in {dtype}: {difference:.2g}")
-    assert difference < tolerance
-    # Greedy: nothing is more likely than what was taken, within what the dtype can tell apart.
-    assert float((rows[len(PROMPT) - 1 :].max(-1).values - torch.tensor(expected[len(PROMPT) - 1 :])).max()) < tolerance
-    (folder / "seen").touch()
-    thread.join(PATIENCE_S)
-    assert not failures and max(shares) == 0.5, failures
-
-
-def test_two_ranks_publish_to_one_worker(server: Server, tmp_path: Path) -> None:
-    check_two_ranks(server.actor, server.model, tmp_path, "float32", FP32_TOLERANCE)
-
-
-def test_two_ranks_publish_to_two_workers(
-    vllm_python: Path, engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
-) -> None:
-    model = engine_model(tied=False)
-    options = ("--tensor-parallel-size", "2", "--dtype", "bfloat16")
-    actor = start_actor(processes, vllm_python, model, *options)
-    assert len(actor.workers()) == 2
-    check_two_ranks(actor, model, tmp_path, "bfloat16", BF16_TOLERANCE)
+def route_of(actor: Actor) -> str:
+    route: str = actor.health()["engine"]["capabilities"]["route"]
+    return route

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from tests.engines import adapter_trainer
-from tests.engines.processes import Processes
-from tests.engines.test_vllm import FP32_TOLERANCE, PROMPT, check_serves_newest, differences
-from tests.engines.vllm_job import Actor, Trainer, start_actor, training
+from tests.engines.job import PROMPT, Actor, Trainer, check_serves_newest, differences, start_actor, training
+from tests.engines.models import FP32_TOLERANCE
 from tests.patience import PATIENCE_S
+from tests.processes import Processes
 
 UPDATE_SECONDS = 20.0
 BACKEND = "gloo_in_place_of_nccl"
@@ -28,9 +28,9 @@ def model(engine_model: Callable[..., Path]) -> Path:
     return engine_model(tied=True)
 
 
-def start(processes: Processes, python: Path, model: Path, name: str, *more: str) -> Actor:
+def start(processes: Processes, python: Path, model: Path, name: str, *options: str) -> Actor:
     return start_actor(
-        processes, python, model, "--route", "engine", "--update-timeout", str(UPDATE_SECONDS), *more,
+        processes, "vllm", python, model, "--route", "engine", "--update-timeout", str(UPDATE_SECONDS), *options,
         "--", "--worker-extension-cls", "tests.engines.vllm_gloo_backend.WorkerExtension",
         "--weight-transfer-config", json.dumps({"backend": BACKEND}),
         name=name, TORCHTITAN_TEST_FOLDER=str(processes.folder),
@@ -51,8 +51,7 @@ def trainer(actor: Actor, model: Path, tmp_path: Path) -> Iterator[Trainer]:
 
 def test_versions_by_vllms_own_group(actor: Actor, trainer: Trainer) -> None:
     for _ in range(3):
-        trainer.publish()
-        trainer.wait_applied()
+        trainer.bring()
         check_serves_newest(actor, trainer)
     assert actor.health()["engine"]["capabilities"]["route"] == "engine"
     assert not trainer.journal("poisoned")
@@ -62,20 +61,16 @@ def test_adapters_by_vllms_own_group(actor: Actor, model: Path, tmp_path: Path) 
     with adapter_trainer.training(tmp_path, model) as trainer:
         actor.connect(trainer)
         for _ in range(2):
-            trainer.publish()
-            trainer.wait_applied()
-            expected = trainer.log_probs(PROMPT)
-            assert differences(actor.score(PROMPT), expected) < FP32_TOLERANCE
-            assert differences(expected, trainer.base_log_probs(PROMPT)) > 0.3
+            trainer.bring()
+            assert differences(actor.score(PROMPT), trainer.log_probs(PROMPT)) < FP32_TOLERANCE
+            trainer.check_matters(PROMPT)
 
 
 def test_an_update_that_fails_half_way_is_never_served_and_heals_whole(actor: Actor, trainer: Trainer) -> None:
     """Sent once more, it does not count what layers had got before."""
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     (actor.processes.folder / "fail").touch()
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     (poisoned,) = trainer.journal("poisoned", at_least=1)
     assert poisoned["version"] == trainer.version and "half of it" in poisoned["reason"]
     assert actor.health()["status"] == "ok"
@@ -85,9 +80,8 @@ def test_an_update_that_fails_half_way_is_never_served_and_heals_whole(actor: Ac
 def test_a_server_that_is_killed_in_an_update_is_evicted_and_replaced(
     actor: Actor, trainer: Trainer, model: Path, vllm_python: Path, module_processes: Processes
 ) -> None:
-    hold = module_processes.folder / "hold"
-    trainer.publish()
-    trainer.wait_applied()
+    hold = actor.processes.folder / "hold"
+    trainer.bring()
     hold.touch()
     trainer.publish()
     trainer.wait_for(hold.with_suffix(".begun").exists)
@@ -102,6 +96,5 @@ def test_a_server_that_is_killed_in_an_update_is_evicted_and_replaced(
     other.connect(trainer)
     trainer.wait_applied()
     check_serves_newest(other, trainer)
-    trainer.publish()
-    trainer.wait_applied()
+    trainer.bring()
     check_serves_newest(other, trainer)

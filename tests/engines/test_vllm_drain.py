@@ -7,26 +7,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.engines.processes import Processes
-from tests.engines.vllm_job import APPLIED_SECONDS, start_actor, training
+from tests.engines.job import APPLIED_SECONDS, PROMPT, Actor, start_actor, training
+from tests.processes import Processes
 from torchtitan.inference.client import ActorNotReady
 from torchtitan.inference.types import Completion
 
-PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
 DRAIN_SECONDS = 40.0
 ATTEMPTS = 5
 
 
 def test_what_drains_keeps_its_version_and_says_that_it_takes_nothing(
-    vllm_python: Path, engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
+    untied_actor: Actor,
+    vllm_python: Path,
+    engine_model: Callable[..., Path],
+    processes: Processes,
+    tmp_path: Path,
 ) -> None:
-    model = engine_model(tied=True)
+    model = engine_model(tied=False)
     drains = ("--update-mode", "drain", "--drain-timeout", str(DRAIN_SECONDS), "--update-timeout", "20")
-    actor = start_actor(processes, vllm_python, model, *drains)
+    actor = start_actor(processes, "vllm", vllm_python, model, *drains, name="drains", beside=untied_actor)
     with training(tmp_path, model, apply_timeout_s=2 * DRAIN_SECONDS) as trainer:
         actor.connect(trainer)
-        trainer.publish()
-        trainer.wait_applied()
+        trainer.bring()
 
         def ask(answers: list[Completion], tokens: int = 240) -> None:
             answers += actor.generate(PROMPT, tokens, n=8, temperature=1.0, seed=3, stop_token_ids=[])

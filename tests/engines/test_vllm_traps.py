@@ -12,17 +12,25 @@ from typing import Any
 import pytest
 
 from tests.engines.models import BF16_SPREAD, FP32_TOLERANCE, LAYERS, log_probs
-from tests.engines.processes import ENVIRONMENT, ROOT
 from tests.engines.vllm_traps import PROBE, SCORED
+from tests.processes import ENVIRONMENT, ROOT
 
 # What a load that went wrong moves log-probs by in the mean, far above what rounding may.
 WRONG = 0.1
 
 
-def run_cases(vllm_python: Path, models: list[Path], *cases: str, dtype: str = "float32") -> dict[str, Any]:
-    """Of tests/engines/vllm_traps.py: case -> log-probs, or an error; and what transformers says of both models."""
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def both(vllm_python: Path, engine_model: Callable[..., Path]) -> list[Results]:
+    """Of tests/engines/vllm_traps.py, all in float32 and some in bfloat16: case -> log-probs, or an error; and what
+    transformers says of the old and the new model."""
+    asked: list[tuple[str, list[str]]] = [("float32", []), ("bfloat16", ["in_place", "copied"])]
+    models = [[engine_model(tied=True, dtype=dtype, seed=seed) for seed in (0, 1)] for dtype, _ in asked]
+    arguments = [[*map(str, pair), cases] for pair, (_, cases) in zip(models, asked, strict=True)]
     done = subprocess.run(
-        [str(vllm_python), "-m", "tests.engines.vllm_traps", *map(str, models), *cases],
+        [str(vllm_python), "-m", "tests.engines.vllm_traps", json.dumps(arguments)],
         capture_output=True,
         text=True,
         timeout=500,
@@ -32,84 +40,82 @@ def run_cases(vllm_python: Path, models: list[Path], *cases: str, dtype: str = "
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULTS "))
-    found["old"], found["new"] = (log_probs(model, PROBE, dtype)[-SCORED:] for model in models)
+    found: list[Results] = json.loads(lines[0].removeprefix("RESULTS "))
+    for results, pair, (dtype, _) in zip(found, models, asked, strict=True):
+        results["old"], results["new"] = (log_probs(model, PROBE, dtype)[-SCORED:] for model in pair)
     return found
 
 
-@pytest.fixture(scope="module")
-def results(vllm_python: Path, engine_model: Callable[..., Path]) -> dict[str, Any]:
-    return run_cases(vllm_python, [engine_model(tied=True, seed=seed) for seed in (0, 1)])
+@pytest.fixture
+def results(both: list[Results]) -> Results:
+    return both[0]
 
 
-def difference(results: dict[str, Any], case: str, weights: str = "new") -> float:
+def difference(results: Results, case: str, weights: str = "new") -> float:
     """Mean difference of a case's log-probs from transformers'."""
     assert isinstance(results[case], list), results[case]
     return sum(abs(a - b) for a, b in zip(results[case], results[weights], strict=True)) / SCORED
 
 
-def test_what_is_loaded_is_served(results: dict[str, Any]) -> None:
+def test_what_is_loaded_is_served(results: Results) -> None:
     assert difference(results, "first", "old") < FP32_TOLERANCE
     assert difference(results, "cured") < FP32_TOLERANCE and difference(results, "cured_again") < FP32_TOLERANCE
     assert difference(results, "cured", "old") > WRONG
 
 
-def test_the_models_own_loader_fails_on_a_running_engine(results: dict[str, Any]) -> None:
+def test_the_models_own_loader_fails_on_a_running_engine(results: Results) -> None:
     assert "Error" in results["plain_load_weights"]
 
 
-def test_a_tied_head_goes_stale_without_packing_it_anew(results: dict[str, Any]) -> None:
+def test_a_tied_head_goes_stale_without_packing_it_anew(results: Results) -> None:
     assert difference(results, "stale_head") > WRONG
 
 
-def test_a_layer_that_nobody_packs_anew_is_an_error(results: dict[str, Any]) -> None:
+def test_a_layer_that_nobody_packs_anew_is_an_error(results: Results) -> None:
     for case in ("stale_head_noticed", "stale_head_noticed_again"):
         assert results[case] == "IncompleteVersion: 1 layers got no weights: lm_head"
 
 
-def test_old_packed_weights_are_freed_before_new_ones_are_made(results: dict[str, Any]) -> None:
+def test_old_packed_weights_are_freed_before_new_ones_are_made(results: Results) -> None:
     """Both at a time would be one model more in memory."""
     assert len(results["packed_before"]) == 4 * LAYERS + 2  # all linear layers, the head, and the embedding too
     assert results["packed_while_loading"] == [] and results["packed_after"] == results["packed_before"]
     assert difference(results, "one_model_at_a_time") < FP32_TOLERANCE
 
 
-def test_the_weight_checker_does_not_see_a_stale_head(results: dict[str, Any]) -> None:
+def test_the_weight_checker_does_not_see_a_stale_head(results: Results) -> None:
     assert results["checksums_stale_head"] == results["checksums_cured"]
 
 
-def test_a_prefix_outlives_its_weights_without_a_reset(results: dict[str, Any]) -> None:
+def test_a_prefix_outlives_its_weights_without_a_reset(results: Results) -> None:
     assert difference(results, "stale_prefix") > WRONG
 
 
-def test_a_receive_buffer_must_not_be_used_again(results: dict[str, Any]) -> None:
+def test_a_receive_buffer_must_not_be_used_again(results: Results) -> None:
     assert difference(results, "reused_buffer") > WRONG
 
 
-def check_in_place(results: dict[str, Any], tolerance: float) -> None:
+def check_in_place(results: Results, tolerance: float) -> None:
     """Four matrices of each layer and the embedding; that memory may change once they are loaded."""
     assert results["in_place_layers"] == 4 * LAYERS + 1
     assert difference(results, "in_place") < tolerance and difference(results, "in_place", "old") > WRONG + tolerance
     assert results["in_place"] == results["copied"], "the layers hold the same either way"
 
 
-def test_weights_are_packed_from_where_they_were_staged(results: dict[str, Any]) -> None:
+def test_weights_are_packed_from_where_they_were_staged(results: Results) -> None:
     check_in_place(results, FP32_TOLERANCE)
 
 
-def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(
-    vllm_python: Path, engine_model: Callable[..., Path]
-) -> None:
-    models = [engine_model(tied=True, dtype="bfloat16", seed=seed) for seed in (0, 1)]
+def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(both: list[Results]) -> None:
     # Twice the root mean square, since the mean is of a few tokens: less than what is wrong.
-    check_in_place(run_cases(vllm_python, models, "in_place", "copied", dtype="bfloat16"), 2 * BF16_SPREAD)
+    check_in_place(both[1], 2 * BF16_SPREAD)
 
 
-def test_a_load_that_broke_off_is_given_up_before_the_next(results: dict[str, Any]) -> None:
+def test_a_load_that_broke_off_is_given_up_before_the_next(results: Results) -> None:
     assert difference(results, "after_a_failure") < FP32_TOLERANCE
     uncured = results["after_a_failure_uncured"]
     assert isinstance(uncured, str) or difference(results, "after_a_failure_uncured") > WRONG
 
 
-def test_a_version_with_something_missing_is_an_error(results: dict[str, Any]) -> None:
+def test_a_version_with_something_missing_is_an_error(results: Results) -> None:
     assert "IncompleteVersion: 2 of " in results["incomplete"] and "layers.1.mlp" in results["incomplete"]

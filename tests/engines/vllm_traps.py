@@ -1,7 +1,7 @@
-"""What goes wrong in a vLLM that gets new weights, with and without the cures; one engine in this process.
+"""What goes wrong in a vLLM that gets new weights, with and without the cures; one engine after the other here.
 
-    {vLLM's python} -m tests.engines.vllm_traps MODEL OTHER_MODEL [CASE …]
-        prints {case: log-probs of the probe, or an error} for these cases, by default all
+    {vLLM's python} -m tests.engines.vllm_traps '[[MODEL, OTHER_MODEL, [CASE, …]], …]'
+        prints for each of them {case: log-probs of the probe, or an error}; without cases for all cases
 
 OTHER_MODEL holds the new weights, of the same architecture. "…_cured" is what torchtitan.inference.vllm.loading does.
 """
@@ -47,6 +47,9 @@ class Engine:
         )
         self.worker: Any = self.llm.llm_engine.model_executor.driver_worker.worker
         self.model: torch.nn.Module = self.worker.get_model()
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     def log_probs(self) -> list[float]:
         """Of the probe's last tokens, each sampled greedily after those before it."""
@@ -125,11 +128,16 @@ def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.
         yield name, torch.full_like(tensor, 7.0)
 
 
-def main(model: str, other: str, *only: str) -> None:
-    from torchtitan.inference.vllm import adopting, loading
-
+def main(models: list[tuple[str, str, list[str]]]) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     torch.set_num_threads(1)
+    print("RESULTS " + json.dumps([run_cases(*one) for one in models]))
+
+
+def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
+    """What each case led to, in an engine that is gone then."""
+    from torchtitan.inference.vllm import adopting, loading
+
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model, dtype_of(old))
     results: dict[str, Any] = {}
@@ -226,7 +234,8 @@ def main(model: str, other: str, *only: str) -> None:
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("cured_again", load_all)
     record("plain_load_weights", lambda: plainly(engine, new))
-    print("RESULTS " + json.dumps(results))
+    engine.close()
+    return results
 
 
 def with_leftovers(engine: Engine, load: Callable[[], None]) -> None:
@@ -244,4 +253,4 @@ def plainly(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(json.loads(sys.argv[1]))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import TOKEN_VARIABLE
@@ -125,6 +125,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield made
 
 
+@pytest.mark.slow
 def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     run.steps_until(lambda: all(run.events("actor_ready", f"actor-{i}") for i in range(2)))
     run.step()
@@ -165,6 +166,7 @@ def test_killed_and_frozen_actors_cost_nothing_but_time(run: Run) -> None:
     assert [replay.next_batch(version) for version in replay.versions] == run.batches
 
 
+@pytest.mark.slow
 def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     config.inference.update_mode = "drain"
@@ -200,10 +202,7 @@ def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: py
     command = actor_command(config, tmp_path / "port")
     with subprocess.Popen(command, env=child_environment(threads=1)) as server:
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not (tmp_path / "port").exists():
-                assert server.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
+            until((tmp_path / "port").exists, process=server)
             config.inference.servers = [f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"]
             with running(config, policy, tmp_path / "run") as made:
                 made.step()

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from tests.integration_tests.test_actors import Run, make_config, running
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -127,10 +127,7 @@ def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:
         engine = engine_of(tmp_path)
         os.kill(engine.pid, signal.SIGSTOP)
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not run.events("actor_evicted", "actor-0"):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            until(lambda: run.events("actor_evicted", "actor-0"))
         finally:
             os.kill(engine.pid, signal.SIGCONT)
         run.steps_until(ready(run, 2))
@@ -170,23 +167,21 @@ def test_loading_that_does_not_end_is_given_up(tmp_path: Path) -> None:
 
     with foreign(tmp_path, change) as run:
         run.steps_until(ready(run, 1))
+
+        def given_up_with_another_version() -> bool:
+            run.version += 1
+            run.publish()
+            run.call(run.flow.set_version, run.version)
+            time.sleep(0.1)
+            return "came into the engine only in part" in (run.run_dir / "logs" / "actor-0.log").read_text()
+
         (tmp_path / "hang_load").touch()
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            log = run.run_dir / "logs" / "actor-0.log"
-            while "came into the engine only in part" not in log.read_text():
-                assert time.monotonic() < deadline
-                run.version += 1
-                run.publish()
-                run.call(run.flow.set_version, run.version)
-                time.sleep(0.1)
+            until(given_up_with_another_version)
         finally:
             (tmp_path / "hang_load").unlink()
         # Versions without a trained batch have made samples too old; what counts is that the engine is back.
-        deadline = time.monotonic() + PATIENCE_S
-        while health(run)["status"] != "ok":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: health(run)["status"] == "ok")
 
 
 def health(run: Run) -> dict[str, Any]:
@@ -210,10 +205,7 @@ def start_agent(*more: str, environment: dict[str, str]) -> subprocess.Popen[str
 
 
 def wait_for(path: Path, process: subprocess.Popen[Any]) -> str:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    until(path.exists, process=process)
     return path.read_text().strip()
 
 

@@ -62,6 +62,7 @@ def run_quickly(name: str, keys: set[str], *options: str) -> None:
         assert figures[key] > 0, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEYS)
 def test_benchmark_ends_with_its_figures(name: str) -> None:
     isolated = name == "weight_sync_overlap"

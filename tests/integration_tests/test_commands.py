@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -67,6 +66,16 @@ def test_environment_check_names_what_is_missing() -> None:
     assert run(sys.executable, ROOT / "scripts/check_environment.py", "--only", "torch").returncode == 0
 
 
+def test_fast_leaves_out_engines_and_what_is_slow() -> None:
+    files = ("engines/test_environments.py", "integration_tests/test_benchmarks.py")
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *(ROOT / "tests" / file for file in files))
+    everything, fast = run(*command), run(*command, "--fast")
+    assert everything.returncode == fast.returncode == 0, fast.stdout
+    for name in ("test_vllm_is_the_one_that_was_tried", "test_benchmark_ends_with_its_figures"):
+        assert name in everything.stdout and name not in fast.stdout
+    assert "test_namespaces_are_refused_clearly_without_their_tools" in fast.stdout
+
+
 def launch(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", *arguments]
 
@@ -92,11 +101,7 @@ def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -
         env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     )
     try:
-        for _ in range(600):
-            if ready.exists():
-                break
-            assert process.poll() is None
-            time.sleep(0.05)
+        until(ready.exists, process=process)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENCE_S)
     finally:

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, asynchronous
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
@@ -102,110 +102,101 @@ def process(
         server.wait(PATIENCE_S)
 
 
-def test_generates_what_the_engine_generates(
+@asynchronous
+async def test_generates_what_the_engine_generates(
     process: tuple[subprocess.Popen[str], str], tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    async def scenario() -> None:
-        async with Client(process[1]) as client:
-            asked = [body(12, f"r{i}", n=3, seed=i) for i in range(4)]
-            answers = await asyncio.gather(*(client.call("POST", "/v1/generate", json=one) for one in asked))
-            engine = Engine(load_policy(tiny_checkpoint()), 8, 400)
-            expected = engine.generate([GenerateRequest.from_json(one) for one in asked])
-            for (status, answer), completions in zip(answers, expected, strict=True):
-                got = [Completion.from_json(one) for one in answer["completions"]]
-                assert status == 200 and [one.token_ids for one in got] == [one.token_ids for one in completions]
-                assert got[0].spans[-1].end == len(got[0].token_ids) == len(got[0].log_probs)
-            prompt = {"prompt": [5, 9, 3], "max_tokens": 12, "n": 3, "model": "any"}
-            status, answer = await client.call("POST", "/v1/completions", json=prompt)
-            assert status == 200
-            assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected[0]]
-            status, answer = await client.call("POST", "/v1/completions", json={**prompt, "top_k": 3})
-            (first, *_) = answer["choices"]
-            kept = zip(first["token_ids"], first["kept_token_ids"], strict=True)
-            assert all(len(ids) == 3 and token in ids for token, ids in kept)
-            status, metrics = await client.call("GET", "/metrics")
-            assert status == 200 and "engine_finished_requests_total 6" in metrics
-
-    asyncio.run(scenario())
+    async with Client(process[1]) as client:
+        asked = [body(12, f"r{i}", n=3, seed=i) for i in range(4)]
+        answers = await asyncio.gather(*(client.call("POST", "/v1/generate", json=one) for one in asked))
+        engine = Engine(load_policy(tiny_checkpoint()), 8, 400)
+        expected = engine.generate([GenerateRequest.from_json(one) for one in asked])
+        for (status, answer), completions in zip(answers, expected, strict=True):
+            got = [Completion.from_json(one) for one in answer["completions"]]
+            assert status == 200 and [one.token_ids for one in got] == [one.token_ids for one in completions]
+            assert got[0].spans[-1].end == len(got[0].token_ids) == len(got[0].log_probs)
+        prompt = {"prompt": [5, 9, 3], "max_tokens": 12, "n": 3, "model": "any"}
+        status, answer = await client.call("POST", "/v1/completions", json=prompt)
+        assert status == 200
+        assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected[0]]
+        status, answer = await client.call("POST", "/v1/completions", json={**prompt, "top_k": 3})
+        (first, *_) = answer["choices"]
+        kept = zip(first["token_ids"], first["kept_token_ids"], strict=True)
+        assert all(len(ids) == 3 and token in ids for token, ids in kept)
+        status, metrics = await client.call("GET", "/metrics")
+        assert status == 200 and "engine_finished_requests_total 6" in metrics
 
 
-def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[str], str]) -> None:
-    async def scenario() -> None:
-        for token in (None, "wrong", TOKEN + "x"):
-            async with Client(process[1], token) as stranger:
-                for method, path in (
-                    ("GET", "/health"),
-                    ("POST", "/v1/generate"),
-                    ("POST", "/weights/connect"),
-                    ("GET", "/no"),
-                ):
-                    status, answer = await stranger.call(method, path)
-                    assert status == 401 and "token" in answer["error"]
-        async with Client(process[1]) as client:
-            for content, said in (
-                (b"{", "not JSON"),
-                (b"[1]", "object"),
-                (b"{}", "lacks"),
-                (json.dumps({**body(), "extra": 1}).encode(), "unknown extra"),
-                (json.dumps({**body(), "sampling": {"max_tokens": 3, "top_q": 1}}).encode(), "top_q"),
-                (json.dumps({**body(), "prompt_ids": [1000]}).encode(), "0..127"),
-                (json.dumps(body(n=0)).encode(), "n must be"),
+@asynchronous
+async def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[str], str]) -> None:
+    for token in (None, "wrong", TOKEN + "x"):
+        async with Client(process[1], token) as stranger:
+            for method, path in (
+                ("GET", "/health"),
+                ("POST", "/v1/generate"),
+                ("POST", "/weights/connect"),
+                ("GET", "/no"),
             ):
-                status, answer = await client.call("POST", "/v1/generate", data=content)
-                assert status == 400 and said in answer["error"]
-            status, answer = await client.call("POST", "/v1/generate", json=body(MAX_LENGTH - 2))
-            assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
-            status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
-            assert status == 400 and "token ids" in answer["error"]
-            status, answer = await client.call("POST", "/weights/connect", json={"coordinator": "x"})
-            assert status == 400 and "epoch" in answer["error"]
-            status, answer = await client.call("GET", "/nowhere")
-            assert status == 404 and "/nowhere" in answer["error"]
-
-    asyncio.run(scenario())
-
-
-def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) -> None:
-    async def scenario() -> None:
-        async with Client(process[1]) as client:
-            long = asyncio.create_task(client.call("POST", "/v1/generate", json=endless("long")))
-            await client.until(lambda health: health["running"] == 8)
-            queued = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4, "queued", n=2)))
-            await client.until(lambda health: health["waiting"] == 2)
-            status, health = await client.call("POST", "/pause")
-            assert status == 200 and health["status"] == "paused"
-            status, answer = await client.call("POST", "/v1/generate", json=body())
-            assert status == 503 and "paused" in answer["error"]
-            await asyncio.sleep(0.1)
-            assert not queued.done() and not long.done()
-            # Who hangs up no longer holds rows, even in a pause.
-            long.cancel()
-            await client.until(lambda health: health["running"] == 0)
-            assert (await client.call("POST", "/resume"))[1]["status"] == "ok"
-            status, answer = await queued
-            assert status == 200 and len(answer["completions"]) == 2
-            hopeless = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
-            await client.until(lambda health: health["running"] == 8)
-            await client.call("POST", "/pause", json={"mode": "abort"})
-            status, answer = await hopeless
-            assert status == 503 and "aborted" in answer["error"]
-            await client.call("POST", "/resume")
-
-    asyncio.run(scenario())
+                status, answer = await stranger.call(method, path)
+                assert status == 401 and "token" in answer["error"]
+    async with Client(process[1]) as client:
+        for content, said in (
+            (b"{", "not JSON"),
+            (b"[1]", "object"),
+            (b"{}", "lacks"),
+            (json.dumps({**body(), "extra": 1}).encode(), "unknown extra"),
+            (json.dumps({**body(), "sampling": {"max_tokens": 3, "top_q": 1}}).encode(), "top_q"),
+            (json.dumps({**body(), "prompt_ids": [1000]}).encode(), "0..127"),
+            (json.dumps(body(n=0)).encode(), "n must be"),
+        ):
+            status, answer = await client.call("POST", "/v1/generate", data=content)
+            assert status == 400 and said in answer["error"]
+        status, answer = await client.call("POST", "/v1/generate", json=body(MAX_LENGTH - 2))
+        assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
+        status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
+        assert status == 400 and "token ids" in answer["error"]
+        status, answer = await client.call("POST", "/weights/connect", json={"coordinator": "x"})
+        assert status == 400 and "epoch" in answer["error"]
+        status, answer = await client.call("GET", "/nowhere")
+        assert status == 404 and "/nowhere" in answer["error"]
 
 
-def test_sigterm_ends_it_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
+@asynchronous
+async def test_pause_disconnect_and_queue(process: tuple[subprocess.Popen[str], str]) -> None:
+    async with Client(process[1]) as client:
+        long = asyncio.create_task(client.call("POST", "/v1/generate", json=endless("long")))
+        await client.until(lambda health: health["running"] == 8)
+        queued = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4, "queued", n=2)))
+        await client.until(lambda health: health["waiting"] == 2)
+        status, health = await client.call("POST", "/pause")
+        assert status == 200 and health["status"] == "paused"
+        status, answer = await client.call("POST", "/v1/generate", json=body())
+        assert status == 503 and "paused" in answer["error"]
+        await asyncio.sleep(0.1)
+        assert not queued.done() and not long.done()
+        # Who hangs up no longer holds rows, even in a pause.
+        long.cancel()
+        await client.until(lambda health: health["running"] == 0)
+        assert (await client.call("POST", "/resume"))[1]["status"] == "ok"
+        status, answer = await queued
+        assert status == 200 and len(answer["completions"]) == 2
+        hopeless = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
+        await client.until(lambda health: health["running"] == 8)
+        await client.call("POST", "/pause", json={"mode": "abort"})
+        status, answer = await hopeless
+        assert status == 503 and "aborted" in answer["error"]
+        await client.call("POST", "/resume")
+
+
+@asynchronous
+async def test_sigterm_ends_it_with_requests_running(process: tuple[subprocess.Popen[str], str]) -> None:
     server, url = process
-
-    async def scenario() -> None:
-        async with Client(url) as client:
-            running = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
-            await client.until(lambda health: health["running"] == 8)
-            server.send_signal(signal.SIGTERM)
-            status, answer = await running
-            assert status == 503 and "shutting down" in answer["error"]
-
-    asyncio.run(scenario())
+    async with Client(url) as client:
+        running = asyncio.create_task(client.call("POST", "/v1/generate", json=endless()))
+        await client.until(lambda health: health["running"] == 8)
+        server.send_signal(signal.SIGTERM)
+        status, answer = await running
+        assert status == 503 and "shutting down" in answer["error"]
     assert server.wait(PATIENCE_S) == 0
 
 

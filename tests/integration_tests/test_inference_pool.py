@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -80,17 +79,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in EventLog(run_dir / "events.jsonl").read() if event["kind"] == kind]
 
 
-async def until(condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.02)
-
-
-def run(work: Any, timeout: float = 2 * PATIENCE_S) -> None:
-    asyncio.run(asyncio.wait_for(work, timeout))
-
-
 def process_ids(pool: InferencePool) -> dict[str, int]:
     return {actor.name: actor._process.pid for actor in pool._actors}  # type: ignore[union-attr]
 
@@ -99,238 +87,211 @@ def ready(pool: InferencePool, count: int) -> Callable[[], bool]:
     return lambda: list(pool.actors.values()).count("ready") == count
 
 
-def test_requests_wait_for_weights_and_then_spread_over_the_actors(
+@asynchronous
+async def test_requests_wait_for_weights_and_then_spread_over_the_actors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_DELAY_S", "0.1")
-
-    async def work() -> None:
-        async with running(make_config(), tmp_path, connect=False) as pool:
-            waiting = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
-            await until(lambda: list(pool.actors.values()) == ["joining"] * 2)
-            assert not any(task.done() for task in waiting)
-            await pool.connect_weights(f"coordinator:{VERSION}")
-            results = await asyncio.gather(*waiting)
-            assert all(len(completions) == 2 for completions in results)
-            assert results[0][0].spans[0].version == VERSION
-            assert pool.serving_version() == VERSION
-            await until(ready(pool, 2))
-            assert await pool.generate(request(9), min_version=VERSION)
-            waiting = [asyncio.ensure_future(pool.generate(request(i), VERSION + 1)) for i in range(6)]
-            await asyncio.sleep(0.3)
-            assert not any(task.done() for task in waiting)
-            await pool.connect_weights(f"coordinator:{VERSION + 1}")
-            results = await asyncio.gather(*waiting)
-            assert {completions[0].spans[0].version for completions in results} == {VERSION + 1}
-            # whichever actor had the version first, the other got its half
-            counts = Counter(pid for completions in results for pid in pids(completions))
-            assert sorted(counts.values()) == [3, 3]
-
-    run(work())
+    # So long that both have the version before one of them has finished.
+    monkeypatch.setenv("FAKE_DELAY_S", "1.0")
+    async with running(make_config(), tmp_path, connect=False) as pool:
+        waiting = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+        await eventually(lambda: list(pool.actors.values()) == ["joining"] * 2)
+        assert not any(task.done() for task in waiting)
+        await pool.connect_weights(f"coordinator:{VERSION}")
+        results = await asyncio.gather(*waiting)
+        assert all(len(completions) == 2 for completions in results)
+        assert results[0][0].spans[0].version == VERSION
+        assert pool.serving_version() == VERSION
+        await eventually(ready(pool, 2))
+        assert await pool.generate(request(9), min_version=VERSION)
+        waiting = [asyncio.ensure_future(pool.generate(request(i), VERSION + 1)) for i in range(6)]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in waiting)
+        await pool.connect_weights(f"coordinator:{VERSION + 1}")
+        results = await asyncio.gather(*waiting)
+        assert {completions[0].spans[0].version for completions in results} == {VERSION + 1}
+        # whichever actor had the version first, the other got its half
+        counts = Counter(pid for completions in results for pid in pids(completions))
+        assert sorted(counts.values()) == [3, 3]
 
 
-def test_a_killed_actor_loses_no_request_is_logged_restarted_and_rejoins(
+@asynchronous
+async def test_a_killed_actor_loses_no_request_is_logged_restarted_and_rejoins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+    async with running(make_config(), tmp_path) as pool:
+        await eventually(ready(pool, 2))
+        victim = process_ids(pool)["actor-1"]
+        tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(8)]
+        await asyncio.sleep(0.15)
+        os.kill(victim, signal.SIGKILL)
+        results = await asyncio.gather(*tasks)
+        assert victim not in set().union(*map(pids, results))
+        (event,) = events(tmp_path, "actor_evicted")
+        assert (event["actor"], event["phase"], event["unfinished_requests"]) == ("actor-1", "generate", 4)
+        assert "SIGKILL" in event["reason"]
+        assert pool.statistics["requests_redone"] == 4
+        await eventually(ready(pool, 2))
+        newcomer = process_ids(pool)["actor-1"]
+        assert newcomer != victim
+        results = await asyncio.gather(*(pool.generate(request(i)) for i in range(8)))
+        assert newcomer in set().union(*map(pids, results))
+        assert pool.statistics["restarts"] == 1
 
-    async def work() -> None:
-        async with running(make_config(), tmp_path) as pool:
-            await until(ready(pool, 2))
-            victim = process_ids(pool)["actor-1"]
-            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(8)]
-            await asyncio.sleep(0.15)
-            os.kill(victim, signal.SIGKILL)
-            results = await asyncio.gather(*tasks)
-            assert victim not in set().union(*map(pids, results))
+
+@asynchronous
+async def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
+    async with running(make_config(), tmp_path) as pool:
+        await eventually(ready(pool, 2))
+        frozen = process_ids(pool)["actor-0"]
+        tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+        await asyncio.sleep(0.1)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+            assert frozen not in set().union(*map(pids, results))
             (event,) = events(tmp_path, "actor_evicted")
-            assert (event["actor"], event["phase"], event["unfinished_requests"]) == ("actor-1", "generate", 4)
-            assert "SIGKILL" in event["reason"]
-            assert pool.statistics["requests_redone"] == 4
-            await until(ready(pool, 2))
-            newcomer = process_ids(pool)["actor-1"]
-            assert newcomer != victim
-            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(8)))
-            assert newcomer in set().union(*map(pids, results))
-            assert pool.statistics["restarts"] == 1
-
-    run(work())
+            assert (event["actor"], event["phase"]) == ("actor-0", "generate")
+            assert event["noticed_by"] == "health"
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        await eventually(ready(pool, 2))
+        assert process_ids(pool)["actor-0"] == frozen
+        assert pool.statistics["restarts"] == 0
+        assert events(tmp_path, "actor_rejoining")
 
 
-def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
+@asynchronous
+async def test_an_actor_that_weight_sync_gave_up_loses_its_prompts_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
-
-    async def work() -> None:
-        async with running(make_config(), tmp_path) as pool:
-            await until(ready(pool, 2))
-            frozen = process_ids(pool)["actor-0"]
-            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
-            await asyncio.sleep(0.1)
-            os.kill(frozen, signal.SIGSTOP)
-            try:
-                results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
-                assert frozen not in set().union(*map(pids, results))
-                (event,) = events(tmp_path, "actor_evicted")
-                assert (event["actor"], event["phase"]) == ("actor-0", "generate")
-                assert event["noticed_by"] == "health"
-            finally:
-                os.kill(frozen, signal.SIGCONT)
-            await until(ready(pool, 2))
-            assert process_ids(pool)["actor-0"] == frozen
-            assert pool.statistics["restarts"] == 0
-            assert events(tmp_path, "actor_rejoining")
-
-    run(work())
-
-
-def test_an_actor_that_weight_sync_gave_up_loses_its_prompts_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
-
-    async def work() -> None:
-        # Its engine answers health probes, or does not for much longer than this test lasts: that is not what counts.
-        async with running(make_config(health_timeout_s=30.0), tmp_path) as pool:
-            await until(ready(pool, 2))
-            frozen = process_ids(pool)["actor-0"]
-            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
-            await until(lambda: sum(actor.load for actor in pool._actors) == 12)
-            os.kill(frozen, signal.SIGSTOP)
-            try:
-                await pool.redo_elsewhere("actor-0", "no answer to an offer within 5 s (in SUSPECT)")
-                await pool.redo_elsewhere("actor-0", "again")  # out already
-                await pool.redo_elsewhere("nobody", "unknown")
-                results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
-                assert frozen not in set().union(*map(pids, results))
-                assert pool.statistics["requests_redone"] == 3
-                assert pool.actors["actor-0"] == "suspect"
-                results = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
-                assert frozen not in set().union(*map(pids, results))
-            finally:
-                os.kill(frozen, signal.SIGCONT)
-            await until(ready(pool, 2))
+    # Its engine answers health probes, or does not for much longer than this test lasts: that is not what counts.
+    async with running(make_config(health_timeout_s=30.0), tmp_path) as pool:
+        await eventually(ready(pool, 2))
+        frozen = process_ids(pool)["actor-0"]
+        tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+        await eventually(lambda: sum(actor.load for actor in pool._actors) == 12)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            await pool.redo_elsewhere("actor-0", "no answer to an offer within 5 s (in SUSPECT)")
+            await pool.redo_elsewhere("actor-0", "again")  # out already
+            await pool.redo_elsewhere("nobody", "unknown")
+            results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+            assert frozen not in set().union(*map(pids, results))
+            assert pool.statistics["requests_redone"] == 3
+            assert pool.actors["actor-0"] == "suspect"
             results = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
-            assert frozen in set().union(*map(pids, results))
-            assert pool.statistics["evictions"] == 0
+            assert frozen not in set().union(*map(pids, results))
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        await eventually(ready(pool, 2))
+        results = await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+        assert frozen in set().union(*map(pids, results))
+        assert pool.statistics["evictions"] == 0
 
-    run(work())
 
-
-def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewhere(
+@asynchronous
+async def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "poisoned"
     monkeypatch.setenv("FAKE_POISONED", str(file))
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
-
-    async def work() -> None:
-        async with running(make_config(), tmp_path) as pool:
-            await until(ready(pool, 2))
-            victim = process_ids(pool)["actor-1"]
-            tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
-            await until(lambda: sum(actor.load for actor in pool._actors) == 12)
-            file.write_text(str(victim))
-            results = await asyncio.gather(*tasks)
-            assert victim not in set().union(*map(pids, results))
-            await until(lambda: pool.actors["actor-1"] == "joining")
-            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
-            assert victim not in set().union(*map(pids, results))
-            file.unlink()  # a whole version was applied
-            await until(ready(pool, 2))
-            results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
-            assert victim in set().union(*map(pids, results))
-            # It lives and heals itself: neither an eviction nor a failure of the requests.
-            assert not any(pool.statistics.values())
-
-    run(work())
+    async with running(make_config(), tmp_path) as pool:
+        await eventually(ready(pool, 2))
+        victim = process_ids(pool)["actor-1"]
+        tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
+        await eventually(lambda: sum(actor.load for actor in pool._actors) == 12)
+        file.write_text(str(victim))
+        results = await asyncio.gather(*tasks)
+        assert victim not in set().union(*map(pids, results))
+        await eventually(lambda: pool.actors["actor-1"] == "joining")
+        results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
+        assert victim not in set().union(*map(pids, results))
+        file.unlink()  # a whole version was applied
+        await eventually(ready(pool, 2))
+        results = await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))
+        assert victim in set().union(*map(pids, results))
+        # It lives and heals itself: neither an eviction nor a failure of the requests.
+        assert not any(pool.statistics.values())
 
 
-def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> None:
-    async def work() -> None:
-        config = make_config(num_actors=1)
-        async with running(config, tmp_path) as pool:
-            await until(ready(pool, 1))
-            frozen = process_ids(pool)["actor-0"]
-            config.inference.startup_timeout_s = 1.0
-            os.kill(frozen, signal.SIGSTOP)
-            await until(lambda: bool(events(tmp_path, "actor_killed")))
-            config.inference.startup_timeout_s = PATIENCE_S
-            await until(ready(pool, 1))
-            assert process_ids(pool)["actor-0"] != frozen
-
-    run(work())
+@asynchronous
+async def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> None:
+    config = make_config(num_actors=1)
+    async with running(config, tmp_path) as pool:
+        await eventually(ready(pool, 1))
+        frozen = process_ids(pool)["actor-0"]
+        config.inference.startup_timeout_s = 1.0
+        os.kill(frozen, signal.SIGSTOP)
+        await eventually(lambda: bool(events(tmp_path, "actor_killed")))
+        config.inference.startup_timeout_s = PATIENCE_S
+        await eventually(ready(pool, 1))
+        assert process_ids(pool)["actor-0"] != frozen
 
 
-def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
+@asynchronous
+async def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_EXIT", "1")
-
-    async def work() -> None:
-        async with running(make_config(max_restarts=1), tmp_path) as pool:
-            with pytest.raises(UserError, match="no inference actor is left.*the fake actor was told to fail"):
-                await pool.generate(request(0))
-            assert pool.actors == {"actor-0": "gave up", "actor-1": "gave up"}
-
-    run(work())
+    async with running(make_config(max_restarts=1), tmp_path) as pool:
+        with pytest.raises(UserError, match="no inference actor is left.*the fake actor was told to fail"):
+            await pool.generate(request(0))
+        assert pool.actors == {"actor-0": "gave up", "actor-1": "gave up"}
 
 
-def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
-            with pytest.raises(UserError, match="refused request r0.*400"):
-                await pool.generate(request(0, token=13))
-            with pytest.raises(UserError, match=r"failed 3 times .*413"):
-                await pool.generate(request(0, token=14))
-            with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
-                await pool.generate(request(1, token=17))
-            assert await pool.generate(request(2))  # the actor is none the worse for it
-            assert pool.statistics["evictions"] == 0
-
-    run(work())
+@asynchronous
+async def test_refused_requests_and_malformed_answers(tmp_path: Path) -> None:
+    async with running(make_config(num_actors=1, max_retries=2), tmp_path) as pool:
+        with pytest.raises(UserError, match="refused request r0.*400"):
+            await pool.generate(request(0, token=13))
+        with pytest.raises(UserError, match=r"failed 3 times .*413"):
+            await pool.generate(request(0, token=14))
+        with pytest.raises(UserError, match=r"failed 3 times .inference.max_retries = 2.*malformed"):
+            await pool.generate(request(1, token=17))
+        assert await pool.generate(request(2))  # the actor is none the worse for it
+        assert pool.statistics["evictions"] == 0
 
 
-def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
+@asynchronous
+async def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, third = tmp_path / "second", tmp_path / "third"
     second.mkdir(), third.mkdir()
-
-    async def work() -> None:
-        async with running(make_config(num_actors=1), tmp_path) as pool:
-            await until(ready(pool, 1))
-            url = pool._actors[0]._client.url
-            monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
-            async with running(make_config(servers=[url]), second) as outer:
-                assert await outer.generate(request(0))
-            monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "wrong")
-            outer = InferencePool(make_config(servers=[url]), "epoch", "secret", third, EventLog(third / "events"))
-            try:
-                with pytest.raises(UserError, match=f"{url} refuses our token .*TORCHTITAN_ACTOR_TOKEN"):
-                    await outer.start()
-            finally:
-                await outer.close()
-
-    run(work())
+    async with running(make_config(num_actors=1), tmp_path) as pool:
+        await eventually(ready(pool, 1))
+        url = pool._actors[0]._client.url
+        monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
+        async with running(make_config(servers=[url]), second) as outer:
+            assert await outer.generate(request(0))
+        monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "wrong")
+        outer = InferencePool(make_config(servers=[url]), "epoch", "secret", third, EventLog(third / "events"))
+        try:
+            with pytest.raises(UserError, match=f"{url} refuses our token .*TORCHTITAN_ACTOR_TOKEN"):
+                await outer.start()
+        finally:
+            await outer.close()
 
 
-def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_path: Path) -> None:
+@asynchronous
+async def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_path: Path) -> None:
     answers = [(200, {"status": "ok", "epoch": "epoch", "version": VERSION})]
-
-    async def work(url: str) -> None:
+    with serving(post=lambda path, body: (200, {}), get=lambda path: answers[-1]) as url:
         async with running(make_config(servers=[url]), tmp_path) as pool:
-            await until(ready(pool, 1))
+            await eventually(ready(pool, 1))
             answers.append((401, {"error": "token"}))
-            await until(lambda: bool(events(tmp_path, "actor_evicted")))
+            await eventually(lambda: bool(events(tmp_path, "actor_evicted")))
             (event,) = events(tmp_path, "actor_evicted")
             assert f"{url} refuses our token (/health answered 401)" in event["reason"]
             answers.append(answers[0])
-            await until(ready(pool, 1))
-
-    with serving(post=lambda path, body: (200, {}), get=lambda path: answers[-1]) as url:
-        run(work(url))
+            await eventually(ready(pool, 1))
 
 
 def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,69 +310,61 @@ def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPat
         cores(0, pin_cores=True, threads_per_actor=4)
 
 
-def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
+@asynchronous
+async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = tmp_path / "hang"
     monkeypatch.setenv("FAKE_HANG", str(hang))
-
-    async def work() -> None:
-        async with running(make_config(num_actors=1), tmp_path) as pool:
-            await until(ready(pool, 1))
-            hang.touch()
-            await until(lambda: pool.actors["actor-0"] == "evicted")
-            (event,) = events(tmp_path, "actor_evicted")
-            assert event["noticed_by"] == "engine" and "not moved for 60" in event["reason"]
-            hang.unlink()
-            assert await pool.generate(request(0))
-            assert pool.statistics["restarts"] == 0
-
-    run(work())
+    async with running(make_config(num_actors=1), tmp_path) as pool:
+        await eventually(ready(pool, 1))
+        hang.touch()
+        await eventually(lambda: pool.actors["actor-0"] == "evicted")
+        (event,) = events(tmp_path, "actor_evicted")
+        assert event["noticed_by"] == "engine" and "not moved for 60" in event["reason"]
+        hang.unlink()
+        assert await pool.generate(request(0))
+        assert pool.statistics["restarts"] == 0
 
 
-def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(
+@asynchronous
+async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = tmp_path / "dead"
     monkeypatch.setenv("FAKE_DEAD", str(dead))
-
-    async def work() -> None:
-        async with running(make_config(num_actors=1), tmp_path) as pool:
-            await until(ready(pool, 1))
-            dead.touch()
-            redone = asyncio.create_task(pool.generate(request(0)))
-            await until(lambda: pool.actors["actor-0"] == "suspect")
-            # Time for many probes, all of which find the actor itself in good health.
-            await asyncio.sleep(1.0)
-            assert pool.actors["actor-0"] == "suspect"
-            assert not redone.done()
-            dead.unlink()
-            assert await redone
-            assert pool.statistics == Counter(requests_redone=1)
-
-    run(work())
+    async with running(make_config(num_actors=1), tmp_path) as pool:
+        await eventually(ready(pool, 1))
+        dead.touch()
+        redone = asyncio.create_task(pool.generate(request(0)))
+        await eventually(lambda: pool.actors["actor-0"] == "suspect")
+        # Time for many probes, all of which find the actor itself in good health.
+        await asyncio.sleep(1.0)
+        assert pool.actors["actor-0"] == "suspect"
+        assert not redone.done()
+        dead.unlink()
+        assert await redone
+        assert pool.statistics == Counter(requests_redone=1)
 
 
-def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
+@asynchronous
+async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = tmp_path / "lost"
     monkeypatch.setenv("FAKE_LOST", str(lost))
-
-    async def work() -> None:
-        async with running(make_config(num_actors=1), tmp_path) as pool:
-            await until(ready(pool, 1))
-            lost.touch()
-            await until(lambda: not lost.exists())
-            (event,) = events(tmp_path, "actor_weights_lost")
-            assert event["reason"] == "no coordinator for 60 s"
-            assert await pool.generate(request(0))
-            assert pool.statistics["evictions"] == 0
-
-    run(work())
+    async with running(make_config(num_actors=1), tmp_path) as pool:
+        await eventually(ready(pool, 1))
+        lost.touch()
+        await eventually(lambda: not lost.exists())
+        (event,) = events(tmp_path, "actor_weights_lost")
+        assert event["reason"] == "no coordinator for 60 s"
+        assert await pool.generate(request(0))
+        assert pool.statistics["evictions"] == 0
 
 
-def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
+@asynchronous
+async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf = tmp_path / "deaf"
@@ -419,52 +372,42 @@ def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
     monkeypatch.setenv("FAKE_DEAF", str(deaf))
     config = make_config(num_actors=1, max_restarts=1)
     config.weight_sync.join_timeout_s = 0.3
-
-    async def work() -> None:
-        async with running(config, tmp_path, connect=False) as pool:
-            await until(lambda: pool.actors["actor-0"] == "joining")
-            await asyncio.sleep(0.5)
-            assert not events(tmp_path, "actor_join_timeout"), "nobody has told it where weights come from"
-            await pool.connect_weights(f"coordinator:{VERSION}")
-            await until(lambda: bool(events(tmp_path, "actor_restarting")))
-            assert len(events(tmp_path, "actor_join_timeout")) == 3
-            assert "join_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]
-            with pytest.raises(UserError, match="no inference actor is left.*max_restarts.*no weights within"):
-                await pool.generate(request(0))
-
-    run(work())
+    async with running(config, tmp_path, connect=False) as pool:
+        await eventually(lambda: pool.actors["actor-0"] == "joining")
+        await asyncio.sleep(0.5)
+        assert not events(tmp_path, "actor_join_timeout"), "nobody has told it where weights come from"
+        await pool.connect_weights(f"coordinator:{VERSION}")
+        await eventually(lambda: bool(events(tmp_path, "actor_restarting")))
+        assert len(events(tmp_path, "actor_join_timeout")) == 3
+        assert "join_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]
+        with pytest.raises(UserError, match="no inference actor is left.*max_restarts.*no weights within"):
+            await pool.generate(request(0))
 
 
-def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
+@asynchronous
+async def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "actor-0.port").write_text("1")
     names: list[str] = []
-
-    async def work() -> None:
-        config = make_config(num_actors=1)
-        async with running(config, tmp_path) as pool:
-            for _ in range(2):
-                await until(ready(pool, 1))
-                command = psutil.Process(process_ids(pool)["actor-0"]).cmdline()
-                names.append(command[command.index("--port-file") + 1])
-                os.kill(process_ids(pool)["actor-0"], signal.SIGKILL)
-                await until(lambda: pool.actors["actor-0"] != "ready")
-
-    run(work())
-    assert names[0] != names[1] and not any(Path(name).exists() for name in names)
+    config = make_config(num_actors=1)
+    async with running(config, tmp_path) as pool:
+        for _ in range(2):
+            await eventually(ready(pool, 1))
+            command = psutil.Process(process_ids(pool)["actor-0"]).cmdline()
+            names.append(command[command.index("--port-file") + 1])
+            os.kill(process_ids(pool)["actor-0"], signal.SIGKILL)
+            await eventually(lambda: pool.actors["actor-0"] != "ready")
+    assert names[0] != names[1] and not any(Path(name).exists() for name in names)  # noqa: ASYNC240
     assert base_url("::1", 80) == "http://[::1]:80"
 
 
-def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
+@asynchronous
+async def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
     seen: list[int] = []
-
-    async def work() -> None:
-        async with running(make_config(), tmp_path) as pool:
-            await until(ready(pool, 2))
-            seen.extend(process_ids(pool).values())
-            asyncio.ensure_future(pool.generate(request(0))).cancel()
-
-    run(work())
+    async with running(make_config(), tmp_path) as pool:
+        await eventually(ready(pool, 2))
+        seen.extend(process_ids(pool).values())
+        asyncio.ensure_future(pool.generate(request(0))).cancel()
     assert len(seen) == 2
     for pid in seen:
         with pytest.raises(ProcessLookupError):

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import Processes
+from tests.runs import RUN_SECONDS, Run
 from torchtitan.config.job_config import Lora
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import add_adapters
 from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
-from torchtitan.utils.json_lines import read_json_lines
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = Lora(rank=4, alpha=8.0)
 
 
-def run(checkpoint: Path, dump: Path, steps: int, *overrides: str) -> Path:
-    """A few steps of the debug run; returns its folder."""
-    command = [
-        sys.executable, "-m", "torchtitan.grpo_train",
-        "--job.config_file", str(ROOT / "train_configs" / "debug_cpu.toml"),
-        "--job.dump_folder", str(dump),
-        "--model.hf_assets_path", str(checkpoint),
+def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options: str) -> Run:
+    """A few steps of the debug run, to their end."""
+    made = Run(
+        processes, "debug_cpu", checkpoint, dump,
         "--lora.rank", str(SETTINGS.rank),
         "--lora.alpha", str(SETTINGS.alpha),
         "--training.steps", str(steps),
         "--training.global_batch_size", "64",
-        "--training.threads", "1",
         "--grpo.kl_coefficient", "0.01",
         "--grpo.num_minibatches", "1",
         "--optimizer.lr", "2e-3",
@@ -45,15 +38,10 @@ def run(checkpoint: Path, dump: Path, steps: int, *overrides: str) -> Path:
         "--inference.num_actors", "1",
         "--inference.threads_per_actor", "1",
         "--checkpoint.last_save_in_hf", "true",
-        *overrides,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return (dump / "latest").resolve()
-
-
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [row for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row]
+        *options,
+    )  # fmt: skip
+    made.end()
+    return made
 
 
 def make_checkpoint(directory: Path) -> Decoder:
@@ -64,14 +52,19 @@ def make_checkpoint(directory: Path) -> Decoder:
     return policy
 
 
-def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
+def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> None:
+    """In blocking mode: every step waits for the actor, which stays awake."""
     functional = pytest.importorskip("bitsandbytes.functional")
     checkpoint = tmp_path / "checkpoint"
     make_checkpoint(checkpoint)
-    run_dir = run(checkpoint, tmp_path, 4, "--lora.base_bits", "4")
-    run_dir = run(checkpoint, tmp_path, 12, "--lora.base_bits", "4", "--checkpoint.resume", str(run_dir))
-    rows = rows_of(run_dir)
+    options = ("--lora.base_bits", "4", "--grpo.async_weight_update", "false")
+    run_dir = run(processes, checkpoint, tmp_path, 4, *options).folder
+    resumed = run(processes, checkpoint, tmp_path, 12, *options, "--checkpoint.resume", str(run_dir))
+    rows = resumed.steps()
     assert [row["step"] for row in rows] == list(range(1, 13))
+    # After a resume the first batch may be of finished rollouts, and trained before the actor has joined.
+    waited = [row for row in rows if "weight_sync/actor-0/version" in row]
+    assert len(waited) >= 8 and all(row["weight_sync/actor-0/version"] == row["policy_version"] for row in waited)
     # It learns, and what the actor samples with is what the trainer trains, four bits and all.
     rewards = [row["reward/mean"] for row in rows]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.15, rewards
@@ -80,8 +73,7 @@ def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
     assert 0 <= rows[0]["reference_kl"] < 1e-6 < rows[-1]["reference_kl"]
     norm, applied = (rows[-1][f"weight_sync/actor-0/{key}"] for key in ("adapter_norm", "adapter_applied_norm"))
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
-    kinds = [event["kind"] for event in read_json_lines(run_dir / "events.jsonl")]
-    assert "weights_probed" in kinds and "weights_differ" not in kinds
+    assert resumed.events("weights_probed") and not resumed.events("weights_differ")
     assert any(row["time/probe_s"] > 0 for row in rows)
     adapter = load_file(run_dir / "adapter" / "step-12" / "adapter_model.safetensors")
     merged, base = (load_file(path / "model.safetensors") for path in (run_dir / "hf" / "step-12", checkpoint))
@@ -95,12 +87,11 @@ def test_a_run_on_a_base_of_four_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(merged[name].double(), tensor.double(), rtol=0, atol=1e-6)
 
 
-def test_a_run_with_adapters(tmp_path: Path) -> None:
+def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     policy = make_checkpoint(checkpoint)
-    run_dir = run(checkpoint, tmp_path, 3)
-    run_dir = run(checkpoint, tmp_path, 6, "--checkpoint.resume", str(run_dir))
-    rows = rows_of(run_dir)
+    run_dir = run(processes, checkpoint, tmp_path, 3).folder
+    rows = run(processes, checkpoint, tmp_path, 6, "--checkpoint.resume", str(run_dir)).steps()
     assert [row["step"] for row in rows] == list(range(1, 7))
     # What the actor sampled with is what the trainer trains.
     assert all(row["mismatch_kl/same_version"] < 1e-6 for row in rows if row["mismatch_kl/same_version"] is not None)

@@ -6,21 +6,16 @@ One run serves all tests here, as starting processes is what takes the time.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.processes import Processes
+from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.rollout.batch_codec import batch_from_json
@@ -30,69 +25,31 @@ from torchtitan.trainer.checkpoint_folder import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
 
 # The first test waits for the whole story.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * RUN_SECONDS)]
 
-ROOT = Path(__file__).parents[2]
 INTERVAL = 10
 ENDLESS = 100_000
 
 
-@pytest.fixture(scope="module")
-def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of the default run, made as ./run_grpo.sh makes it."""
-    directory = tmp_path_factory.mktemp("assets") / "debug_arithmetic"
-    script = ROOT / "scripts" / "make_debug_checkpoint.py"
-    subprocess.run([sys.executable, script, "--output", directory], check=True, cwd=ROOT, timeout=240)
-    return directory
-
-
-def launch(
-    checkpoint: Path, dump_folder: Path, steps: int, *overrides: str, launcher: tuple[str, ...] = ("-m",)
-) -> subprocess.Popen[bytes]:
-    """The default configuration, small: 8 prompts × 8 samples a step, one rank. The first life of a run that is to be
-    killed gets more steps than it can make; a constant rate makes its steps those of a shorter run."""
-    command = [
-        sys.executable, *launcher, "torchtitan.grpo_train",
-        "--job.config_file", str(ROOT / "train_configs" / "debug_cpu.toml"),
-        "--job.dump_folder", str(dump_folder),
-        "--model.hf_assets_path", str(checkpoint),
+def start(processes: Processes, checkpoint: Path, dump: Path, steps: int, *options: str, ranks: int = 0) -> Run:
+    """The default configuration, small: 8 prompts × 8 samples a step. The first life of a run that is to be killed gets
+    more steps than it can make."""
+    return Run(
+        processes, "debug_cpu", checkpoint, dump,
         "--training.steps", str(steps),
-        "--lr_scheduler.decay_type", "constant",
         "--training.global_batch_size", "64",
         "--checkpoint.interval", str(INTERVAL),
         "--checkpoint.keep_latest_k", "0",
         "--eval.num_prompts", "8",
         "--eval.interval", "0",
         "--inference.threads_per_actor", "1",
-        "--training.threads", "1",
-        *overrides,
-    ]  # fmt: skip
-    log = (dump_folder / "console.log").open("ab")
-    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-
-
-def wait_for(condition: Callable[[], Any], what: str, process: subprocess.Popen[bytes], log: Path) -> Any:
-    deadline = time.monotonic() + 180
-    while not (value := condition()):
-        assert process.poll() is None and time.monotonic() < deadline, f"{what}: {log.read_text()[-4000:]}"
-        time.sleep(0.05)
-    return value
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    try:
-        assert process.wait(240) == 0, log.read_text()[-6000:]
-    finally:
-        process.kill()
+        *options,
+        ranks=ranks,
+    )  # fmt: skip
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in read_json_lines(run_dir / "metrics.jsonl") if "loss" in row]
-
-
-def actors_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "torchtitan.inference.embedded" in child.cmdline()]
 
 
 @dataclass
@@ -105,7 +62,6 @@ class Story:
     """Steps of the whole run"""
     killed_at: int
     """Newest whole checkpoint when the trainer was killed"""
-    orphans_gone: bool
     before: list[dict[str, Any]]
     """Rows of metrics.jsonl when the trainer was killed"""
     unused_groups: list[Group]
@@ -113,41 +69,26 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(debug_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Story:
     dump = tmp_path_factory.mktemp("runs")
-    log = dump / "console.log"
-    process = launch(debug_checkpoint, dump, ENDLESS)
-    try:
-        latest = dump / "latest"
-        wait_for(lambda: latest.exists() and len(steps_of(latest)) >= 2, "first steps", process, log)
-        run_dir = latest.resolve()
-
-        def times_ready() -> int:
-            return sum(event["kind"] == "actor_ready" for event in read_json_lines(run_dir / "events.jsonl"))
-
-        wait_for(lambda: times_ready() == 2, "both actors", process, log)
-        actors_of(process)[0].kill()
-        wait_for(lambda: times_ready() == 3, "the actor is back", process, log)
-        folder = run_dir / "checkpoint"
-        wait_for(lambda: len(whole_steps(folder)) > 1, "a checkpoint", process, log)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGKILL)
-        process.wait(PATIENCE_S)
-        _, alive = psutil.wait_procs(children, timeout=15)
-        before = steps_of(run_dir)
-        killed_at = whole_steps(folder)[-1]
-        unused = groups_in(folder / f"step-{killed_at}" / "rollout.bin")
-        steps = killed_at + 15
-        process = launch(debug_checkpoint, dump, steps, "--checkpoint.resume", str(run_dir))
-        finish(process, log)
-        replay_dump = dump / "replay"
-        replay_dump.mkdir()
-        process = launch(debug_checkpoint, replay_dump, steps, "--rollout.replay", str(run_dir))
-        finish(process, replay_dump / "console.log")
-        replay_dir = (replay_dump / "latest").resolve()
-        yield Story(run_dir, replay_dir, steps, killed_at, not alive, before, unused)
-    finally:
-        process.kill()
+    run = start(module_processes, debug_checkpoint, dump, ENDLESS)
+    run.wait(lambda: len(run.steps()) >= 2)
+    run_dir = run.folder
+    run.wait(lambda: len(run.events("actor_ready")) == 2)
+    children = run.process.children(recursive=True)
+    next(child for child in children if "torchtitan.inference.embedded" in child.cmdline()).kill()
+    run.wait(lambda: len(run.events("actor_ready")) == 3)
+    folder = run_dir / "checkpoint"
+    run.wait(lambda: len(whole_steps(folder)) > 1)
+    run.end(-signal.SIGKILL, by=signal.SIGKILL)
+    before = run.steps()
+    killed_at = whole_steps(folder)[-1]
+    unused = groups_in(folder / f"step-{killed_at}" / "rollout.bin")
+    steps = killed_at + 15
+    start(module_processes, debug_checkpoint, dump, steps, "--checkpoint.resume", str(run_dir)).end()
+    replay = start(module_processes, debug_checkpoint, dump / "replay", steps, "--rollout.replay", str(run_dir))
+    replay.end()
+    return Story(run_dir, replay.folder, steps, killed_at, before, unused)
 
 
 def groups_in(state: Path) -> list[Group]:
@@ -184,10 +125,6 @@ def test_killed_actor_is_logged_and_comes_back(story: Story) -> None:
     after = events[events.index(lost) :]
     assert any(event["kind"] == "actor_restarting" and event["actor"] == lost["actor"] for event in after)
     assert any(event["kind"] == "actor_ready" and event["actor"] == lost["actor"] for event in after)
-
-
-def test_killed_trainer_leaves_no_process(story: Story) -> None:
-    assert story.orphans_gone
 
 
 def test_resume_continues_from_the_last_checkpoint(story: Story) -> None:
@@ -270,79 +207,52 @@ def test_report_is_there(story: Story) -> None:
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report), "the page must not need the network"
 
 
-def test_sigterm_saves_and_leaves(debug_checkpoint: Path, tmp_path: Path) -> None:
-    process = launch(debug_checkpoint, tmp_path, ENDLESS, "--checkpoint.interval", str(ENDLESS))
-    try:
-        wait_for(
-            lambda: (tmp_path / "latest").exists() and len(steps_of(tmp_path / "latest")) >= 2,
-            "first steps",
-            process,
-            tmp_path / "console.log",
-        )
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-    last = steps_of(tmp_path / "latest")[-1]["step"]
-    assert whole_steps(tmp_path / "latest" / "checkpoint") == [last]
-    assert "Traceback" not in (tmp_path / "console.log").read_text()
-
-
-def test_two_ranks_in_blocking_mode(debug_checkpoint: Path, tmp_path: Path) -> None:
-    """Tensor parallelism over two ranks, started as ./run_grpo.sh starts it; every step waits for both actors."""
-    log = tmp_path / "console.log"
-    launcher = ("-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", "2", "-m")
-    process = launch(
-        debug_checkpoint, tmp_path, 4, "--grpo.async_weight_update", "false",
-        "--parallelism.tensor_parallel_degree", "2", launcher=launcher,
-    )  # fmt: skip
-    finish(process, log)
-    rows = steps_of(tmp_path / "latest")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:
-        assert row["weight_sync/versions_skipped"] == 0
-        assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
-    assert (tmp_path / "latest" / "hf" / "step-4" / "model.safetensors").exists()
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_actors_sleep_while_the_trainer_trains(debug_checkpoint: Path, tmp_path: Path, ranks: int) -> None:
-    """By the real command, with evaluations in between; with two ranks their devices are freed together."""
-    options = ("--grpo.async_weight_update", "false", "--inference.sleep_level", str(ranks), "--eval.interval", "2")
-    two = ("-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", "2", "-m")
-    launcher = ("-m",) if ranks == 1 else two
-    process = launch(debug_checkpoint, tmp_path, 4, *options, launcher=launcher)
-    finish(process, tmp_path / "console.log")
-    run_dir = tmp_path / "latest"
-    rows = steps_of(run_dir)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for row in rows:
+def test_actors_sleep_while_the_trainer_trains(
+    debug_checkpoint: Path, processes: Processes, tmp_path: Path, ranks: int
+) -> None:
+    """In blocking mode, by the real command, with evaluations in between. Two ranks of tensor parallelism have their
+    devices freed together, and every step waits for both actors."""
+    run = start(
+        processes, debug_checkpoint, tmp_path, 4, "--grpo.async_weight_update", "false", "--eval.interval", "2",
+        "--inference.sleep_level", str(ranks), "--parallelism.tensor_parallel_degree", str(ranks), ranks=ranks,
+    )  # fmt: skip
+    run.end()
+    assert [row["step"] for row in run.steps()] == [1, 2, 3, 4]
+    for row in run.steps():
         assert row["time/sleep_s"] > 0 and row["time/wake_s"] > 0 and row["staleness/max"] == 0
         assert row["time/sleep_s"] + row["time/wake_s"] < row["time/step_s"]
-    evaluated = [row["eval/version"] for row in read_json_lines(run_dir / "metrics.jsonl") if "eval/version" in row]
-    assert evaluated == [0, 2, 4]
-    kinds = {event["kind"] for event in read_json_lines(run_dir / "events.jsonl")}
-    assert not kinds & {"actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"}
+        assert row["weight_sync/versions_skipped"] == 0
+        assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
+    assert [row["eval/version"] for row in run.rows() if "eval/version" in row] == [0, 2, 4]
+    for kind in ("actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"):
+        assert not run.events(kind)
+    assert (run.folder / "hf" / "step-4" / "model.safetensors").exists()
 
 
-def test_a_run_survives_the_faults_of_its_configuration(debug_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_survives_the_faults_of_its_configuration_and_saves_when_asked_to_stop(
+    debug_checkpoint: Path, processes: Processes, tmp_path: Path
+) -> None:
     """One actor freezes for a while when it is about to apply, the other dies in the middle of a transfer."""
     faults = [
         "freeze:phase=apply,actor=actor-0,version=2-,seconds=4",
         "kill:phase=receive,actor=actor-1,version=4-",
     ]
-    process = launch(
-        debug_checkpoint, tmp_path, 12, "--inference.health_timeout_s", "1.5", "--inference.health_interval_s", "0.5",
+    run = start(
+        processes, debug_checkpoint, tmp_path, ENDLESS, "--inference.health_timeout_s", "1.5",
+        "--inference.health_interval_s", "0.5", "--checkpoint.interval", str(ENDLESS),
         "--fault_injection.enable", "true", "--fault_injection.faults", *faults,
     )  # fmt: skip
-    finish(process, tmp_path / "console.log")
-    run_dir = (tmp_path / "latest").resolve()
-    assert [row["step"] for row in steps_of(run_dir)] == list(range(1, 13))
-    assert "FAULT INJECTION IS ON" in (tmp_path / "console.log").read_text()
-    assert "kill:phase=receive" in (run_dir / "report.html").read_text()
-    events = read_json_lines(run_dir / "events.jsonl")
-    assert [event["faults"] for event in events if event["kind"] == "fault_injection_is_on"] == [faults]
-    assert {event["actor"] for event in events if event["kind"] == "actor_evicted"} == {"actor-0", "actor-1"}
-    (epoch,) = read_json_lines(run_dir / "epochs.jsonl")
-    struck = (run_dir / "weight_sync" / f"faults-{epoch['epoch']}.txt.struck").glob("*.json")
+    run.wait(lambda: {event["actor"] for event in run.events("actor_evicted")} == {"actor-0", "actor-1"})
+    struck_at = len(run.steps())
+    run.wait(lambda: len(run.steps()) >= struck_at + 3)
+    run.end(128 + signal.SIGTERM, by=signal.SIGTERM)
+    steps = [row["step"] for row in run.steps()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert whole_steps(run.folder / "checkpoint") == steps[-1:]
+    assert "Traceback" not in run.log() and "FAULT INJECTION IS ON" in run.log()
+    assert "kill:phase=receive" in (run.folder / "report.html").read_text()
+    assert [event["faults"] for event in run.events("fault_injection_is_on")] == [faults]
+    (epoch,) = read_json_lines(run.folder / "epochs.jsonl")
+    struck = (run.folder / "weight_sync" / f"faults-{epoch['epoch']}.txt.struck").glob("*.json")
     assert sorted(json.loads(path.read_text())["fault"] for path in struck) == faults

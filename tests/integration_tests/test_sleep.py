@@ -16,7 +16,7 @@ import torch
 from tests.integration_tests.test_actors import Run, make_config, running
 from tests.integration_tests.test_agent import check, engine_of, foreign_config
 from tests.integration_tests.test_embedded_server import TOKEN, start
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import ActorNotReady
 from torchtitan.inference.embedded.client import EmbeddedClient
@@ -73,13 +73,7 @@ def states(run: Run) -> dict[str, str]:
     return actors
 
 
-def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
@@ -107,6 +101,7 @@ def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int)
     assert versions == [{version} for version in range(5)], "every batch from the version before it alone"
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_killed_asleep_is_replaced_when_its_memory_is_free(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     with sleeping(config, policy, tmp_path / "run") as run:

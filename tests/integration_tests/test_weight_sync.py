@@ -104,7 +104,7 @@ class Job:
     def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
         return journal_of(self.run_dir, event, at_least)
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
@@ -467,6 +467,7 @@ class ActorProcesses:
             process.wait(PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_real_faults_tear_nothing_and_stall_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in mid-bucket, SIGSTOP, dead courier, dead coordinator: one run, three actors."""
     # One version takes about 0.15 s on the wire, so that most faults hit a transfer.
@@ -639,6 +640,7 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
     return {"equal": equal, "elements": own, "skipped": statistics["weight_sync/versions_skipped"]}
 
 
+@pytest.mark.slow
 def test_shards_of_four_ranks_become_the_full_tensors(tmp_path: Path) -> None:
     results = run_distributed("tests.integration_tests.test_weight_sync:sync_sharded_model", 4, run_dir=str(tmp_path))
     assert results[0]["equal"] == [True] * 6

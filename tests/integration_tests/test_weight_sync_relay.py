@@ -77,6 +77,7 @@ def test_corrupting_source_is_caught_and_replaced(tmp_path: Path, monkeypatch: p
     assert all(engine.versions == [0, 1, 2, 3] for engine in engines.values())
 
 
+@pytest.mark.slow
 def test_children_of_a_killed_source_are_served_by_somebody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

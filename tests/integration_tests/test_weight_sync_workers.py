@@ -74,6 +74,7 @@ class Group:
             process.wait(PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [1, 3])
 def test_workers_die_and_nothing_is_torn(streams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A version takes about half a second, so that a kill hits the transfer.

@@ -13,7 +13,7 @@ import torch
 
 import torchtitan.inference.embedded.verification as verification
 from tests.integration_tests.test_embedded_server import TOKEN, Client, body
-from tests.patience import PATIENCE_S
+from tests.patience import eventually
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
@@ -95,10 +95,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         def evicted() -> bool:
             return any(one.evictions for one in trainer.sync.actors().values())
 
-        deadline = time.monotonic() + PATIENCE_S
-        while not evicted():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
+        await eventually(evicted)
         journal = (tmp_path / "weight_sync" / "coordinator.jsonl").read_text()
         (line,) = [line for line in journal.splitlines() if '"evict"' in line]
         assert "model.layers.1.self_attn.k_proj.weight" in line

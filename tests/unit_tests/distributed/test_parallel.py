@@ -227,6 +227,7 @@ def _reference(directory: Path, path: Path) -> tuple[float, float, float]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "family", "tied", "layouts"),
     [(2, "qwen3", True, TWO_RANKS), (4, "qwen2", False, FOUR_RANKS)],

@@ -25,7 +25,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
-from torchtitan.trainer.packing import MicroBatch, is_trained
+from torchtitan.trainer.packing import MicroBatch, trained_tokens
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference_policy import build_reference
 
@@ -105,7 +105,7 @@ def test_samples_keep_their_log_probs_from_before_the_batch(
         tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
         with torch.no_grad():
             expected, _ = untrained(tokens[:-1], PackedLayout([len(tokens) - 1]), tokens[1:])
-        if is_trained(sample, mask_truncated=True):
+        if trained_tokens(sample, mask_truncated=True):
             found = sample.trainer_log_probs
             torch.testing.assert_close(found, expected[-len(sample.completion_ids) :], atol=1e-4, rtol=1e-4)
             assert not found.requires_grad
@@ -134,6 +134,7 @@ def train_with_everything(checkpoint: str) -> dict[str, Any]:
     return {"figures": figures, "trained": trained, "reference": log_probs.tolist()}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_tokens_and_follow_alike(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = str(tiny_checkpoint())
     alone = train_with_everything(checkpoint)
@@ -217,6 +218,7 @@ def train_counting_reductions(checkpoint: str, reduce: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_gradients_may_be_reduced_once_per_optimizer_step(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = str(tiny_checkpoint())
     alone = train_counting_reductions(checkpoint, "micro_batch")

@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-ROOT = Path(__file__).resolve().parents[2]
-# What every engine here is run with: no downloads, no usage reports, one thread, a small KV cache.
+from tests.patience import until
+
+ROOT = Path(__file__).resolve().parents[1]
+# What every one is run with: no downloads, no usage reports, one thread, a small KV cache.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,12 +78,13 @@ class Processes:
 
     def wait(self, name: str, condition: Callable[[], bool], deadline_s: float) -> None:
         """Until condition() holds; fails with the end of the log when the process ends or the deadline passes."""
-        end = time.monotonic() + deadline_s
-        while not condition():
-            code = self._running[name].poll()
-            assert code is None, f"{name} ended with {code}:\n{self.tail(name)}"
-            assert time.monotonic() < end, f"{name} took longer than {deadline_s:g} s:\n{self.tail(name)}"
-            time.sleep(0.1)
+        process = self._running[name]
+
+        def why() -> str:
+            took = f"took longer than {deadline_s:g} s" if process.poll() is None else f"ended with {process.poll()}"
+            return f"{name} {took}:\n{self.tail(name)}"
+
+        until(condition, deadline_s, process, why)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"

@@ -1,14 +1,13 @@
-"""A trainer that publishes versions of a small real model, and a vLLM server with its agent that receives them."""
+"""A trainer that publishes versions of a small real model, and an engine with its agent that receives them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import secrets
-import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,21 +15,28 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from tests.engines.models import END, randomize
-from tests.engines.processes import Processes
+from tests.engines.models import END, FP32_TOLERANCE, randomize
 from tests.journals import journal_of
+from tests.patience import until
+from tests.processes import Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.control import AdminClient
+from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.inference.vllm.dialect import DIALECT
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.parameters import unique_parameters
 
 Answer = TypeVar("Answer")
-TOKEN_ENV = "TORCHTITAN_TEST_TOKEN"
+# Of every agent and engine here, in TOKEN_VARIABLE.
+TOKEN = secrets.token_urlsafe(16)
+PROMPT = [2, 3, 12, 4, 5, 16, 7, 9]
 APPLIED_SECONDS = 90.0
 CALL_SECONDS = 60.0
+START_SECONDS = 400.0
+# A worker in the engine's own process, as on GPUs, rather than in one more that has to import everything again. (By its
+# short name vLLM does not have it on CPUs, where it would bind threads to cores.)
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 
 class Trainer:
@@ -55,10 +61,20 @@ class Trainer:
         no = not self.sync.reserve()
         self.sync.fence()
         self.version += 1
-        randomize(self.model, self.version)
+        self.change(self.version)
         assert self.sync.commit(self.version, int(no)) == "published"
         self.sync.fence()
         return self.version
+
+    def change(self, version: int) -> None:
+        """To the weights of that version."""
+        randomize(self.model, version)
+
+    def bring(self, versions: int = 1) -> None:
+        """Publish so many, each once the one before is served."""
+        for _ in range(versions):
+            self.publish()
+            self.wait_applied()
 
     def wait_applied(self, seconds: float = APPLIED_SECONDS) -> None:
         """Until the one actor serves the newest version."""
@@ -67,10 +83,7 @@ class Trainer:
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = APPLIED_SECONDS) -> None:
         """Until condition() holds."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {seconds:g} s; {self.sync.actors()}\n{self.journal_tail()}"
-            time.sleep(0.02)
+        until(condition, seconds, why=lambda: f"waited {seconds:g} s; {self.sync.actors()}\n{self.journal_tail()}")
 
     def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
         """What the coordinator noted of that kind, once there is so much."""
@@ -103,8 +116,6 @@ class Trainer:
         return ids[len(prompt) :]
 
     def _policy(self, version: int | None) -> torch.nn.Module:
-        import copy
-
         policy = copy.deepcopy(self.model)
         if version is not None:
             randomize(policy, version)
@@ -134,12 +145,12 @@ def holding_weights(processes: Sequence[psutil.Process]) -> list[psutil.Process]
 
 
 class Actor:
-    """A vLLM server and its agent."""
+    """An engine's server and its agent."""
 
-    def __init__(self, processes: Processes, name: str, port: int, token: str):
-        self.processes, self.name, self.url, self.token = processes, name, f"http://127.0.0.1:{port}", token
-        self.agent = AdminClient(self.url, token)
-        self.engine = AdminClient(self.health()["engine"]["url"], token)
+    def __init__(self, processes: Processes, kind: str, name: str, port: int):
+        self.processes, self.kind, self.name, self.url = processes, kind, name, f"http://127.0.0.1:{port}"
+        self.agent = AdminClient(self.url, TOKEN)
+        self.engine = AdminClient(self.health()["engine"]["url"], TOKEN)
 
     def health(self) -> dict[str, Any]:
         """What the agent says."""
@@ -147,26 +158,21 @@ class Actor:
         assert isinstance(data, dict)
         return data
 
-    def connect(self, trainer: Trainer, name: str = "actor-0") -> None:
+    def connect(self, trainer: Trainer) -> None:
         """Receive weights from that trainer."""
-        body = {
-            "coordinator": trainer.sync.coordinator_address,
-            "actor": name,
-            "epoch": trainer.epoch,
-            "token": trainer.token,
-        }
-        self.agent.call("POST", "/weights/connect", CALL_SECONDS, body)
+        body = {"coordinator": trainer.sync.coordinator_address, "epoch": trainer.epoch, "token": trainer.token}
+        self.agent.call("POST", "/weights/connect", CALL_SECONDS, {**body, "actor": "actor-0"})
 
-    def asking(self, ask: Callable[[AgentClient], Awaitable[Answer]]) -> Answer:
-        """What `ask` returns of a handler of this actor."""
+    def asking(self, ask: Callable[[Any], Awaitable[Answer]]) -> Answer:
+        """What `ask` returns of a client of this actor, which knows where the engine is."""
 
         async def work() -> Answer:
-            handler = AgentClient(DIALECT, self.url, self.token)
+            client = make_client(self.kind, self.url, TOKEN, TOKEN)
             try:
-                await handler.health(CALL_SECONDS)
-                return await ask(handler)
+                await client.health(CALL_SECONDS)
+                return await ask(client)
             finally:
-                await handler.close()
+                await client.close()
 
         return asyncio.run(work())
 
@@ -174,42 +180,73 @@ class Actor:
         """Completions of one prompt; greedy unless said otherwise."""
         values = {"max_tokens": tokens, "temperature": 0.0, "stop_token_ids": [END], **sampling}
         request = GenerateRequest(secrets.token_hex(8), list(prompt), SamplingParameters(**values))
-        return self.asking(lambda handler: handler.generate(request, CALL_SECONDS))
+        return self.asking(lambda client: client.generate(request, CALL_SECONDS))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of given tokens."""
-        return self.asking(lambda handler: handler.score(list(token_ids), CALL_SECONDS)).log_probs
+        log_probs: list[float] = self.asking(lambda client: client.score(list(token_ids), CALL_SECONDS)).log_probs
+        return log_probs
 
     def workers(self) -> list[psutil.Process]:
-        """The engine's processes that hold weights."""
+        """The processes of a vLLM that hold weights."""
         agent = psutil.Process(self.health()["pid"])
         return holding_weights(agent.children(recursive=True))
 
-    def freeze(self) -> None:
-        """Stop the process that receives weights."""
-        self.workers()[0].send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self.workers()[0].send_signal(signal.SIGCONT)
-
 
 def start_actor(
-    processes: Processes, python: Path, model: Path, *options: str, name: str = "agent", **environment: str
+    processes: Processes,
+    engine: str,
+    python: Path,
+    model: Path,
+    *options: str,
+    name: str = "agent",
+    beside: Actor | None = None,
+    **environment: str,
 ) -> Actor:
-    """Start agent and engine; options after `--` are vLLM's own."""
-    token = secrets.token_urlsafe(16)
+    """Start agent and engine, or an agent more for the engine of another. Options after `--` are the engine's own."""
+    log = processes.log(f"{name}.engine")
     command: list[str | Path] = [
-        sys.executable, "-m", "torchtitan.inference.agent", "--engine", "vllm", "--route", "direct",
-        "--python", python, "--model", model, "--token-env", TOKEN_ENV, "--log-file", processes.log(f"{name}.engine"),
-        "--max-length", "256", "--max-sequences", "16", "--memory-gb", "0.25",
+        sys.executable, "-m", "torchtitan.inference.agent", "--engine", engine, "--name", name,
+        "--python", python, "--model", model, "--token-env", TOKEN_VARIABLE, "--log-file", log,
+        "--max-length", "256" if engine == "vllm" else "400", "--max-sequences", "16",
+        "--startup-timeout", str(START_SECONDS),
     ]  # fmt: skip
     ours, theirs = options, ()
     if "--" in options:
         ours, theirs = options[: options.index("--")], options[options.index("--") + 1 :]
+    if beside is not None:
+        command += ["--url", beside.engine.url, "--engine-token-env", TOKEN_VARIABLE]
+    elif engine == "vllm":
+        command += ["--memory-gb", "0.25"]
+        theirs = theirs if "--tensor-parallel-size" in ours else (*ONE_PROCESS, *theirs)
     command += [*ours, "--engine-arguments", json.dumps(list(theirs))]
     try:
-        port = processes.start_server(name, command, 300.0, **{TOKEN_ENV: token}, **environment)
+        port = processes.start_server(name, command, START_SECONDS, **{TOKEN_VARIABLE: TOKEN}, **environment)
     except AssertionError as error:
-        log = processes.log(f"{name}.engine")
         raise AssertionError(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}") from error
-    return Actor(processes, name, port, token)
+    return Actor(processes, engine, name, port)
+
+
+def differences(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest one."""
+    assert len(ours) == len(theirs) > 0
+    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def check_serves_newest(actor: Actor, trainer: Trainer) -> None:
+    """Greedy tokens and all log-probs are those of transformers with the newest version's weights."""
+    (completion,) = actor.generate(PROMPT, 24)
+    assert completion.token_ids == trainer.greedy(PROMPT, 24)
+    check_log_probs(actor, trainer, completion)
+
+
+def check_log_probs(
+    actor: Actor, trainer: Trainer, completion: Completion, tolerance: float = FP32_TOLERANCE
+) -> list[float]:
+    """Of a completion of PROMPT, and of the same tokens scored; returns what transformers says."""
+    assert [(span.epoch, span.version) for span in completion.spans] == [(trainer.epoch, trainer.version)]
+    ids = [*PROMPT, *completion.token_ids]
+    expected = trainer.log_probs(ids)
+    assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < tolerance
+    assert differences(actor.score(ids), expected) < tolerance
+    return expected

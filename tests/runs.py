@@ -1,0 +1,102 @@
+"""Whole training runs of the configurations in train_configs/, and what they have to show."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.patience import PATIENCE_S
+from tests.processes import ROOT, Processes
+from torchtitan.utils.events import read_json_lines
+
+# From the start to the end of a run. Only a failure takes so long.
+RUN_SECONDS = 900.0
+# Batches at either end of a run whose rewards are compared.
+ENDS = 10
+
+
+class Run:
+    """A run in a process group of its own: by the launcher, as ./run_grpo.sh starts it, or without (ranks = 0)."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        config: str,
+        checkpoint: Path,
+        dump: Path,
+        *options: str | Path,
+        ranks: int = 0,
+        python: str | Path = sys.executable,
+        module: str = "torchtitan.grpo_train",
+        **environment: str,
+    ):
+        """A constant rate makes the first steps of a long run those of a short one. `options` come last, and count."""
+        self._processes, self.latest = processes, dump / "latest"
+        launcher = ["torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        command = [
+            python, "-m", *(launcher if ranks else []), module,
+            "--job.config_file", ROOT / "train_configs" / f"{config}.toml",
+            "--job.dump_folder", dump,
+            "--model.hf_assets_path", checkpoint,
+            "--training.threads", "1",
+            "--lr_scheduler.warmup_steps", "2",
+            "--lr_scheduler.decay_type", "constant",
+            "--checkpoint.interval", "1000",
+            "--metrics.log_freq", "1",
+            *options,
+        ]  # fmt: skip
+        self._started = processes.start("run", command, **environment)
+        self.process = psutil.Process(self._started.pid)
+
+    @property
+    def folder(self) -> Path:
+        """Where it writes; waits until that is there."""
+        self.wait(self.latest.exists)
+        return self.latest.resolve()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All that stands in metrics.jsonl."""
+        return read_json_lines(self.latest / "metrics.jsonl")
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Its rows of training steps."""
+        return [row for row in self.rows() if "loss" in row]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_json_lines(self.latest / "events.jsonl") if event["kind"] == kind]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until condition() holds; fails where the run ends before."""
+        if not condition():
+            self._processes.wait("run", condition, RUN_SECONDS)
+
+    def log(self) -> str:
+        return self._processes.log("run").read_text(errors="replace")
+
+    def end(self, code: int = 0, by: signal.Signals | None = None) -> None:
+        """It ends with that code, by itself or `by` a signal, and nothing of it is left."""
+        children = self.process.children(recursive=True)
+        if by is not None:
+            self.process.send_signal(by)
+        assert self._started.wait(RUN_SECONDS) == code, self._processes.tail("run")
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+        assert alive == []
+
+    def check_learned(self, steps: int) -> None:
+        """Rewards rise by far more than batches scatter, and on held-out prompts, where both versions draw with the
+        same random numbers."""
+        rewards = [row["reward/mean"] for row in self.steps()]
+        assert [row["step"] for row in self.steps()] == list(range(1, steps + 1))
+        first, last = rewards[:ENDS], rewards[-ENDS:]
+        error = ((statistics.variance(first) + statistics.variance(last)) / ENDS) ** 0.5
+        assert statistics.mean(last) - statistics.mean(first) > 3 * error, rewards
+        before, after = [row for row in self.rows() if "eval/version" in row]
+        assert (before["eval/version"], after["eval/version"]) == (0, steps)
+        assert before["eval/redone"] == after["eval/redone"] == 0
+        assert after["eval/pass@1"] > before["eval/pass@1"]
