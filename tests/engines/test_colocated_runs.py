@@ -15,7 +15,7 @@ from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.engine_folder import PREFIX
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
-STEPS = 40
+STEPS = 50
 # In a batch of that configuration.
 SAMPLES = 512
 SAME_SAMPLES = ("reward/mean", "reward/std", "completion/length_mean")
