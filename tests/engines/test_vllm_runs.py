@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,11 @@ def test_reward_rises_though_the_engine_is_killed(debug_checkpoint: Path, proces
     assert len(run.events("actor_restarting")) == 1
     steps = run.steps()
     assert max(row["staleness/max"] for row in steps) == 1
-    # A step may hold no token of the policy's own version.
+    check_same_weights(steps)
+
+
+def check_same_weights(steps: list[dict[str, Any]]) -> None:
+    """What the engine sampled of the policy's own version is what the trainer computes. A step may hold none of it."""
     mismatches = [row["mismatch_kl/same_version"] for row in steps if row.get("mismatch_kl/same_version") is not None]
     assert mismatches
     assert max(mismatches) < 1e-6
@@ -43,7 +48,7 @@ def test_reward_rises_though_the_engine_is_killed(debug_checkpoint: Path, proces
 def test_a_trainer_that_waits_for_a_running_server(
     untied_actor: Actor, engine_model: Callable[..., Path], processes: Processes, tmp_path: Path
 ) -> None:
-    """Every step is trained on samples of the version before it, which are what the trainer itself would sample."""
+    """After every step the server has its version, and samples what the trainer itself would sample."""
     run = Run(
         processes, "debug_cpu_vllm", engine_model(tied=False), tmp_path,
         "--training.steps", "6", "--training.global_batch_size", "64", "--eval.enable", "false",
@@ -56,6 +61,6 @@ def test_a_trainer_that_waits_for_a_running_server(
     assert [row["step"] for row in run.steps()] == [1, 2, 3, 4, 5, 6]
     for row in run.steps():
         assert row["weight_sync/actor-0/version"] == row["step"]
-        assert row["staleness/max"] == 0 and row["mismatch_kl/same_version"] < 1e-6
         assert row["grad_norm"] > 0, "no version would differ from the one before"
+    check_same_weights(run.steps())
     assert untied_actor.health()["status"] == "ok"
