@@ -74,3 +74,15 @@ def test_a_notebook_trains_twice_and_keeps_its_process(folder: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["trained", "again", "intact"]
     assert "again 3\nintact False" in done.stdout
     assert done.stderr.rstrip().endswith("mine: still mine")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_train(folder: Path, name: str) -> None:
+    example = ROOT / "examples" / name
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(example), "2"], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=12 * PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("after 2 steps")

@@ -1,0 +1,28 @@
+"""An objective of one's own: the loss of a token from its log-probs and its advantage.
+
+    python examples/own_objective.py [STEPS]
+
+The trainer imports it by its name, so it lies in a module: this file, when it is run. Off-policy weights, masks, KL and
+entropy terms are applied outside of it (docs/adding_an_objective.md).
+"""
+
+import sys
+
+from torchtitan import train
+
+
+def tanh_ratio(log_probs, log_ratio, advantages, options):
+    """A ratio that saturates at 0 and 2 instead of being clipped. Tensors [n]; returns the loss of each token."""
+    return -(1 + log_ratio.tanh()) * advantages
+
+
+if __name__ == "__main__":
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    settings = {
+        "training.steps": steps,
+        "grpo.loss_type": "own_objective:tanh_ratio",
+        # An asynchronous run wants to know what bounds the weight of an old sample: here the ratio itself does.
+        "grpo.allow_uncorrected": True,
+    }
+    run = train("debug_cpu", settings)
+    print(f"{run.folder}: {run.metrics['reward/mean']:.3f} on average after {run.version} steps")
