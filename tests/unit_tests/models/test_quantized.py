@@ -397,7 +397,7 @@ def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_p
         scheduler = BatchLRScheduler(optimizer, LRScheduler(), total_batches=10)
         return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
 
-    attach(saved).save(3, 3, {})
+    attach(saved).save(3)
     assert attach(saved).load().step == 3
     other = attach(20 - saved)
     for parameter in other.policy.parameters():

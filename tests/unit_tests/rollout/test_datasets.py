@@ -114,7 +114,7 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="cannot be read as parquet"):
         load_rows(str(tmp_path / "bad.parquet"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'torchtitan-grpo\[data\]'"):
+    with pytest.raises(UserError, match="EXTRAS=data"):
         load_rows("openai/gsm8k:main")
 
 
