@@ -398,7 +398,7 @@ def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_p
         return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
 
     attach(saved).save(3)
-    assert attach(saved).load().step == 3
+    assert attach(saved).load().version == 3
     other = attach(20 - saved)
     for parameter in other.policy.parameters():
         if parameter.requires_grad:
@@ -413,7 +413,7 @@ def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_p
     facts.write_text(
         json.dumps({key: value for key, value in json.loads(facts.read_text()).items() if key != "base_bits"})
     )
-    assert other.load().step == 3
+    assert other.load().version == 3
 
 
 # The configuration
