@@ -69,8 +69,9 @@ fi
 
 # The engines' wheels are for Python 3.11 to 3.13.
 engine_base_python() {
-    local candidate
-    for candidate in ${ENGINE_PYTHON:-python3 python3.12 python3.11 python3.13}; do
+    local candidate candidates=(python3 python3.12 python3.11 python3.13)
+    [[ -n "${ENGINE_PYTHON:-}" ]] && candidates=("$ENGINE_PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1; then
             command -v "$candidate"
             return 0

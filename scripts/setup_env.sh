@@ -54,17 +54,18 @@ setup_install_torch() { # $1: the interpreter
         ((${driver%%.*} >= 580)) 2>/dev/null && backend=default || backend=auto
         setup_say "NVIDIA driver ${driver:-of an unknown version} found: torch's build for it is $backend"
     fi
-    # A CPU build satisfies every requirement of that version, so pip would keep it.
-    "$1" -m pip uninstall -qq -y torch >/dev/null 2>&1 || true
     if [[ "$backend" == default ]]; then
         setup_say "installing torch $version in its default (CUDA) build"
-        "$1" -m pip install -qq --no-compile "torch==$version" >&2
+        # A CPU build satisfies the requirement, so pip would keep it: replaced first, which downloads before it removes.
+        "$1" -m pip install -qq --no-compile --force-reinstall --no-deps "torch==$version" >&2 &&
+            "$1" -m pip install -qq --no-compile "torch==$version" >&2
         return
     fi
     if [[ -n "$backend" && "$backend" != cpu ]]; then
         setup_say "installing torch $version with the build $backend"
         "$1" -m pip install -qq --no-compile uv >&2 &&
-            "$(dirname "$1")/uv" pip install --quiet --python "$1" --torch-backend="$backend" "torch==$version" >&2
+            "$(dirname "$1")/uv" pip install --quiet --python "$1" --torch-backend="$backend" \
+                --reinstall-package torch "torch==$version" >&2
         return
     fi
     if [[ "$(uname -s)" == Darwin ]]; then

@@ -3,7 +3,7 @@
 # it, for inference.servers. Everything but what is named there goes to the agent; what follows -- to the engine.
 
 LAUNCH_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-# What the run sends as its bearer token (torchtitan.inference.actor_process).
+# What the run sends as its bearer token (torchtitan.inference.client).
 export TORCHTITAN_ACTOR_TOKEN="${TORCHTITAN_ACTOR_TOKEN:-}"
 
 launch_server() { # $1: vllm or sglang, then the command line

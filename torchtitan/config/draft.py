@@ -64,7 +64,7 @@ class Draft:
 
     def add(self, tables: Mapping[str, Any], place: str) -> None:
         """Take the values of a document with TOML tables."""
-        for table, content in tables.items():
+        for table, content in ((str(name), content) for name, content in tables.items()):
             if table not in {*table_types(), *(old.partition(".")[0] for old in OLD_NAMES)}:
                 what = "table" if isinstance(content, Mapping) else "key outside a table,"
                 self.refuse(table, f"{place}: unknown {what} [{table}]{nearest(table, table_types())}")
@@ -76,6 +76,7 @@ class Draft:
 
     def set(self, name: str, value: Any, place: str, written: str | None = None) -> None:
         """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
+        name = str(name)
         key = OLD_NAMES.get(name, name)
         # TOML has neither; Python's callers have both.
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value

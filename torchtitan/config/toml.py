@@ -24,11 +24,11 @@ SHIPPED = Path(__file__).resolve().parent.parent / "train_configs"
 def read_toml(file: str) -> tuple[dict[str, Any], str]:
     """The tables of a file, or none and what is wrong with the file."""
     path = Path(os.path.expanduser(file))
-    if not path.exists() and str(path.parent) in (".", "train_configs"):
-        # One of those that come with the package, by its name.
-        shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
-        path = shipped if shipped.is_file() else path
     try:
+        if str(path.parent) in (".", "train_configs") and not path.exists():
+            # One of those that come with the package, by its name.
+            shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
+            path = shipped if shipped.is_file() else path
         with path.open("rb") as stream:
             return tomllib.load(stream), ""
     except FileNotFoundError:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.utils.machine import has_gpu, keep_freed_memory, usable_cores
+from torchtitan.utils.machine import gpus_of_driver, hides_gpus, keep_freed_memory, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +59,8 @@ def device() -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        if wanted == "cuda" or has_gpu():
+        # Device files alone prove nothing: a job without a GPU on a machine that has some sees them too.
+        if wanted == "cuda" or (gpus_of_driver() and not hides_gpus()):
             raise ConfigError([_why_no_cuda()])
         return torch.device("cpu")
     if local_rank() >= torch.cuda.device_count():
@@ -69,7 +70,7 @@ def device() -> torch.device:
 
 def _why_no_cuda() -> str:
     """Training on the CPU beside a GPU that torch cannot use would be slow for a reason that is never said."""
-    what = "this machine shows an NVIDIA GPU" if has_gpu() else "TORCHTITAN_DEVICE=cuda asks for a GPU"
+    what = "this machine shows an NVIDIA GPU" if gpus_of_driver() else "TORCHTITAN_DEVICE=cuda asks for a GPU"
     if torch.version.cuda is None:
         reason = "is a CPU build"
         remedy = "install a CUDA build (TORCH_BACKEND=auto scripts/setup_env.sh)"

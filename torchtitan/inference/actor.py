@@ -366,7 +366,7 @@ class Actor:
     def _evict(self, noticed_by: str, reason: str) -> None:
         """Take the actor out; its requests are redone elsewhere. Does nothing where it is out already."""
         self.last_reason = reason
-        if self.state is ActorState.EVICTED:
+        if self.state in (ActorState.EVICTED, ActorState.GAVE_UP):
             return
         unfinished = self._failed_requests + self._requests
         phase = "generate" if unfinished else "idle" if self._ready_at else self.state.value
@@ -387,6 +387,8 @@ class Actor:
         self._set_state(ActorState.GAVE_UP)
 
     def _set_state(self, state: ActorState) -> None:
+        if self.state is ActorState.GAVE_UP:
+            return  # whatever a look that was under way has found
         if state is ActorState.SUSPECT:
             self._suspect_since = time.monotonic()
         self.state = state

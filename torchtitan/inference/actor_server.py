@@ -53,6 +53,7 @@ class ActorServer:
 
     def __init__(self, token: str | None, data_host: str):
         self._token, self._data_host = token, data_host
+        self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
         self._receiver: Receiver | None = None
         self._lost: str | None = None
@@ -205,7 +206,9 @@ class ActorServer:
             wire.parse_address(coordinator)
         except wire.ProtocolError as error:
             raise WrongRequest(str(error)) from None
-        await asyncio.to_thread(self._replace_receiver, coordinator, actor, epoch, token)
+        # In their order, and without a thread for each that waits. The other lock: one that was cancelled goes on.
+        async with self._turn:
+            await asyncio.to_thread(self._replace_receiver, coordinator, actor, epoch, token)
         return answer(self.state())
 
     def _replace_receiver(self, coordinator: str, actor: str, epoch: str, token: str) -> None:

@@ -10,7 +10,7 @@ import os
 from torchtitan.config.derived import shares_devices
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
-from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, usable_cores
+from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, hides_gpus, usable_cores
 
 
 def threads_per_actor(config: Inference) -> int:
@@ -40,6 +40,8 @@ def actor_cores(config: Inference, number: int) -> list[int]:
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
     named = os.environ.get(CUDA_VARIABLE)
+    if hides_gpus():
+        return []
     if named is not None:
         return [name for name in named.split(",") if name.strip()]
     return [str(number) for number in range(count_gpus())]

@@ -11,6 +11,7 @@ import ast
 import hashlib
 import inspect
 import json
+import os
 import re
 import symtable
 import sys
@@ -83,7 +84,11 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
         parts[name] = ""  # it may use itself
         source = _source(name, value, user)
         namespace = value.__globals__ if isinstance(value, FunctionType) else vars(sys.modules[value.__module__])
-        for used in _used_names(source):
+        if (namesake := namespace.get(value.__name__, value)) is not value and namesake is not None:
+            raise UserError(
+                f"{user}: {name} was defined as {value.__name__}, which is something else by now: rename one"
+            )
+        for used in _used_names(source, user):
             if used in namespace and used != name:
                 _collect(used, namespace[used], user, parts)
         del parts[name]
@@ -113,8 +118,8 @@ def _source(name: str, value: Any, user: str) -> str:
         raise UserError(f"{user}: the source of {name} cannot be had ({error}); {advice}") from error
 
 
-def _used_names(source: str) -> list[str]:
-    """Global names that a definition reads; with HEAD, annotations are not among them."""
+def _used_names(source: str, user: str) -> list[str]:
+    """Global names that a definition reads; with HEAD, annotations are not among them. Raises UserError."""
 
     def read(table: symtable.SymbolTable) -> Iterator[str]:
         for symbol in table.get_symbols():
@@ -123,7 +128,10 @@ def _used_names(source: str) -> list[str]:
         for inner in table.get_children():
             yield from read(inner)
 
-    return list(dict.fromkeys(read(symtable.symtable(HEAD + source, "source", "exec"))))
+    try:
+        return list(dict.fromkeys(read(symtable.symtable(HEAD + source, "source", "exec"))))
+    except SyntaxError as error:
+        raise UserError(f"{user}: its source cannot stand alone ({error.msg}); write it at the top level") from error
 
 
 def _is_constant(value: Any) -> bool:
@@ -138,7 +146,10 @@ def _write(folder: Path, stem: str, text: str, suffix: str) -> Path:
     path = folder / f"{stem}_{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}{suffix}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        # In one piece: another run's worker may be importing it.
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -118,10 +118,6 @@ def _check_objective(check: Check) -> None:
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
 
 
-# A bound above this is none.
-NO_BOUND = 10.0
-
-
 def _unbounded(config: JobConfig) -> str:
     """The key that lets a token count more than NO_BOUND times, for some π, μ and advantage; empty where none does."""
     grpo = config.grpo

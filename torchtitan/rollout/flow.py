@@ -255,7 +255,10 @@ class RolloutFlow:
 
 
 def has_no_advantage(group: Group, config: JobConfig) -> bool:
-    """Whether every advantage of this group is zero, whatever else is in its batch."""
+    """Whether every advantage of this group is zero, whatever else is in its batch.
+
+    With reinforce_pp it is zero but for the batch's mean, taken over tokens: such a group teaches nothing by itself.
+    """
     if config.grpo.advantage == "batch":
         return False
     parts = [[sample.reward for sample in group.samples]]

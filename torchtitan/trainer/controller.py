@@ -13,11 +13,11 @@ from pathlib import Path
 
 from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
 from torchtitan.report.html import write_report
-from torchtitan.report.live import LivePage
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.trace import write_trace
@@ -99,6 +99,15 @@ class Controller:
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
+        if self.rollouts is not None:
+            self._call = self.rollouts.loop.call
+            if restored is not None and restored.rollout is not None:
+                self._call(self.rollouts.flow.restore_state, restored.rollout)
+            prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
+            self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
+            if self.actors is not None and self.sync is not None:
+                self._call(self.actors.connect_weights, self.sync.coordinator_address)
+        # Whatever can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             journal.resume_at(restored.version)
             logger.info("resuming at version %d", restored.version)
@@ -106,24 +115,13 @@ class Controller:
         rows = read_json_lines(run_dir / METRICS_FILE)
         self._evaluated = {row["step"] for row in rows if "eval/version" in row}
         self.sync_metrics = SyncMetrics(run_dir, rows)
-        if self.rollouts is not None:
-            self._call = self.rollouts.loop.call
-            if restored is not None and restored.rollout is not None:
-                self._call(self.rollouts.flow.restore_state, restored.rollout)
-            prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
-            self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
         if self.rollouts is not None and self.actors is not None and self.sync is not None:
-            self._call(self.actors.connect_weights, self.sync.coordinator_address)
             self._watch = self.rollouts.loop.submit(self._watch_actors)
-        # Last: it is a process, and close() is only called for a controller that is complete.
-        self._live = LivePage(run_dir, config.metrics.live_port) if config.metrics.live_port else None
 
     def close(self) -> None:
         """Stop looking after the actors, and draw the report."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._live is not None:
-            self._live.close()
         self.metrics.close()
         self.sync_metrics.close()
         logger.info("report: %s", write_report(self.run_dir))
@@ -321,6 +319,10 @@ class Controller:
         assert self._evaluation is not None
         done, _ = concurrent.futures.wait([self._evaluation], timeout)
         if not done:
+            seconds = time.monotonic() - self._evaluation_started
+            if seconds > self.config.eval.timeout_s + CALL_TIMEOUT_S:
+                self._evaluation.cancel()
+                raise UserError(f"an evaluation has not ended after {seconds:.0f} s: the thread of the rollouts hangs")
             return
         evaluation, self._evaluation = self._evaluation, None
         seconds = time.monotonic() - self._evaluation_started

@@ -21,6 +21,7 @@ from torchtitan.inference.colocated.rounds import Round
 from torchtitan.models.batch_invariance import said_of
 from torchtitan.models.parallelize import build_policy
 from torchtitan.report.console import set_up_logging
+from torchtitan.report.live import LivePage
 from torchtitan.report.step_recorder import StepRecorder
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts
@@ -265,6 +266,9 @@ class Job:
             self._closing.callback(journal.close)
             if active := faults.active():
                 events.write("fault_injection_is_on", level=logging.WARNING, faults=injection.faults or active)
+            if config.metrics.live_port:
+                # Before anything that takes minutes: the port may be taken.
+                self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
             source: Rollouts | ReplaySource
             if config.rollout.replay:
                 source = ReplaySource(config.rollout.replay, journal)

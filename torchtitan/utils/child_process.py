@@ -150,7 +150,7 @@ class ChildProcess:
                 logger.warning("%s did not end within %g s after SIGTERM, killing it", self._what, grace_s)
         self._kill_group(process)
         for descendant in descendants:  # some have left the group
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 descendant.kill()
         try:
             # This waits for the pipes too, and a process that has hidden from us may still hold them.

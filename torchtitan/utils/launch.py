@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     parsed = parse_args(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+        with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
             parsed.log_dir = parsed.log_dir or folder
             run(parsed)
     except ChildFailedError as error:

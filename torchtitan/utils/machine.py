@@ -28,28 +28,32 @@ def numa_nodes() -> int:
 
 
 def count_gpus() -> int:
-    """How many this machine shows, whoever may use them (in WSL, which has one file for all of them, none)."""
-    return len(list(DEVICES.glob("nvidia[0-9]*")))
+    """How many this machine shows by its device files, or else by what its driver lists, whoever may use them."""
+    return len(list(DEVICES.glob("nvidia[0-9]*"))) or gpus_of_driver()
+
+
+def hides_gpus() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES shows none to this process."""
+    named = os.environ.get(CUDA_VARIABLE)
+    return named is not None and named.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
 
 def has_gpu() -> bool:
     """Whether there is one that processes may use."""
-    return os.environ.get(CUDA_VARIABLE) != "" and (
-        count_gpus() > 0 or (DEVICES / "dxg").exists() or _driver_lists_gpus()
-    )
+    return not hides_gpus() and count_gpus() > 0
 
 
 @functools.cache
-def _driver_lists_gpus() -> bool:
-    # Containers exist that show the driver's program and name their device files otherwise.
+def gpus_of_driver() -> int:
+    """How many nvidia-smi lists: those that this process could open. 0 without that program."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return False
+        return 0
     try:
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and done.stdout.startswith("GPU ")
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
 def keep_freed_memory(large: bool = False) -> None:

@@ -16,8 +16,14 @@ from torchtitan.utils import machine
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of /dev."""
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "gpus_of_driver", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
+
+
+def test_without_device_files_the_driver_is_asked(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus_of_driver", lambda: 2)
+    assert machine.has_gpu() and visible_devices() == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,8 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         # A container may be given any of a machine's.
         (("nvidia3", "nvidiactl"), 1, True),
         (("nvidia0", "nvidia1", "nvidia10"), 3, True),
-        (("dxg",), 0, True),
+        # WSL shows this one for the GPUs of all makers.
+        (("dxg",), 0, False),
     ],
 )
 def test_gpus_are_found_by_their_files(devices: Path, files: tuple[str, ...], count: int, any_gpu: bool) -> None:
@@ -40,8 +47,9 @@ def test_gpus_are_found_by_their_files(devices: Path, files: tuple[str, ...], co
 
 def test_gpus_can_be_hidden_from_processes(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (devices / "nvidia0").touch()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not machine.has_gpu() and visible_devices() == []
+    for nothing in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert not machine.has_gpu() and visible_devices() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert machine.has_gpu() and visible_devices() == ["0"]
 

@@ -22,6 +22,11 @@ async def slow_echo(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(text) for text in completions]
 
 
+def slow(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(0.5 * len(completions))
+    return [float(text) for text in completions]
+
+
 def hang(completions: list[str], **kwargs: Any) -> list[float]:
     while "bad" in completions:
         pass

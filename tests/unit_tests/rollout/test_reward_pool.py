@@ -62,6 +62,12 @@ def test_async_functions_are_awaited_and_weights_apply() -> None:
     assert results[0][1][1] == {f"{HERE}:echo": 2.0, f"{HERE}:slow_echo": 2.0}
 
 
+def test_a_function_that_is_slow_for_every_sample_keeps_its_rewards() -> None:
+    results, statistics = score(make_config("slow", timeout_s=1.8), (PROMPT, completions_of("1", "2", "3", "4")))
+    assert totals(results[0]) == [1.0, 2.0, 3.0, 4.0]
+    assert statistics["timeouts"] == 1
+
+
 def test_arguments_follow_trl() -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], [1], {"level": 3, "answer": "x"})
     results, _ = score(make_config("seen"), (prompt, completions_of("a", "b")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from typing import Any
 
@@ -141,12 +142,14 @@ HOSTILE = {
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_completion_is_wrong_and_quickly_so(text: str, gold: str) -> None:
     call("accuracy", [r"\boxed{\frac{1}{2}}"], answer=["x"])  # what is loaded once is no part of it
-    seconds = []
-    while not seconds or (min(seconds) >= 1.5 and len(seconds) < 3):  # the machine may be busy
-        started = time.perf_counter()
-        assert call("accuracy", [text], answer=[gold]) == [0.0]
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1.5
+    before = processor_seconds()
+    assert call("accuracy", [text], answer=[gold]) == [0.0]
+    assert processor_seconds() - before < 1.5
+
+
+def processor_seconds() -> float:
+    """Of this process and of the children that have ended: a busy machine does not change it."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def test_slow_wrong_answers_are_wrong_beside_right_ones() -> None:
@@ -158,9 +161,9 @@ def test_slow_wrong_answers_are_wrong_beside_right_ones() -> None:
 
 
 def test_a_whole_group_of_slow_answers_stays_within_the_limit_of_a_call() -> None:
-    started = time.perf_counter()
+    before = processor_seconds()
     assert call("accuracy", [TOWER] * 16, answer=["7"] * 16) == [0.0] * 16
-    assert time.perf_counter() - started < 0.8 * JobConfig().rewards.timeout_s
+    assert processor_seconds() - before < 0.8 * JobConfig().rewards.timeout_s
 
 
 @pytest.mark.parametrize("name", ["accuracy", "cosine_length", "length"])

@@ -99,7 +99,7 @@ def test_samples_keep_their_log_probs_from_before_the_batch(
     trainer = SpiedTrainer(config)
     untrained = build_policy(config, trainer.dims)
     batch = make_batch(0)
-    trainer.train_batch(batch, lambda: True, lambda: None)
+    trainer.train_batch(batch)
     assert {sample.trainer_log_probs is None for sample in batch.samples} == {False, True}
     for sample in batch.samples:
         tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])

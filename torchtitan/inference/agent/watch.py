@@ -50,7 +50,8 @@ class Watch:
     def close(self, timeout_s: float) -> None:
         """Stop asking; a probe that hangs is left behind after `timeout_s`."""
         self._ended.set()
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():  # it may never have started
+            self._thread.join(timeout_s)
 
     @property
     def age_s(self) -> float:

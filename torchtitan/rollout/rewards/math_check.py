@@ -16,10 +16,13 @@ PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 # Characters; a longer answer is wrong.
 LONGEST_ANSWER = 4000
-# Seconds for one answer; where a call has already had so many slow ones, for each further one.
+# Seconds of a processor for one answer; where a call has already had so many slow ones, for each further one, which is
+# still more than ordinary answers take.
 ANSWER_SECONDS = 1.0
 MANY_SLOW = 3
-HURRIED_SECONDS = 0.1
+HURRIED_SECONDS = 0.25
+# On a busy machine a second of a processor takes longer, but not for ever.
+WALL_FACTOR = 5
 VERDICTS: dict[bytes, float | None] = {b"1": 1.0, b"0": 0.0, b"?": None}
 # Compared once before the first child starts: its tables of grammar and simplifier, slow to fill, are then there.
 EXAMPLES = (
@@ -35,20 +38,20 @@ EXAMPLES = (
 def same_mathematics(pairs: Sequence[tuple[str, str | None]]) -> list[float | None]:
     """For every (reference, answer): 1 where they are equal, else 0; None where the reference cannot be read.
 
-    An answer that takes longer than ANSWER_SECONDS, or breaks the process, is wrong.
+    An answer that takes more than ANSWER_SECONDS of a processor, or breaks the process, is wrong.
     """
     verdicts: list[float | None] = []
     slow = 0
     while len(verdicts) < len(pairs):
-        reader, writer = os.pipe()
         check = checker()
+        seconds = ANSWER_SECONDS if slow < MANY_SLOW else HURRIED_SECONDS
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            _answer(check, pairs[len(verdicts) :], writer)
+            _answer(check, pairs[len(verdicts) :], writer, seconds)
         os.close(writer)
         try:
-            seconds = ANSWER_SECONDS if slow < MANY_SLOW else HURRIED_SECONDS
-            while len(verdicts) < len(pairs) and select.select([reader], [], [], seconds)[0]:
+            while len(verdicts) < len(pairs) and select.select([reader], [], [], WALL_FACTOR * seconds)[0]:
                 if not (verdict := os.read(reader, 1)):
                     break
                 verdicts.append(VERDICTS[verdict])
@@ -62,12 +65,16 @@ def same_mathematics(pairs: Sequence[tuple[str, str | None]]) -> list[float | No
     return verdicts
 
 
-def _answer(check: Callable[[str, str | None], bytes], pairs: Sequence[tuple[str, str | None]], writer: int) -> None:
-    """The child: one byte for each pair; never returns."""
+def _answer(
+    check: Callable[[str, str | None], bytes], pairs: Sequence[tuple[str, str | None]], writer: int, seconds: float
+) -> None:
+    """The child: one byte for each pair, of which none may take longer; never returns."""
     try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for expected, answer in pairs:
-            signal.alarm(2 + int(ANSWER_SECONDS))  # where nothing else ends it: its parent has died
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.alarm(1 + int(WALL_FACTOR * seconds))  # where nothing else ends it: its parent has died
             os.write(writer, check(expected, answer))
     except BaseException:
         traceback.print_exc()

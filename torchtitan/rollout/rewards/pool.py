@@ -7,6 +7,7 @@ import json
 import logging
 import struct
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ class RewardPool:
         limit = min(self._timeout_s, RETRY_SHARE * self._timeout_s / len(completions))
         values: list[float | None] = [None] * len(completions)
         good = []
+        begun = time.monotonic()
         for i, completion in enumerate(completions):
             try:
                 await self._call(worker, name, prompt, [completion], limit)
@@ -120,7 +122,9 @@ class RewardPool:
                 self._lost(name, failure)
         if good:
             try:
-                reply = await self._call(worker, name, prompt, [completions[i] for i in good], self._timeout_s)
+                # What needs its time for every sample needs as much again for all of them.
+                together = self._timeout_s + time.monotonic() - begun
+                reply = await self._call(worker, name, prompt, [completions[i] for i in good], together)
                 for i, value in zip(good, self._accept(name, reply), strict=True):
                     values[i] = value
             except CallFailed as failure:
