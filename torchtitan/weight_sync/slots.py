@@ -39,6 +39,11 @@ class SlotWords:
         """The trainer's side."""
         return SlotWriter(self._words[: self.count])
 
+    @property
+    def state_words(self) -> memoryview:
+        """One word per slot."""
+        return self._words[: self.count]
+
     def keeper(self) -> SlotKeeper:
         """The courier's side."""
         return SlotKeeper(self._words[: self.count])

@@ -1,0 +1,79 @@
+"""The shard server's side of a rank's slots: what may be read, what is being read, and when a slot is free. Pure.
+
+The trainer's side is SlotWriter (states/slot.py): it owns a slot up to READY, this one from READY on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from torchtitan.weight_sync.states.slot import SlotState, SlotView, Words
+
+
+class LiveSlots:
+    """A snapshot is kept while it lives, while it may still come to live, and while something reads its memory."""
+
+    def __init__(self, words: Words):
+        self._words = words
+        self._holds: Counter[int] = Counter()
+        self.newest = -1
+        """Serial that was published last, as far as is known"""
+        self.lanes: dict[int, float] = {}
+        """Older serials that live -> since when"""
+        self._dropped: frozenset[int] = frozenset()
+
+    def filled(self) -> dict[int, tuple[int, int]]:
+        """Serial -> (slot, version) of every snapshot that is there."""
+        found = {}
+        for index in range(len(self._words)):
+            view = SlotView.unpack(self._words[index])
+            if view.state >= SlotState.READY:
+                found[view.serial] = (index, view.version)
+        return found
+
+    def lives(self, serial: int) -> bool:
+        """Whether this snapshot may be read."""
+        return serial == self.newest or serial in self.lanes
+
+    def readable(self, serial: int) -> int | None:
+        """The slot of a snapshot that lives, None where there is none.
+
+        An actor may hear of a version before this process does: what is newer than all that is known may be read too.
+        """
+        found = self.filled().get(serial)
+        lives = self.lives(serial) or (serial > self.newest and serial not in self._dropped)
+        return found[0] if found is not None and lives else None
+
+    def live(self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float) -> None:
+        """What the registry says. A lane keeps the time of its beginning."""
+        if newest >= self.newest:
+            self.newest = newest
+            self.lanes = {serial: self.lanes.get(serial, now) for serial in lanes}
+            self._dropped = frozenset(dropped)
+            self.sweep()
+
+    def expire(self, now: float, lease_s: float) -> None:
+        """End lanes that are too old, also where no registry says so."""
+        old = [serial for serial, since in self.lanes.items() if now - since > lease_s]
+        for serial in old:
+            del self.lanes[serial]
+        if old:
+            self.sweep()
+
+    def hold(self, serial: int) -> None:
+        """Something is about to read the memory."""
+        self._holds[serial] += 1
+
+    def let_go(self, serial: int) -> None:
+        """It does not read it any more."""
+        self._holds[serial] -= 1
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Free what is over."""
+        for serial, (index, _version) in self.filled().items():
+            over = serial < self.newest or serial in self._dropped
+            if over and not self.lives(serial) and not self._holds[serial]:
+                del self._holds[serial]
+                self._words[index] = SlotView(SlotState.FREE, 0, 0).pack()

@@ -1,0 +1,90 @@
+"""The messages of the weight synchronisation: JSON objects with a type, some of which carry bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+HEARTBEAT_SECONDS = 0.5
+# A peer that says nothing for this long is taken for dead.
+SILENCE_SECONDS = 3.0
+RETRY_SECONDS = 0.2
+
+_NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
+_MAYBE_NUMBER = (int, type(None))
+# What each message must hold; a field that may be None may be left out.
+SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # The handshake
+    "challenge": {"nonce": _TEXT},
+    "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
+    "welcome": {"proof": _TEXT},
+    "admitted": {"fields": _OBJECT},
+    "refuse": {"reason": _TEXT},
+    # Any client to the registry, and its answer
+    "ping": {},
+    "pong": {},
+    # Shard server -> registry
+    "layout": {"layout": _OBJECT},
+    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
+    "failed": {"serial": _NUMBER, "version": _NUMBER},
+    # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
+    # pulled; dropped: serials that will never be published
+    "live": {"newest": _NUMBER, "lanes": _LIST, "dropped": _LIST},
+    # Registry -> actor. servers: one address per rank; room: whether another lane may begin
+    "model": {"layout": _OBJECT},
+    "servers": {"servers": _LIST},
+    "newest": {
+        "serial": _NUMBER,
+        "version": _NUMBER,
+        "digest": _TEXT,
+        "checksums": _LIST,
+        "lanes": _LIST,
+        "room": bool,
+    },
+    "lanes": {"lanes": _LIST, "room": bool},
+    "pinned": {"version": _MAYBE_NUMBER},
+    # Actor -> registry. ended: the pull is over, and why
+    "pulling": {"serial": _NUMBER},
+    "progress": {"bytes": _NUMBER},
+    "ended": {"serial": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
+    "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
+    "poisoned": {"version": _NUMBER, "reason": _TEXT},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all
+    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None))},
+    "done": {"pull": _NUMBER},
+    # Shard server -> actor. A bucket carries its bytes, or says in `reference` where they are
+    "granted": {"pull": _NUMBER},
+    "gone": {"pull": _NUMBER},
+    "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
+    # Trainer (rank 0) <-> registry
+    "pin": {"version": _MAYBE_NUMBER},
+    "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
+}
+_NUMBER_LISTS = {"live": ("lanes", "dropped"), "lanes": ("lanes",), "newest": ("lanes",)}
+
+
+def validate(message: Any) -> Message:
+    """The message itself, once its type is known and its required fields are there. Raises ProtocolError."""
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ProtocolError("a message is not an object with a type")
+    kind = message["type"]
+    fields = SCHEMA.get(kind)
+    if fields is None:
+        raise ProtocolError(f"unknown message type {kind!r}")
+    for name, expected in fields.items():
+        value = message.get(name)
+        if not isinstance(value, expected) or (type(value) is bool and expected is not bool):
+            raise ProtocolError(f"message {kind!r} needs field {name!r} of type {expected}")
+    for name in _NUMBER_LISTS.get(kind, ()):
+        if any(type(element) is not int for element in message[name]):
+            raise ProtocolError(f"message {kind!r} needs a list of numbers as {name!r}")
+    size = message.get("bytes", 0) if kind == "bucket" else 0
+    if type(size) is not int or size < 0:
+        raise ProtocolError(f"a bucket of {size!r} bytes")
+    return message
+
+
+def payload_bytes(message: Message) -> int:
+    """How many bytes follow this message."""
+    return message.get("bytes", 0) if message["type"] == "bucket" else 0

@@ -1,0 +1,530 @@
+"""An actor's part: hears of the newest version, pulls its buckets, verifies them, has the engine apply the whole.
+
+It decides for itself what to pull. One rule is shared by all: who found twice in a row that what it pulled had gone is
+slow, and waits until there is room for another lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torchtitan.weight_sync import coverage, faults
+from torchtitan.weight_sync.checksums import streaming_checksum
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
+from torchtitan.weight_sync.needs import Needs, all_keys
+from torchtitan.weight_sync.pull.handshake import Call, Identity
+from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
+from torchtitan.weight_sync.pull.runtime import Channel, Runtime
+from torchtitan.weight_sync.pull.source import Source
+from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.puller")
+
+BucketKey = tuple[int, int]
+# Who found so often in a row that what it pulled had gone is slow.
+SLOW_AFTER = 2
+# A bucket that arrived corrupt so often ends the pull; the next one begins after a pause that grows.
+MOST_CORRUPTIONS = 3
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Served(NamedTuple):
+    """What an engine holds."""
+
+    epoch: str
+    version: int
+    digest: str
+
+
+class Engine(Protocol):
+    """Where versions end up. `apply` and `fetch` are called on threads, one call of each at a time."""
+
+    def prepare(self, layout: Layout) -> Needs:
+        """Make staging memory for this layout. Returns the buckets that are needed. Raises LayoutError."""
+
+    def bucket(self, key: BucketKey) -> memoryview:
+        """The staging memory of a bucket."""
+
+    def fetch(self, key: BucketKey, reference: Message) -> str:
+        """Copy what a reference points to into the bucket's staging memory; the checksum of the copy."""
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        """Serve what is staged, from between two steps on. Returns figures.
+
+        Raises WeightsRefused where the engine is as it was; after anything else it may hold half a version.
+        """
+
+
+@dataclass
+class _Pull:
+    """One version on its way."""
+
+    number: int
+    serial: int
+    manifest: Manifest
+    missing: set[BucketKey]
+    begun: float
+    placing: dict[BucketKey, Any] = field(default_factory=dict)
+    """Buckets that are arriving -> what hashes them"""
+    corruptions: Counter[BucketKey] = field(default_factory=Counter)
+    bytes: int = 0
+    moved_at: float = 0.0
+    told_bytes: int = 0
+
+
+class Puller:
+    """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
+    the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        registry: str,
+        identity: Identity,
+        epoch: str,
+        engine: Engine,
+        *,
+        instance: str,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+    ):
+        self._runtime, self._registry, self._identity = runtime, registry, identity
+        self.epoch, self._engine, self._instance = epoch, engine, instance
+        self._retry_for_s, self._progress_s = retry_for_s, progress_s
+        self.serving = served
+        self.poisoned = False
+        self.failure = ""
+        self.applied = self.refused = self.corrupted = 0
+        self._control: Channel | None = None
+        self._call: Call | None = None
+        self._term = 0
+        self._heard_at = self._reached_at = runtime.now()
+        self._layout: Layout | None = None
+        self._layout_id = ""
+        self._needs: Needs = None
+        self._sources: list[Source] = []
+        self._servers: list[str] = []
+        self._newest: tuple[int, Manifest] | None = None
+        self._lanes: set[int] = set()
+        self._room = True
+        self._pinned: int | None = None
+        self._numbers = itertools.count(1)
+        self._pull: _Pull | None = None
+        self._gone_in_a_row = 0
+        self._pauses = 0
+        self._paused = False
+        self._writers = 0
+        """Pieces of work that may still write to staging memory"""
+        self._staged: tuple[Manifest, Message] | None = None
+        self._applying = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to look for the registry."""
+        self._dial()
+        self._heartbeat()
+
+    def close(self) -> None:
+        """Close every connection. An apply that has begun goes on."""
+        self._closed = True
+        self._pull = None
+        if self._call is not None:
+            self._call.cancel()
+        for source in self._sources:
+            source.drop("the actor ends")
+        if self._control is not None:
+            self._control.close("the actor ends")
+
+    @property
+    def connected(self) -> bool:
+        """Whether the registry is in reach."""
+        return self._control is not None
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self.poisoned:
+            return "POISONED"
+        if self._applying:
+            return "APPLYING"
+        return "PULLING" if self._pull is not None else "READY" if self.serving is not None else "JOINING"
+
+    def found_torn(self, version: int, reason: str) -> None:
+        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
+        if self.serving is not None and self.serving.version == version and not self._applying:
+            self._poison(version, reason)
+            self._consider()
+
+    # Registry
+
+    def _dial(self) -> None:
+        if self._closed:
+            return
+        fields = {"epoch": self.epoch, "instance": self._instance}
+        self._call = Call(self._runtime, self._registry, self._identity, fields, self._welcomed, self._out_of_reach)
+
+    def _out_of_reach(self, reason: str) -> None:
+        self._call = None
+        silent = self._runtime.now() - self._reached_at
+        if silent > self._retry_for_s:
+            self.failure = f"not joined at {self._registry} for {silent:.0f} s: {reason}"
+            logger.error("%s gives up: %s", self._identity.name, self.failure)
+            return
+        self._runtime.call_later(RETRY_SECONDS, self._dial)
+
+    def _welcomed(self, channel: Channel, fields: Message) -> None:
+        self._call, term = None, fields.get("term")
+        if type(term) is not int or term < self._term:
+            channel.close("an old term")
+            self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
+            return
+        self._term, self._control = term, channel
+        self._heard_at = self._reached_at = self._runtime.now()
+        channel.on_message, channel.on_close = self._on_message, self._on_control_lost
+        if self.poisoned:
+            self._tell({"type": "poisoned", "version": -1, "reason": "a version could not be applied whole"})
+        elif self.serving is not None and self.serving.epoch == self.epoch:
+            self._tell_serving({})
+        if self._pull is not None:
+            self._tell({"type": "pulling", "serial": self._pull.serial})
+
+    def _on_control_lost(self, channel: Channel, reason: str) -> None:
+        if channel is self._control:
+            # A pull goes on: shard servers keep what lives.
+            logger.info("%s: registry connection over: %s", self._identity.name, reason)
+            self._control = None
+            self._reached_at = self._runtime.now()
+            self._runtime.call_later(RETRY_SECONDS, self._dial)
+
+    def _tell(self, message: Message) -> None:
+        if self._control is not None:
+            self._control.send(message)
+
+    def _tell_serving(self, figures: Message) -> None:
+        assert self.serving is not None
+        served = {"version": self.serving.version, "digest": self.serving.digest}
+        self._tell({"type": "serving", **served, "figures": figures})
+
+    def _heartbeat(self) -> None:
+        if self._closed:
+            return
+        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+        now, pull = self._runtime.now(), self._pull
+        # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
+        if self._control is not None and self._is_silent(now):
+            self._control.close(f"the registry said nothing for {SILENCE_SECONDS:g} s")
+        self._tell({"type": "ping"})
+        if pull is None:
+            return
+        if pull.bytes != pull.told_bytes:
+            pull.told_bytes = pull.bytes
+            self._tell({"type": "progress", "bytes": pull.bytes})
+        if now - pull.moved_at > self._progress_s:
+            pull.moved_at = now
+            for source in self._sources:
+                if self.request(source.rank) is not None:
+                    source.drop(f"no byte for {self._progress_s:g} s")
+                    source.ask()
+
+    def _is_silent(self, now: float) -> bool:
+        return now - self._heard_at > SILENCE_SECONDS
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        if channel is not self._control:
+            return
+        self._heard_at, kind = self._runtime.now(), message["type"]
+        if kind == "model":
+            self._on_layout(message)
+        elif kind == "servers":
+            self._servers = list(map(str, message["servers"]))
+            self._move_sources()
+        elif kind == "newest":
+            self._on_newest(message)
+        elif kind == "lanes":
+            self._lanes, self._room = set(message["lanes"]), message["room"]
+        elif kind == "pinned":
+            self._pinned = message.get("version")
+        elif kind != "pong":
+            raise ProtocolError(f"a registry does not send {kind!r} to an actor")
+        if kind != "pong":
+            self._consider()
+
+    def _on_layout(self, message: Message) -> None:
+        try:
+            layout = Layout.from_json(message["layout"])
+            if layout.layout_id() == self._layout_id:
+                return
+            coverage.check_coverage(layout)
+            self._end_pull("lost", "the layout changed")
+            self._needs = self._engine.prepare(layout)
+        except LayoutError as error:
+            raise ProtocolError(str(error)) from error
+        self._layout, self._layout_id = layout, layout.layout_id()
+        ranks = range(len(layout.ranks))
+        self._sources = [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in ranks]
+        self._move_sources()
+
+    def _move_sources(self) -> None:
+        for source, address in zip(self._sources, self._servers, strict=False):
+            source.move(address)
+
+    def _on_newest(self, message: Message) -> None:
+        if self._layout is None:
+            raise ProtocolError("a version came before the layout")
+        try:
+            manifest = Manifest.from_json(message)
+            manifest.check_fits(self._layout, self._layout_id)
+        except LayoutError as error:
+            raise ProtocolError(str(error)) from error
+        if manifest.epoch != self.epoch:
+            raise ProtocolError(f"a version of epoch {manifest.epoch}")
+        self._newest = message["serial"], manifest
+        self._lanes, self._room = set(message["lanes"]), message["room"]
+
+    # Pulling
+
+    def _consider(self) -> None:
+        """Something has changed: end what has gone, begin what is due."""
+        pull, newest = self._pull, self._newest
+        if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._lanes:
+            self._end_pull("gone", "superseded")
+        if self._staged is not None:
+            self._apply_staged()
+        elif newest is not None and self._may_begin(newest[1]):
+            self._begin(*newest)
+
+    def _may_begin(self, manifest: Manifest) -> bool:
+        if self._closed or self._pull is not None or self._applying or self._paused or self._is_pinned():
+            return False
+        if not self._is_quiet() or self._layout is None:
+            return False
+        served = Served(manifest.epoch, manifest.version, manifest.digest)
+        return served != self.serving and (self._gone_in_a_row < SLOW_AFTER or self._room)
+
+    def _is_pinned(self) -> bool:
+        return self._pinned is not None and self.serving is not None and self.serving.version == self._pinned
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing writes to staging memory for an older pull."""
+        return self._writers == 0
+
+    def _begin(self, serial: int, manifest: Manifest) -> None:
+        assert self._layout is not None
+        if "drop" in faults.at("offer", version=manifest.version, actor=self._identity.name):
+            return
+        now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
+        self._pull = _Pull(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        self._tell({"type": "pulling", "serial": serial})
+        if not missing:
+            self._staged_whole(self._pull)
+        for source in self._sources:
+            source.ask()
+
+    def _end_pull(self, outcome: str, reason: str) -> None:
+        pull, self._pull = self._pull, None
+        if pull is None:
+            return
+        self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
+        self._tell({"type": "ended", "serial": pull.serial, "outcome": outcome, "reason": reason})
+        self._end_leases(pull)
+        # A bucket that is half here must not be written any further.
+        for rank in {rank for rank, _ in pull.placing}:
+            self._sources[rank].drop("the pull is over")
+
+    def _end_leases(self, pull: _Pull) -> None:
+        for source in self._sources:
+            source.tell({"type": "done", "pull": pull.number})
+
+    def _pause(self) -> None:
+        """After a version that could not be had: the next pull begins later."""
+        self._paused = True
+        seconds = min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
+        self._pauses += 1
+
+        def go_on() -> None:
+            self._paused = False
+            self._consider()
+
+        self._runtime.call_later(seconds, go_on)
+
+    # Buckets (see source.Wanted)
+
+    def request(self, rank: int) -> Message | None:
+        """What is missing of this rank, and does not arrive already."""
+        pull = self._pull
+        if pull is None:
+            return None
+        numbers = sorted(bucket for one, bucket in pull.missing if one == rank and (one, bucket) not in pull.placing)
+        if not numbers:
+            return None
+        ranges: list[list[int]] = []
+        for number in numbers:
+            if ranges and ranges[-1][1] == number:
+                ranges[-1][1] = number + 1
+            else:
+                ranges.append([number, number + 1])
+        return {"type": "open", "pull": pull.number, "serial": pull.serial, "buckets": ranges}
+
+    def gone(self, message: Message) -> None:
+        """The registry says the same to all; a shard server may be the first."""
+        if self._pull is not None and self._is_current(message):
+            self._end_pull("gone", "the snapshot is gone")
+            self._consider()
+
+    def _is_current(self, message: Message) -> bool:
+        return self._pull is not None and message["pull"] == self._pull.number
+
+    def place(self, source: Source, message: Message) -> memoryview | None:
+        """Into staging memory, unless it is of a pull that is over."""
+        pull = self._pull
+        if pull is None or not self._is_current(message):
+            return None
+        key = self._checked_key(source, message, pull)
+        assert self._layout is not None
+        pull.placing[key] = streaming_checksum(self._layout.checksum)
+        return self._engine.bucket(key)
+
+    def _checked_key(self, source: Source, message: Message, pull: _Pull) -> BucketKey:
+        key = message["rank"], message["bucket"]
+        if message["rank"] != source.rank:
+            raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
+        if key not in pull.missing or key in pull.placing:
+            # Verified bytes are never written again: what is applied is what was checked.
+            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
+        return key
+
+    def piece(self, message: Message, piece: memoryview) -> None:
+        """Hashed while it is in the cache."""
+        pull = self._pull
+        if pull is not None and self._is_current(message):
+            pull.bytes += len(piece)
+            pull.moved_at = self._runtime.now()
+            pull.placing[message["rank"], message["bucket"]].update(piece)
+
+    def bucket(self, source: Source, message: Message) -> None:
+        """Verify it, or fetch and verify what it refers to."""
+        pull = self._pull
+        if pull is None or not self._is_current(message):
+            return
+        key = message["rank"], message["bucket"]
+        version, actor = pull.manifest.version, self._identity.name
+        asked = faults.at("receive", version=version, actor=actor, rank=key[0], bucket=key[1])
+        if "reference" in message:
+            self._fetch(source, self._checked_key(source, message, pull), message["reference"], pull)
+            return
+        found = pull.placing.pop(key).hexdigest()
+        if "drop" not in asked:
+            self._verify(source, key, found if "corrupt" not in asked else "corrupt")
+
+    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: _Pull) -> None:
+        pull.placing[key] = None
+        self._writers += 1
+
+        def fetched(found: str, error: BaseException | None) -> None:
+            self._writers -= 1
+            if pull is self._pull:
+                del pull.placing[key]
+                pull.bytes += len(self._engine.bucket(key))
+                pull.moved_at = self._runtime.now()
+                self._verify(source, key, found if error is None else repr(error))
+            else:
+                self._consider()
+
+        self._runtime.work("fetch", partial(self._engine.fetch, key, reference), fetched)
+
+    def _verify(self, source: Source, key: BucketKey, found: str) -> None:
+        pull = self._pull
+        assert pull is not None
+        rank, bucket = key
+        if found == pull.manifest.checksums[rank][bucket]:
+            pull.missing.remove(key)
+            source.succeeded()
+            if not pull.missing:
+                self._staged_whole(pull)
+            return
+        self.corrupted += 1
+        pull.corruptions[key] += 1
+        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self._identity.name, bucket, rank, found)
+        if pull.corruptions[key] >= MOST_CORRUPTIONS:
+            self.refused += 1
+            self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
+            self._pause()
+        else:
+            again = {"pull": pull.number, "serial": pull.serial, "buckets": [[bucket, bucket + 1]]}
+            source.tell({"type": "open", **again})
+
+    def lost(self, rank: int) -> None:
+        """A channel is over: what was half here has to come again."""
+        pull = self._pull
+        if pull is not None:
+            for key in [key for key, hasher in pull.placing.items() if key[0] == rank and hasher is not None]:
+                del pull.placing[key]
+
+    # Engine
+
+    def _staged_whole(self, pull: _Pull) -> None:
+        self._end_leases(pull)
+        self._pull = None
+        self._gone_in_a_row = self._pauses = 0
+        if not self._survives("staged", pull.manifest.version):
+            self._consider()
+            return
+        self._tell({"type": "ended", "serial": pull.serial, "outcome": "staged", "reason": ""})
+        figures = {"transfer_s": self._runtime.now() - pull.begun, "bytes_full": pull.bytes}
+        self._staged = pull.manifest, figures
+        self._consider()
+
+    def _survives(self, phase: str, version: int) -> bool:
+        """Whether fault injection lets this pass."""
+        try:
+            return "drop" not in faults.at(phase, version=version, actor=self._identity.name)
+        except ConnectionResetError as error:
+            if self._control is not None:
+                self._control.close(str(error))
+            return True
+
+    def _apply_staged(self) -> None:
+        if self._staged is None or self._applying or self._is_pinned() or self._closed:
+            return
+        (manifest, figures), self._staged, self._applying = self._staged, None, True
+        work = partial(self._apply, manifest)
+        self._runtime.work("apply", work, partial(self._applied, manifest, figures, self._runtime.now()))
+
+    def _apply(self, manifest: Manifest) -> Mapping[str, float]:
+        faults.at("apply", version=manifest.version, actor=self._identity.name)
+        return self._engine.apply(manifest)
+
+    def _applied(
+        self, manifest: Manifest, figures: Message, begun: float, cost: Any, error: BaseException | None
+    ) -> None:
+        self._applying = False
+        if isinstance(error, WeightsRefused):
+            self.refused += 1
+            logger.error("%s: version %d refused: %s", self._identity.name, manifest.version, error)
+            self._pause()
+            if self.serving is not None:
+                self._tell_serving({"refused": str(error)})
+        elif error is not None:
+            # Half a version may be in the engine now: never served, and said so.
+            logger.error("%s: applying version %d failed", self._identity.name, manifest.version, exc_info=error)
+            self._poison(manifest.version, repr(error))
+            self._pause()
+        else:
+            self.applied += 1
+            self.poisoned = False
+            self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
+            if self._survives("applied", manifest.version):
+                self._tell_serving({**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
+        self._consider()
+
+    def _poison(self, version: int, reason: str) -> None:
+        self.poisoned, self.serving = True, None
+        self._tell({"type": "poisoned", "version": version, "reason": reason})
