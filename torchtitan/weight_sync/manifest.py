@@ -22,6 +22,10 @@ class LayoutError(Exception):
     """The ranks' shards do not make up the parameters exactly once."""
 
 
+class WeightsRefused(ValueError):
+    """The engine takes no such version; it serves what it served before."""
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """What one rank sends: its shards and the bytes of its slot (0: this rank sends nothing)."""

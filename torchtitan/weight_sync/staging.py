@@ -12,14 +12,11 @@ import torch
 
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
 from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout
+from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 from torchtitan.weight_sync.needs import intersection
 from torchtitan.weight_sync.transports.base import Area
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class WeightsRefused(ValueError):
-    """The engine takes no such version; it serves what it served before."""
 
 
 @dataclass(frozen=True)

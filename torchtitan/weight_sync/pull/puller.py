@@ -16,13 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torchtitan.weight_sync import coverage, faults
 from torchtitan.weight_sync.checksums import streaming_checksum
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.needs import Needs, all_keys
 from torchtitan.weight_sync.pull.handshake import Call, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.pull.source import Source
-from torchtitan.weight_sync.staging import WeightsRefused
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")

@@ -93,7 +93,7 @@ class _Gathering:
 
 
 class Registry:
-    """write(event, fields): a line of the journal."""
+    """write(event, fields): a line of the journal. beat(): a sign of life for the parent."""
 
     def __init__(
         self,
@@ -103,9 +103,10 @@ class Registry:
         term: int,
         token: str,
         write: Callable[[str, Message], None],
+        beat: Callable[[], None],
     ):
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
-        self._write = write
+        self._write, self._beat = write, beat
         self._gate = Gate(runtime, token, frozenset((RANK, ACTOR, TRAINER)), self._admit, self._enter)
         self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s)
         self._ranks: dict[int, _Rank] = {}
@@ -165,6 +166,7 @@ class Registry:
 
     def _tick(self) -> None:
         self._runtime.call_later(TICK_SECONDS, self._tick)
+        self._beat()
         now = self._runtime.now()
         # The loop reads sockets before it runs timers: after a pause of this process, waiting messages have been read.
         for rank, server in list(self._ranks.items()):

@@ -27,7 +27,9 @@ logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
 TICK_SECONDS = 0.2
 # One bucket takes a fraction of a second: a checksum thread that is at one for longer hangs.
-LONGEST_CHECKSUM_SECONDS = 10.0
+LONGEST_CHECKSUM_SECONDS = 5.0
+# An actor that asks for nothing for so long is let go: its machine may be gone without a word.
+IDLE_SECONDS = 10.0
 
 
 class Slots(Protocol):
@@ -56,6 +58,7 @@ class _Reader:
 
     channel: Channel
     actor: str
+    asked_at: float
     pull: int = -1
     serial: int = -1
     waiting: deque[int] = field(default_factory=deque)
@@ -128,6 +131,10 @@ class ShardServer:
         # Leases have an absolute life, whether or not a registry is there.
         self.live.expire(self._runtime.now(), self._lease_s)
         self._end_what_is_gone()
+        for reader in list(self._readers.values()):
+            busy = reader.sending is not None or reader.waiting
+            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
+                reader.channel.close("idle")
         self.look()
 
     def _works(self) -> bool:
@@ -241,7 +248,7 @@ class ShardServer:
         return {"rank": self.rank}
 
     def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
-        self._readers[channel] = _Reader(channel, identity.name)
+        self._readers[channel] = _Reader(channel, identity.name, self._runtime.now())
         channel.on_message, channel.on_close = self._on_reader_message, self._on_reader_lost
 
     def _on_reader_lost(self, channel: Channel, _reason: str) -> None:
@@ -271,7 +278,7 @@ class ShardServer:
         if reader.pull != message["pull"]:
             reader.waiting.clear()
             reader.channel.send({"type": "granted", "pull": message["pull"]})
-        reader.pull, reader.serial = message["pull"], message["serial"]
+        reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
         reader.waiting.extend(buckets)
         self._send_next(reader)
 
@@ -304,6 +311,7 @@ class ShardServer:
     def _stop_sending(self, reader: _Reader) -> None:
         if reader.sending is not None:
             serial, reader.sending = reader.sending, None
+            reader.asked_at = self._runtime.now()
             self.live.let_go(serial)
 
     def _sent(self, reader: _Reader) -> None:

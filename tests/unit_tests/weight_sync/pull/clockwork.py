@@ -1,0 +1,339 @@
+"""A deterministic machine for the real classes: a virtual clock, processes that freeze and die, and a network between them.
+
+Everything that happens is an event of one process at one time; what happens at the same time happens in an order that
+the seed draws. Sockets read their sender's memory late, half by half, as real ones do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchtitan.weight_sync.pull.messages import validate
+from torchtitan.weight_sync.pull.runtime import Channel, Done
+from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
+
+Callback = Callable[[], None]
+MESSAGE, TIMER = 0, 1
+
+
+class Violation(AssertionError):
+    """The synchronisation broke a promise."""
+
+
+class Machine:
+    """The clock, and who listens where."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self._events: list[tuple[float, float, int, Process | None, int, Callback]] = []
+        self._order = itertools.count()
+        self.listeners: dict[str, tuple[Process, Callable[[Channel], None]]] = {}
+        self.check_read: Callable[[SimChannel, Message, memoryview], None] = lambda _channel, _message, _data: None
+        self.protocol_errors: list[str] = []
+        self.corruption = 0.0
+        """Probability that a payload is damaged on its way"""
+        self.corrupted = 0
+
+    def at(self, seconds: float, process: Process | None, callback: Callback, kind: int = TIMER) -> None:
+        """Run `callback` in so many seconds, unless the process is dead then; later where it is frozen."""
+        key = (self.now + seconds, self.random.random(), next(self._order))
+        heapq.heappush(self._events, (*key, process, kind, callback))
+
+    def run(self, until: float) -> None:
+        """Everything that happens up to this time."""
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, _, process, kind, callback = heapq.heappop(events)
+            if process is None:
+                callback()
+            elif process.frozen:
+                process.parked.append((kind, callback))
+            elif process.alive:
+                callback()
+        self.now = until
+
+
+class Process:
+    """Somebody's memory and sockets. rate: payload bytes per second that it can receive over one channel."""
+
+    def __init__(self, machine: Machine, name: str, rate: float = 1e9):
+        self.machine, self.name, self.rate = machine, name, rate
+        self.alive, self.frozen = True, False
+        self.cut_off = False
+        """Its machine is gone from the network, without a word"""
+        self.parked: list[tuple[int, Callback]] = []
+        self.channels: dict[SimChannel, None] = {}
+        self.hung_lanes: set[str] = set()
+        self.froze_at = -1.0
+        self.runtime = SimRuntime(self)
+
+    def freeze(self) -> None:
+        self.frozen, self.froze_at = True, self.machine.now
+
+    def thaw(self) -> None:
+        """What came meanwhile is read first, then late timers run."""
+        if not self.frozen:
+            return
+        self.frozen = False
+        parked, self.parked = self.parked, []
+        for kind, callback in sorted(parked, key=lambda item: item[0]):
+            self.machine.at(0.0 if kind == MESSAGE else 1e-6, self, callback, kind)
+        for channel in list(self.channels):
+            channel.unstall()
+
+    def kill(self) -> None:
+        self.alive = self.frozen = False
+        self.parked.clear()
+        self.machine.listeners = {
+            address: entry for address, entry in self.machine.listeners.items() if entry[0] is not self
+        }
+        for channel in list(self.channels):
+            channel.abandon("connection reset by peer")
+
+
+class SimTimer:
+    def __init__(self, callback: Callback):
+        self._callback: Callback | None = callback
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def fire(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+
+class SimRuntime:
+    """What a process's parts see of the machine."""
+
+    def __init__(self, process: Process):
+        self._process, self._machine = process, process.machine
+        self._lanes: dict[str, float] = {}
+        self.longest_work = 0.02
+
+    def now(self) -> float:
+        return self._machine.now
+
+    def call_later(self, seconds: float, callback: Callback) -> SimTimer:
+        timer = SimTimer(callback)
+        self._machine.at(seconds, self._process, timer.fire)
+        return timer
+
+    def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
+        if lane in self._process.hung_lanes:
+            return
+        now, rng = self._machine.now, self._machine.random
+        end = max(now, self._lanes.get(lane, 0.0)) + rng.random() * self.longest_work
+        self._lanes[lane] = end
+
+        def finish() -> None:
+            if lane in self._process.hung_lanes:
+                return
+            result, error = None, None
+            try:
+                result = function()
+            except Violation:
+                raise
+            except Exception as raised:
+                error = raised
+            self._machine.at(rng.random() * 0.001, self._process, partial(done, result, error))
+
+        self._machine.at(end - now, self._process, finish)
+
+    def listen(self, where: str, accept: Callable[[Channel], None]) -> Callable[[], None]:
+        self._machine.listeners[where] = (self._process, accept)
+        return lambda: self._machine.listeners.pop(where, None) and None
+
+    def dial(
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
+    ) -> Callable[[], None]:
+        machine, caller = self._machine, self._process
+        over = False
+
+        def cancel() -> None:
+            nonlocal over
+            over = True
+
+        def settle(callback: Callback) -> None:
+            nonlocal over
+            if not over:
+                over = True
+                callback()
+
+        latency = 0.0005 + machine.random.random() * 0.002
+
+        def arrive() -> None:
+            found = machine.listeners.get(address)
+            if found is None:
+                machine.at(latency, caller, lambda: settle(lambda: on_failure(f"{address} refused")), MESSAGE)
+            elif not found[0].cut_off and not caller.cut_off and not over:
+                server, accept = found
+                mine, other = SimChannel(caller, latency), SimChannel(server, latency)
+                mine.peer, other.peer = other, mine
+
+                def opened() -> None:
+                    if over:
+                        mine.close("cancelled")
+                    else:
+                        settle(lambda: on_open(mine))
+
+                # First of all that comes to each end.
+                mine._inbox.append(opened)
+                other._inbox.append(lambda: accept(other))
+                machine.at(0.0, server, other._receive, MESSAGE)
+                machine.at(latency, caller, mine._receive, MESSAGE)
+
+        machine.at(latency, None, arrive)
+        machine.at(timeout, caller, lambda: settle(lambda: on_failure(f"{address} did not answer")))
+        return cancel
+
+
+class SimChannel(Channel):
+    """One end of a connection. Payloads take time, and hold up what is sent after them."""
+
+    def __init__(self, process: Process, latency: float):
+        super().__init__()
+        self.process, self.latency = process, latency
+        self.machine = process.machine
+        self.peer: SimChannel
+        self._out: deque[tuple[Message, memoryview | None, Callback | None]] = deque()
+        self._inbox: deque[Callback] = deque()
+        self._sending = False
+        self._stalled: Callback | None = None
+        self._broken = False
+        """Something was lost on the way: nothing arrives any more in either direction"""
+        self._target: memoryview | None = None
+        process.channels[self] = None
+
+    def trust(self) -> None:
+        pass
+
+    def send(
+        self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
+    ) -> None:
+        if not self.closed:
+            self._out.append((message, payload, on_sent))
+            self._transmit()
+
+    def close(self, reason: str) -> None:
+        if not self.closed:
+            self._end()
+            self._to_peer(lambda: self.peer._closed_by_peer("the peer closed the connection"))
+            self.on_close(self, reason)
+
+    def abandon(self, reason: str) -> None:
+        """The process is dead: its kernel says so."""
+        if not self.closed:
+            self._end()
+            self._to_peer(lambda: self.peer._closed_by_peer(reason))
+
+    def _end(self) -> None:
+        self.closed = True
+        self._out.clear()
+        self._stalled = None
+        self.process.channels.pop(self, None)
+
+    def _closed_by_peer(self, reason: str) -> None:
+        if not self.closed:
+            self._end()
+            self.on_close(self, reason)
+
+    def _to_peer(self, callback: Callback) -> None:
+        """In order, after the latency."""
+        if self.process.cut_off or self.peer.process.cut_off:
+            self._broken = self.peer._broken = True
+        if not self._broken:
+            self.peer._inbox.append(callback)
+            self.machine.at(self.latency, self.peer.process, self.peer._receive, MESSAGE)
+
+    def _receive(self) -> None:
+        callback = self._inbox.popleft()
+        if self.closed:
+            return
+        try:
+            callback()
+        except ProtocolError as error:
+            self.machine.protocol_errors.append(f"{self.process.name}: {error}")
+            self.close(f"protocol error: {error}")
+
+    def _transmit(self) -> None:
+        while self._out and not self._sending:
+            message, payload, on_sent = self._out.popleft()
+            if payload is None:
+                if on_sent is not None:
+                    on_sent()
+                plain = _plain(message)
+                self._to_peer(lambda plain=plain: self.peer.on_message(self.peer, plain))  # type: ignore[misc]
+            else:
+                self._begin_payload({**message, "bytes": len(payload)}, payload, on_sent)
+
+    def _begin_payload(self, message: Message, payload: memoryview, on_sent: Callback | None) -> None:
+        self._sending = True
+        validate(message)
+        half = len(payload) // 2
+        self.machine.check_read(self, message, payload)
+        first = bytes(payload[:half])
+        self._to_peer(lambda: self.peer._begin_arrival(message, first))
+
+        def end() -> None:
+            if self.closed:
+                return
+            if self.peer.process.frozen and self.peer.process.alive:
+                self._stalled = end
+                return
+            self.machine.check_read(self, message, payload)
+            second = bytes(payload[half:])
+            if self.machine.corruption and self.machine.random.random() < self.machine.corruption:
+                self.machine.corrupted += 1
+                second = second[:-1] + bytes([second[-1] ^ 1])
+            self._sending = False
+            self._to_peer(lambda: self.peer._end_arrival(message, second))
+            if on_sent is not None:
+                on_sent()
+            self._transmit()
+
+        rate = min(self.process.rate, self.peer.process.rate)
+        self.machine.at(len(payload) / rate * (0.8 + 0.4 * self.machine.random.random()), self.process, end)
+
+    def unstall(self) -> None:
+        """This end reads again: what waited for it goes on."""
+        stalled, self.peer._stalled = self.peer._stalled, None
+        if stalled is not None:
+            self.machine.at(0.0, self.peer.process, stalled)
+
+    def _begin_arrival(self, message: Message, piece: bytes) -> None:
+        self._target = self.place(self, message)
+        if self._target is not None:
+            self._target[: len(piece)] = piece
+            self.on_piece(self, message, self._target[: len(piece)])
+
+    def _end_arrival(self, message: Message, piece: bytes) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            target[len(target) - len(piece) :] = piece
+            self.on_piece(self, message, target[len(target) - len(piece) :])
+            self.on_message(self, message)
+
+
+_texts: dict[str, Any] = {}
+
+
+def _plain(message: Message) -> Message:
+    """As it arrives: what was encoded is read again."""
+    for name, value in message.items():
+        if isinstance(value, Encoded):
+            if len(_texts) > 10_000:
+                _texts.clear()
+            if value.text not in _texts:
+                _texts[value.text] = json.loads(value.text)
+            message = {**message, name: _texts[value.text]}
+    return validate(message)

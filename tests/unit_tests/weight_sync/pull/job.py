@@ -1,0 +1,413 @@
+"""A whole job on the deterministic machine: a trainer of several ranks, the real registry, shard servers and pullers.
+
+Only the trainer's optimizer, the engines' memory and the parent that starts processes again are played here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, SimChannel, Violation
+from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
+from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
+from torchtitan.weight_sync.needs import Needs
+from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, Identity
+from torchtitan.weight_sync.pull.puller import Puller, Served
+from torchtitan.weight_sync.pull.registry import Registry, Settings
+from torchtitan.weight_sync.pull.shard_server import IDLE_SECONDS, ShardServer
+from torchtitan.weight_sync.states.boundary import Boundary
+from torchtitan.weight_sync.states.slot import SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.wire import Message
+
+TOKEN = "token"
+REGISTRY = "registry"
+BUCKET_BYTES = 16
+RESTART_SECONDS = 0.3
+# The parent looks once a second, and takes three looks without a beat for a frozen process.
+FROZEN_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a job consists of. actor_seconds: how long each actor takes for a transfer."""
+
+    ranks: int = 2
+    buckets: int = 2
+    slots: int = 3
+    interval: float = 1.0
+    actor_seconds: tuple[float, ...] = (0.2, 0.2)
+    lease_s: float = 60.0
+    progress_timeout_s: float = 5.0
+    by_reference: bool = False
+    epoch: str = "e1"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The classes that are driven: mutations replace them."""
+
+    registry: type[Registry] = Registry
+    server: type[ShardServer] = ShardServer
+    puller: type[Puller] = Puller
+
+
+@functools.cache
+def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
+    """What one rank reports: its rows of one matrix."""
+    rows, width = ranks, buckets * BUCKET_BYTES // 4
+    parameters = ParameterTable.of([ParameterEntry("w", "float32", (rows, width))])
+    shards = ShardTable.of([ShardEntry(0, (rank, 0), (1, width), 0)])
+    return Layout(BUCKET_BYTES, parameters, (RankLayout(buckets * BUCKET_BYTES, shards),))
+
+
+@functools.cache
+def content(epoch: str, version: int, rank: int, buckets: int) -> bytes:
+    """A rank's bytes of a version."""
+    name = f"{epoch} {version} {rank}".encode()
+    return hashlib.blake2b(name).digest()[:BUCKET_BYTES] * buckets
+
+
+class SimSlots:
+    """A rank's slots: memory that outlives the shard server."""
+
+    def __init__(self, count: int, size: int):
+        self.count = count
+        self.words = [0] * count
+        self.memory = [bytearray(size) for _ in range(count)]
+        self.failed: list[tuple[int, int]] = []
+        self.beat_at = 0.0
+        self.machine: Machine
+
+    @property
+    def state_words(self) -> list[int]:
+        return self.words
+
+    def slot(self, index: int) -> memoryview:
+        return memoryview(self.memory[index])
+
+    def beat(self) -> None:
+        self.beat_at = self.machine.now
+
+
+class Rank:
+    """A trainer rank: its slots, its side of the vote, and its shard server's process."""
+
+    def __init__(self, job: Job, number: int):
+        self.job, self.number = job, number
+        shape = job.shape
+        self.slots = SimSlots(shape.slots, shape.buckets * BUCKET_BYTES)
+        self.slots.machine = job.machine
+        self.writer = SlotWriter(self.slots.words)
+        self.boundary = Boundary(self)
+        self._reserved: int | None = None
+        self.process: Process
+        self.server: ShardServer
+        self.start_server()
+
+    # SlotPort, as the publisher does it
+
+    def reserve(self) -> bool:
+        if self._reserved is None:
+            self._reserved = self.writer.reserve()
+        return self._reserved is not None
+
+    def release(self) -> None:
+        if self._reserved is not None:
+            self.writer.release(self._reserved)
+            self._reserved = None
+
+    def snapshot(self, version: int, serial: int) -> None:
+        assert self._reserved is not None
+        index, self._reserved = self._reserved, None
+        self.writer.begin(index, version, serial)
+        shape, memory = self.job.shape, self.slots.memory[index]
+        data = content(shape.epoch, version, self.number, shape.buckets)
+        half = len(data) // 2
+        memory[:half] = data[:half]
+
+        def finish() -> None:
+            memory[half:] = data[half:]
+            self.writer.finish(index)
+            self.ring()
+
+        self.job.machine.at(self.job.machine.random.random() * 0.02, None, finish)
+
+    def fail(self, version: int, serial: int) -> None:
+        self.slots.failed.append((serial, version))
+        self.ring()
+
+    def ring(self) -> None:
+        self.job.machine.at(0.0, self.process, self.server.look)
+
+    # Its shard server
+
+    def start_server(self) -> None:
+        job, shape = self.job, self.job.shape
+        self.process = Process(job.machine, f"server-{self.number}")
+        self.slots.beat_at = job.machine.now
+        self.server = job.parts.server(
+            self.process.runtime,
+            self.slots,
+            rank_layout(shape.ranks, shape.buckets, self.number),
+            rank=self.number,
+            epoch=shape.epoch,
+            token=TOKEN,
+            registry=REGISTRY,
+            address=f"10.0.0.1:{6000 + self.number}",
+            identity=Identity.of(TOKEN, RANK, str(self.number)),
+            lease_s=shape.lease_s,
+            refer=self._refer if shape.by_reference else None,
+        )
+        self.server.start(f"10.0.0.1:{6000 + self.number}")
+        job.watch(self.process, lambda: self.slots.beat_at, self.start_server)
+
+    def _refer(self, slot: int, start: int, end: int) -> Message:
+        return {"rank": self.number, "slot": slot, "start": start, "end": end}
+
+
+class Actor:
+    """An actor's process: the real puller over memory of its own."""
+
+    def __init__(self, job: Job, name: str, seconds: float, epoch: str):
+        self.job, self.name, self.seconds, self.epoch = job, name, seconds, epoch
+        self.lives = 0
+        self.faults = 0
+        self.versions: list[tuple[float, int]] = []
+        """(time, version) of everything that it has begun to serve"""
+        self.process: Process
+        self.puller: Puller
+        self.start()
+
+    def start(self) -> None:
+        self.lives += 1
+        shape = self.job.shape
+        rate = shape.buckets * BUCKET_BYTES / self.seconds
+        self.process = Process(self.job.machine, self.name, rate)
+        self.process.runtime.longest_work = min(0.02, 0.1 * shape.interval)
+        self.staging = [bytearray(shape.buckets * BUCKET_BYTES) for _ in range(shape.ranks)]
+        self.puller = self.job.parts.puller(
+            self.process.runtime,
+            REGISTRY,
+            Identity.of(TOKEN, ACTOR, self.name),
+            self.epoch,
+            self,
+            instance=f"{self.name}-{self.lives}",
+            progress_s=shape.progress_timeout_s,
+        )
+        self.puller.start()
+
+    # Engine
+
+    def prepare(self, layout: Layout) -> Needs:
+        return None
+
+    def bucket(self, key: tuple[int, int]) -> memoryview:
+        rank, bucket = key
+        return memoryview(self.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
+
+    def fetch(self, key: tuple[int, int], reference: Message) -> str:
+        memory = self.job.ranks[reference["rank"]].slots.memory[reference["slot"]]
+        data = bytes(memory[reference["start"] : reference["end"]])
+        self.bucket(key)[:] = data
+        return xxhash.xxh3_128_hexdigest(data)
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        shape, version = self.job.shape, manifest.version
+        if (manifest.epoch, version, manifest.digest) not in self.job.published:
+            raise Violation(f"{self.name} applies a version that was never published: {manifest.epoch} {version}")
+        if manifest.epoch != self.epoch:
+            raise Violation(f"{self.name} of epoch {self.epoch} applies a version of {manifest.epoch}")
+        for rank, staged in enumerate(self.staging):
+            if bytes(staged) != content(shape.epoch, version, rank, shape.buckets):
+                raise Violation(f"{self.name} applies torn bytes as version {version}")
+        if self.versions and version < self.versions[-1][1]:
+            raise Violation(f"{self.name} goes back from version {self.versions[-1][1]} to {version}")
+        self.versions.append((self.job.machine.now, version))
+        return {}
+
+    @property
+    def serving(self) -> Served | None:
+        return self.puller.serving
+
+
+@dataclass
+class Job:
+    """Everything, and the promises that are looked after all the time."""
+
+    machine: Machine
+    shape: Shape
+    parts: Parts = field(default_factory=Parts)
+
+    def __post_init__(self) -> None:
+        self.machine.check_read = self._check_read
+        self.published: dict[tuple[str, int, str], float] = {}
+        self.published_at: dict[int, float] = {}
+        self.committed: list[int] = []
+        self.skipped: list[int] = []
+        self.journal: list[tuple[float, str, Message]] = []
+        self.term = 0
+        self.server_faults = 0
+        """Of registry, shard servers and the trainer's network: while they last, versions may be late"""
+        self.strangers: list[Actor] = []
+        """Actors of an earlier launch, which do not know that it is over"""
+        self.reads = 0
+        self._superseded: dict[tuple[int, int], float] = {}
+        self.stopped = False
+        """The launch is over: nothing is started again"""
+        self.registry_process: Process
+        self.registry: Registry
+        self.registry_beat = 0.0
+        self.restart_registry = True
+        self.start_registry()
+        self.ranks = [Rank(self, number) for number in range(self.shape.ranks)]
+        self.actors = [
+            Actor(self, f"actor-{number}", seconds, self.shape.epoch)
+            for number, seconds in enumerate(self.shape.actor_seconds)
+        ]
+
+    # Processes
+
+    def start_registry(self) -> None:
+        self.term += 1
+        self.registry_process = Process(self.machine, REGISTRY)
+        shape = self.shape
+        settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.progress_timeout_s)
+        runtime = self.registry_process.runtime
+        self.registry = self.parts.registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
+        self.registry.start(REGISTRY)
+        self.watch(self.registry_process, lambda: self.registry_beat, self.start_registry)
+
+    def _beat(self) -> None:
+        self.registry_beat = self.machine.now
+
+    def watch(self, process: Process, beat_at: Any, start: Any) -> None:
+        """What launch.py does: kill a process that does not beat, start one anew that has ended."""
+        born = self.machine.now
+
+        def look() -> None:
+            if self.stopped:
+                return
+            if process.alive and self.machine.now - max(born, beat_at()) > FROZEN_SECONDS:
+                process.kill()
+            if process.alive:
+                self.machine.at(1.0, None, look)
+            elif process.name != REGISTRY or self.restart_registry:
+                self.machine.at(RESTART_SECONDS, None, start)
+            else:
+                self.machine.at(1.0, None, look)
+
+        self.machine.at(1.0, None, look)
+
+    def _write(self, event: str, fields: Message) -> None:
+        self.journal.append((self.machine.now, event, fields))
+        if event == "publish":
+            version = fields["version"]
+            newest = max(self.published_at, default=-1)
+            if version < newest:
+                raise Violation(f"version {version} is published after version {newest}")
+            self.published[self.shape.epoch, version, fields["digest"]] = self.machine.now
+            self.published_at.setdefault(version, self.machine.now)
+
+    # The trainer
+
+    def train(self, versions: int) -> None:
+        """Commit so many versions, one per interval."""
+        first = len(self.committed) + len(self.skipped)
+        time = 0.0
+        for version in range(first, first + versions):
+            self.machine.at(time, None, partial(self._step, version))
+            time += self.shape.interval * self.machine.random.uniform(0.9, 1.1)
+
+    def _step(self, version: int) -> None:
+        missing = [rank.number for rank in self.ranks if not rank.boundary.reserve()]
+        last = self.committed[-1] if self.committed else None
+        settled = last is None or self.machine.now - self.published_at.get(last, self.machine.now) > 0.1
+        if missing and settled and not self.server_faults:
+            words = [SlotView.unpack(word) for word in self.ranks[missing[0]].slots.words]
+            raise Violation(f"ranks {missing} have no free slot for version {version}, {last} is published: {words}")
+        snapshotted = [rank.boundary.commit(version, len(missing)) for rank in self.ranks]
+        (self.committed if all(snapshotted) else self.skipped).append(version)
+
+    # Promises
+
+    def _check_read(self, channel: SimChannel, message: Message, payload: memoryview) -> None:
+        """Called whenever a socket reads memory that was given to it."""
+        rank = next(rank for rank in self.ranks if rank.process is channel.process)
+        index = next(index for index, memory in enumerate(rank.slots.memory) if memory is payload.obj)
+        view = SlotView.unpack(rank.slots.words[index])
+        self.reads += 1
+        for actor in self.strangers:
+            if channel.peer.process is actor.process:
+                raise Violation(f"bytes of epoch {self.shape.epoch} go to {actor.name} of epoch {actor.epoch}")
+        reader = rank.server._readers.get(channel)
+        if view.state < SlotState.READY or (reader is not None and reader.sending not in (None, view.serial)):
+            raise Violation(f"a socket of rank {rank.number} reads slot {index}, which is {view.state.name}")
+        if rank.server.live.newest > view.serial:
+            since = self._superseded.setdefault((id(rank.server), view.serial), self.machine.now)
+            frozen = rank.process.froze_at >= since
+            if self.machine.now - since > self.shape.lease_s + 1.0 and not frozen:
+                raise Violation(f"snapshot {view.serial} is read {self.machine.now - since:.1f} s after its end")
+
+    def check_progress(self, actor: Actor, since: float, until: float) -> None:
+        """A healthy actor serves each version, or a newer one, within two transfers of its publication."""
+        allowed = 2 * actor.seconds * 1.25 + 0.2
+        for version, when in self.published_at.items():
+            if since <= when and when + allowed <= until:
+                if not any(v >= version and at <= when + allowed for at, v in actor.versions):
+                    raise Violation(f"{actor.name} does not serve version {version} {allowed:.1f} s after {when:.2f}")
+
+    def check_bytes(self) -> None:
+        """Nothing arrives damaged that the network has not damaged, and nobody speaks out of turn."""
+        found = sum(actor.puller.corrupted for actor in self.actors)
+        if found > self.machine.corrupted and not self.shape.by_reference:
+            raise Violation(f"{found} buckets arrived damaged, the network has damaged {self.machine.corrupted}")
+        errors = [error for error in self.machine.protocol_errors if "was given up" not in error]
+        if errors:
+            raise Violation(f"protocol errors: {errors}")
+
+    def end(self) -> None:
+        """The launch dies as a whole; its actors live on."""
+        self.stopped = True
+        for process in (self.registry_process, *(rank.process for rank in self.ranks)):
+            process.kill()
+
+    def check_settled(self) -> None:
+        """Long after the last fault: the newest version is published, and every actor that lives serves it."""
+        newest = max(self.published_at, default=None)
+        last = self.committed[-1] if self.committed else None
+        if newest != last:
+            raise Violation(f"version {last} was committed, version {newest} is the newest that is published")
+        for actor in self.actors:
+            serving = actor.puller.serving
+            if actor.process.alive and newest is not None and (serving is None or serving.version != newest):
+                given_up = self.registry.actors.get(actor.name)
+                if given_up is None or given_up.state != "GIVEN_UP":
+                    raise Violation(f"{actor.name} serves {serving}, version {newest} is published")
+
+    def check_nothing_leaks(self) -> None:
+        """Everybody leaves; then nothing is held for anybody."""
+        for actor in self.actors:
+            if actor.process.alive:
+                actor.puller.close()
+        self.machine.run(self.machine.now + IDLE_SECONDS + 1.0)
+        lanes = self.registry.lanes
+        if lanes.lanes or lanes.pulls:
+            raise Violation(f"lanes {lanes.lanes} and pulls {lanes.pulls} are left")
+        for rank in self.ranks:
+            live = rank.server.live
+            held = +live._holds
+            filled = sorted(live.filled())
+            if held or rank.server._readers or filled != [serial for serial in filled if serial == live.newest]:
+                raise Violation(f"rank {rank.number} holds {held}, snapshots {filled}, newest {live.newest}")
+            if rank.server._gate._waiting:
+                raise Violation(f"handshakes of rank {rank.number} are left")
+        for actor in self.actors:
+            if actor.process.alive and actor.process.channels:
+                raise Violation(f"{actor.name} has left, and its channels {list(actor.process.channels)} are open")

@@ -1,0 +1,206 @@
+"""Whole runs that a seed draws: shapes, rates, and what goes wrong when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, SimChannel, Violation
+from tests.unit_tests.weight_sync.pull.job import REGISTRY, TOKEN, Actor, Job, Parts, Shape
+from torchtitan.weight_sync.pull.handshake import Call
+from torchtitan.weight_sync.pull.runtime import Channel
+from torchtitan.weight_sync.wire import Message
+
+JOIN_SECONDS = 0.1
+# A registry or shard server that dies or freezes is noticed and started again, actors and ranks find it, and the last
+# snapshot's checksums are computed.
+RECOVERY_SECONDS = 13.0
+
+
+def draw_shape(rng: random.Random, slow: int) -> Shape:
+    """Healthy actors take at most 0.45 of a publishing interval for a transfer, slow ones 1.2 to 12 of them."""
+    interval = rng.choice((0.3, 0.6, 1.0))
+    healthy = [interval * rng.uniform(0.05, 0.4) for _ in range(rng.randint(1, 2))]
+    late = [interval * rng.choice((1.2, 2.0, 4.0, 8.0, 12.0)) * rng.uniform(0.8, 1.25) for _ in range(slow)]
+    buckets = rng.randint(1, 3)
+    # Here a bucket arrives in two pieces.
+    longest_piece = max(healthy + late) / buckets
+    return Shape(
+        ranks=rng.randint(1, 2),
+        buckets=buckets,
+        slots=rng.choice((3, 3, 4)),
+        interval=interval,
+        actor_seconds=tuple(healthy + late),
+        lease_s=interval * rng.choice((3.0, 20.0)),
+        progress_timeout_s=max(rng.choice((0.5, 2.0, 5.0)), longest_piece),
+    )
+
+
+def is_healthy(shape: Shape, actor: Actor) -> bool:
+    """By its link; it may have been broken all the same."""
+    return actor.seconds <= 0.5 * shape.interval
+
+
+def break_actor(job: Job, actor: Actor) -> None:
+    """Something happens to an actor, and is over some time later."""
+    machine, rng = job.machine, job.machine.random
+    what = rng.choice(("freeze", "kill", "cut off", "restart"))
+    actor.faults += 1
+    process = actor.process
+    if what == "freeze":
+        process.freeze()
+        machine.at(rng.uniform(0.1, 4.0), None, process.thaw)
+    elif what == "kill":
+        process.kill()
+    elif what == "restart":
+        process.kill()
+        machine.at(rng.uniform(0.0, 1.0), None, actor.start)
+    else:
+        process.cut_off = True
+
+
+def break_server(job: Job, process: Process) -> None:
+    """Something happens to the registry or a shard server; their parent starts them again."""
+    machine, rng = job.machine, job.machine.random
+    what = rng.choice(("freeze", "kill", "hang"))
+    job.server_faults += 1
+    if what == "freeze":
+        process.freeze()
+        machine.at(rng.uniform(0.1, 6.0), None, lambda: process.thaw() if process.alive else None)
+    elif what == "kill":
+        process.kill()
+    else:
+        process.hung_lanes.add("checksums")
+
+
+def run_slow_fleet(seed: int, parts: Parts | None = None) -> Job:
+    """Only actors misbehave: no version may be skipped, and healthy actors must not notice."""
+    machine = Machine(seed)
+    rng = machine.random
+    shape = draw_shape(rng, rng.randint(0, 3))
+    job = Job(machine, shape, parts or Parts())
+    versions = rng.randint(4, 8)
+    machine.run(JOIN_SECONDS)
+    job.train(versions)
+    end = JOIN_SECONDS + versions * shape.interval * 1.1
+    breakable = job.actors[1:]
+    for _ in range(rng.randint(0, 3)):
+        if breakable:
+            actor = rng.choice(breakable)
+            machine.at(rng.uniform(0.0, end), None, lambda actor=actor: break_actor(job, actor))  # type: ignore[misc]
+    machine.run(end)
+    if job.skipped:
+        raise Violation(f"versions {job.skipped} were skipped")
+    for actor in job.actors:
+        if is_healthy(shape, actor) and not actor.faults:
+            job.check_progress(actor, 0.0, end)
+    job.check_bytes()
+    for actor in job.actors:
+        if actor.faults:
+            actor.process.kill()
+    machine.run(end + 2.5 * max(actor.seconds for actor in job.actors) + 8.0)
+    job.check_settled()
+    job.check_nothing_leaks()
+    return job
+
+
+def run_faults(seed: int, parts: Parts | None = None) -> Job:
+    """Everything misbehaves; when it is over, the newest version is everywhere."""
+    machine = Machine(seed)
+    rng = machine.random
+    shape = draw_shape(rng, rng.randint(0, 1))
+    job = Job(machine, shape, parts or Parts())
+    versions = rng.randint(3, 6)
+    machine.run(JOIN_SECONDS)
+    job.train(versions)
+    end = JOIN_SECONDS + versions * shape.interval * 1.1
+    machine.corruption = rng.choice((0.0, 0.0, 0.05))
+    impostor = Impostor(job) if rng.random() < 0.3 else None
+    for _ in range(rng.randint(1, 3)):
+        when, what = rng.uniform(0.0, end), rng.random()
+        victim: Callable[[], None]
+        if what < 0.4:
+            victim = partial(break_actor, job, rng.choice(job.actors))
+        elif what < 0.7:
+            victim = lambda rank=rng.choice(job.ranks): break_server(job, rank.process)  # type: ignore[misc] # noqa: E731
+        else:
+            victim = lambda: break_server(job, job.registry_process)  # noqa: E731
+        machine.at(when, None, victim)
+    machine.run(end)
+    machine.corruption = 0.0
+    if impostor is not None:
+        impostor.leave()
+    for actor in job.actors:
+        actor.process.thaw()
+        if actor.process.cut_off:
+            actor.process.kill()
+    machine.run(end + RECOVERY_SECONDS + 13.0 + 3 * max(actor.seconds for actor in job.actors))
+    job.server_faults = 0
+    job.train(2)
+    machine.run(machine.now + RECOVERY_SECONDS + 3 * max(actor.seconds for actor in job.actors))
+    if impostor is None:
+        job.check_bytes()
+    job.check_settled()
+    job.check_nothing_leaks()
+    return job
+
+
+def run_relaunch(seed: int, parts: Parts | None = None) -> Job:
+    """A launch dies, the next one has the same ports; actors of the first live on for a while."""
+    machine = Machine(seed)
+    rng = machine.random
+    shape = draw_shape(rng, 1)
+    first = Job(machine, shape, parts or Parts())
+    machine.run(JOIN_SECONDS)
+    first.train(3)
+    machine.run(JOIN_SECONDS + shape.interval * rng.uniform(1.0, 4.0))
+    first.end()
+    second = Job(machine, Shape(**{**vars(shape), "epoch": "e2"}), parts or Parts())
+    second.strangers = first.actors
+    second.train(5)
+    machine.run(machine.now + 5 * shape.interval + 3.0)
+    for actor in first.actors:
+        actor.process.kill()
+    machine.run(machine.now + RECOVERY_SECONDS + 3 * max(actor.seconds for actor in second.actors))
+    second.check_settled()
+    second.check_nothing_leaks()
+    return second
+
+
+class Impostor:
+    """Listens at the registry's address whenever nobody else does. It knows the protocol, but no key."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.process = Process(job.machine, "impostor")
+        self._left = False
+        self._look()
+
+    def leave(self) -> None:
+        self._left = True
+        self.process.kill()
+
+    def _look(self) -> None:
+        if not self._left:
+            if REGISTRY not in self.job.machine.listeners:
+                self.process.runtime.listen(REGISTRY, self._accept)
+            self.job.machine.at(0.05, self.process, self._look)
+
+    def _accept(self, channel: Channel) -> None:
+        channel.on_message = self._hello
+        channel.send({"type": "challenge", "nonce": "n"})
+
+    def _hello(self, channel: Channel, message: Message) -> None:
+        proof = Call.__name__ + TOKEN[:0]
+        channel.send({"type": "welcome", "proof": proof})
+        channel.send({"type": "admitted", "fields": {"term": 99}})
+        channel.on_message = lambda _channel, _message: None
+
+
+def distinct_orders(job: Job) -> int:
+    """What tells this run's order of events from another's."""
+    return hash(tuple((round(when, 9), event) for when, event, _ in job.journal))
+
+
+__all__ = ["SimChannel", "run_faults", "run_relaunch", "run_slow_fleet"]
