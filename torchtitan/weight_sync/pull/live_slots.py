@@ -27,9 +27,11 @@ class LiveSlots:
         """Serial -> (slot, version) of every snapshot that is there."""
         found = {}
         for index in range(len(self._words)):
-            view = SlotView.unpack(self._words[index])
-            if view.state >= SlotState.READY:
-                found[view.serial] = (index, view.version)
+            word = self._words[index]
+            if word:
+                view = SlotView.unpack(word)
+                if view.state >= SlotState.READY:
+                    found[view.serial] = (index, view.version)
         return found
 
     def lives(self, serial: int) -> bool:

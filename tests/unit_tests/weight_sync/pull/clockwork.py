@@ -173,6 +173,8 @@ class SimRuntime:
 
         def arrive() -> None:
             found = machine.listeners.get(address)
+            if not caller.alive:
+                return
             if found is None:
                 machine.at(latency, caller, lambda: settle(lambda: on_failure(f"{address} refused")), MESSAGE)
             elif not found[0].cut_off and not caller.cut_off and not over:

@@ -258,6 +258,8 @@ class Job:
         self.strangers: list[Actor] = []
         """Actors of an earlier launch, which do not know that it is over"""
         self.reads = 0
+        self.restarting = 0
+        """Actors that are about to be started again"""
         self._superseded: dict[tuple[int, int], float] = {}
         self.stopped = False
         """The launch is over: nothing is started again"""
@@ -378,25 +380,34 @@ class Job:
         for process in (self.registry_process, *(rank.process for rank in self.ranks)):
             process.kill()
 
-    def check_settled(self) -> None:
-        """Long after the last fault: the newest version is published, and every actor that lives serves it."""
+    def unsettled(self) -> str:
+        """What is missing until the newest version is published, and every actor that lives serves it."""
         newest = max(self.published_at, default=None)
         last = self.committed[-1] if self.committed else None
+        if self.restarting:
+            return "an actor is being started again"
         if newest != last:
-            raise Violation(f"version {last} was committed, version {newest} is the newest that is published")
+            return f"version {last} was committed, version {newest} is the newest that is published"
+        if any(not process.alive for process in (self.registry_process, *(rank.process for rank in self.ranks))):
+            return "a server is dead"
+        if any(rank.server.live.newest != self.registry.lanes.newest for rank in self.ranks):
+            return "a shard server does not know the newest version"
         for actor in self.actors:
             serving = actor.puller.serving
             if actor.process.alive and newest is not None and (serving is None or serving.version != newest):
-                given_up = self.registry.actors.get(actor.name)
-                if given_up is None or given_up.state != "GIVEN_UP":
-                    raise Violation(f"{actor.name} serves {serving}, version {newest} is published")
+                known = self.registry.actors.get(actor.name)
+                if known is None or known.state != "GIVEN_UP":
+                    return f"{actor.name} serves {serving}, version {newest} is published"
+        return ""
 
     def check_nothing_leaks(self) -> None:
         """Everybody leaves; then nothing is held for anybody."""
         for actor in self.actors:
             if actor.process.alive:
                 actor.puller.close()
-        self.machine.run(self.machine.now + IDLE_SECONDS + 1.0)
+        self.machine.run(self.machine.now + 0.3)
+        half_open = any(rank.server._readers for rank in self.ranks) or self.registry.lanes.pulls
+        self.machine.run(self.machine.now + (IDLE_SECONDS + 1.0 if half_open else 0.0))
         lanes = self.registry.lanes
         if lanes.lanes or lanes.pulls:
             raise Violation(f"lanes {lanes.lanes} and pulls {lanes.pulls} are left")
