@@ -12,7 +12,10 @@ from torchtitan.weight_sync.states.slot import SlotState, SlotView, Words
 
 
 class LiveSlots:
-    """A snapshot is kept while it lives, while it may still come to live, and while something reads its memory."""
+    """A snapshot is kept while it lives, while it may still come to live, and while a thread reads its memory.
+
+    Sockets read only what lives: who changes that closes them before anything else happens.
+    """
 
     def __init__(self, words: Words):
         self._words = words
@@ -64,7 +67,7 @@ class LiveSlots:
             self.sweep()
 
     def hold(self, serial: int) -> None:
-        """Something is about to read the memory."""
+        """A thread is about to read the memory."""
         self._holds[serial] += 1
 
     def let_go(self, serial: int) -> None:

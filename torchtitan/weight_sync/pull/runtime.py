@@ -74,7 +74,7 @@ class Runtime(Protocol):
         """Run `callback` after `seconds`."""
 
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
-        """Run `function` on the thread of that name, after what was given to it before; then `done` as a callback."""
+        """Run `function` on a thread kept for such work, then `done` as a callback. No order is promised."""
 
     def dial(
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float

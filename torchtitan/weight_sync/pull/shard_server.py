@@ -128,14 +128,17 @@ class ShardServer:
         self._runtime.call_later(TICK_SECONDS, self._tick)
         if self._works():
             self._slots.beat()
-        # Leases have an absolute life, whether or not a registry is there.
-        self.live.expire(self._runtime.now(), self._lease_s)
+        self._expire()
         self._end_what_is_gone()
         for reader in list(self._readers.values()):
             busy = reader.sending is not None or reader.waiting
             if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
                 reader.channel.close("idle")
         self.look()
+
+    def _expire(self) -> None:
+        # Leases have an absolute life, whether or not a registry is there.
+        self.live.expire(self._runtime.now(), self._lease_s)
 
     def _works(self) -> bool:
         """Without a beat the parent ends this process and starts another one."""
@@ -252,8 +255,7 @@ class ShardServer:
         channel.on_message, channel.on_close = self._on_reader_message, self._on_reader_lost
 
     def _on_reader_lost(self, channel: Channel, _reason: str) -> None:
-        reader = self._readers.pop(channel)
-        self._stop_sending(reader)
+        del self._readers[channel]
 
     def _on_reader_message(self, channel: Channel, message: Message) -> None:
         reader = self._readers[channel]
@@ -301,27 +303,17 @@ class ShardServer:
         reader.channel.throttle = partial(
             faults.bytes_per_second, "send", version=version, actor=reader.actor, rank=self.rank
         )
-        self._begin_sending(reader)
+        reader.sending = reader.serial
         reader.channel.send(message, faults.damaged(data) if "corrupt" in asked else data, partial(self._sent, reader))
 
-    def _begin_sending(self, reader: _Reader) -> None:
-        reader.sending = reader.serial
-        self.live.hold(reader.serial)
-
-    def _stop_sending(self, reader: _Reader) -> None:
-        if reader.sending is not None:
-            serial, reader.sending = reader.sending, None
-            reader.asked_at = self._runtime.now()
-            self.live.let_go(serial)
-
     def _sent(self, reader: _Reader) -> None:
-        self._stop_sending(reader)
+        reader.sending, reader.asked_at = None, self._runtime.now()
         self._send_next(reader)
 
     def _end_what_is_gone(self) -> None:
         for reader in list(self._readers.values()):
             if reader.sending is not None and self.live.readable(reader.sending) is None:
-                # Half a bucket is on its way, and its slot is wanted: the rest would take as long as the actor likes.
+                # Half a bucket is on its way, and its slot may be written again from now on.
                 reader.channel.close(f"snapshot {reader.sending} is gone")
             elif reader.serial >= 0 and self.live.readable(reader.serial) is None:
                 reader.channel.send({"type": "gone", "pull": reader.pull})

@@ -89,6 +89,11 @@ class Process:
         for channel in list(self.channels):
             channel.unstall()
 
+    def forget_connections(self) -> None:
+        """Something on the way has forgotten them: neither end is told."""
+        for channel in self.channels:
+            channel.break_silently()
+
     def kill(self) -> None:
         self.alive = self.frozen = False
         self.parked.clear()
@@ -117,7 +122,6 @@ class SimRuntime:
 
     def __init__(self, process: Process):
         self._process, self._machine = process, process.machine
-        self._lanes: dict[str, float] = {}
         self.longest_work = 0.02
 
     def now(self) -> float:
@@ -131,9 +135,7 @@ class SimRuntime:
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
         if lane in self._process.hung_lanes:
             return
-        now, rng = self._machine.now, self._machine.random
-        end = max(now, self._lanes.get(lane, 0.0)) + rng.random() * self.longest_work
-        self._lanes[lane] = end
+        rng = self._machine.random
 
         def finish() -> None:
             if lane in self._process.hung_lanes:
@@ -147,7 +149,7 @@ class SimRuntime:
                 error = raised
             self._machine.at(rng.random() * 0.001, self._process, partial(done, result, error))
 
-        self._machine.at(end - now, self._process, finish)
+        self._machine.at(rng.random() * self.longest_work, self._process, finish)
 
     def listen(self, where: str, accept: Callable[[Channel], None]) -> Callable[[], None]:
         self._machine.listeners[where] = (self._process, accept)
@@ -252,7 +254,7 @@ class SimChannel(Channel):
     def _to_peer(self, callback: Callback) -> None:
         """In order, after the latency."""
         if self.process.cut_off or self.peer.process.cut_off:
-            self._broken = self.peer._broken = True
+            self.break_silently()
         if not self._broken:
             self.peer._inbox.append(callback)
             self.machine.at(self.latency, self.peer.process, self.peer._receive, MESSAGE)
@@ -305,6 +307,9 @@ class SimChannel(Channel):
 
         rate = min(self.process.rate, self.peer.process.rate)
         self.machine.at(len(payload) / rate * (0.8 + 0.4 * self.machine.random.random()), self.process, end)
+
+    def break_silently(self) -> None:
+        self._broken = self.peer._broken = True
 
     def unstall(self) -> None:
         """This end reads again: what waited for it goes on."""

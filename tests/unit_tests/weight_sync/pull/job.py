@@ -165,8 +165,20 @@ class Rank:
             lease_s=shape.lease_s,
             refer=self._refer if shape.by_reference else None,
         )
+        self._look_at_hashing(self.server)
         self.server.start(f"10.0.0.1:{6000 + self.number}")
         job.watch(self.process, lambda: self.slots.beat_at, self.start_server)
+
+    def _look_at_hashing(self, server: ShardServer) -> None:
+        checksum = server._checksum
+
+        def checked(data: memoryview) -> str:
+            index = next(index for index, memory in enumerate(self.slots.memory) if memory is data.obj)
+            if SlotView.unpack(self.slots.words[index]).state < SlotState.READY:
+                raise Violation(f"a thread of rank {self.number} reads slot {index}, which is free")
+            return checksum(data)
+
+        server._checksum = checked
 
     def _refer(self, slot: int, start: int, end: int) -> Message:
         return {"rank": self.number, "slot": slot, "start": start, "end": end}
@@ -405,9 +417,13 @@ class Job:
         for actor in self.actors:
             if actor.process.alive:
                 actor.puller.close()
+        # What was forgotten on the way is noticed by silence: first by the registry, then by a shard server.
+        deadline = self.machine.now + 3 * IDLE_SECONDS
         self.machine.run(self.machine.now + 0.3)
-        half_open = any(rank.server._readers for rank in self.ranks) or self.registry.lanes.pulls
-        self.machine.run(self.machine.now + (IDLE_SECONDS + 1.0 if half_open else 0.0))
+        while self.machine.now < deadline and (
+            self.registry.lanes.pulls or any(rank.server._readers for rank in self.ranks)
+        ):
+            self.machine.run(self.machine.now + 1.0)
         lanes = self.registry.lanes
         if lanes.lanes or lanes.pulls:
             raise Violation(f"lanes {lanes.lanes} and pulls {lanes.pulls} are left")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, SimChannel, Violation
@@ -33,6 +34,7 @@ def draw_shape(rng: random.Random, slow: int) -> Shape:
         interval=interval,
         actor_seconds=tuple(healthy + late),
         lease_s=interval * rng.choice((3.0, 20.0)),
+        by_reference=rng.random() < 0.2,
         progress_timeout_s=max(rng.choice((0.5, 2.0, 5.0)), longest_piece),
     )
 
@@ -45,7 +47,7 @@ def is_healthy(shape: Shape, actor: Actor) -> bool:
 def break_actor(job: Job, actor: Actor) -> None:
     """Something happens to an actor, and is over some time later."""
     machine, rng = job.machine, job.machine.random
-    what = rng.choice(("freeze", "kill", "cut off", "restart"))
+    what = rng.choice(("freeze", "kill", "cut off", "restart", "forget"))
     actor.faults += 1
     process = actor.process
     if what == "freeze":
@@ -53,6 +55,8 @@ def break_actor(job: Job, actor: Actor) -> None:
         machine.at(rng.uniform(0.1, 4.0), None, process.thaw)
     elif what == "kill":
         process.kill()
+    elif what == "forget":
+        process.forget_connections()
     elif what == "restart":
         process.kill()
         job.restarting += 1
@@ -81,9 +85,17 @@ def break_server(job: Job, process: Process) -> None:
         process.hung_lanes.add("checksums")
 
 
+def kill_all_servers(job: Job) -> None:
+    """As when a machine runs out of memory."""
+    job.server_faults += 1
+    for process in (job.registry_process, *(rank.process for rank in job.ranks)):
+        process.kill()
+
+
 def finish(job: Job, seconds: float) -> None:
     """Let what is under way end, in so many seconds and three transfers; then everybody leaves."""
-    deadline = job.machine.now + seconds + 3 * max(actor.seconds for actor in job.actors)
+    slowest = max(actor.seconds for actor in job.actors)
+    deadline = job.machine.now + seconds + 3 * slowest + 2 * job.shape.progress_timeout_s
     while job.unsettled() and job.machine.now < deadline:
         job.machine.run(job.machine.now + 0.5)
     if job.unsettled():
@@ -130,6 +142,11 @@ def run_faults(seed: int, parts: Parts | None = None) -> Job:
     machine.run(JOIN_SECONDS)
     job.train(versions)
     end = JOIN_SECONDS + versions * shape.interval * 1.1
+    for rank in job.ranks:
+        rank.process.runtime.longest_work = rng.choice((0.02, 1.5 * shape.interval))
+    if shape.by_reference:
+        for actor in job.actors:
+            actor.process.runtime.longest_work = 1.5 * shape.interval
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 3)):
@@ -139,8 +156,10 @@ def run_faults(seed: int, parts: Parts | None = None) -> Job:
             victim = partial(break_actor, job, rng.choice(job.actors))
         elif what < 0.7:
             victim = lambda rank=rng.choice(job.ranks): break_server(job, rank.process)  # type: ignore[misc] # noqa: E731
-        else:
+        elif what < 0.9:
             victim = lambda: break_server(job, job.registry_process)  # noqa: E731
+        else:
+            victim = partial(kill_all_servers, job)
         machine.at(when, None, victim)
     machine.run(end)
     machine.corruption = 0.0
@@ -166,7 +185,7 @@ def run_relaunch(seed: int, parts: Parts | None = None) -> Job:
     first.train(3)
     machine.run(JOIN_SECONDS + shape.interval * rng.uniform(1.0, 4.0))
     first.end()
-    second = Job(machine, Shape(**{**vars(shape), "epoch": "e2"}), parts or Parts())
+    second = Job(machine, replace(shape, epoch="e2"), parts or Parts())
     second.strangers = first.actors
     second.train(5)
     machine.run(machine.now + 5 * shape.interval + 3.0)
@@ -174,6 +193,25 @@ def run_relaunch(seed: int, parts: Parts | None = None) -> Job:
         actor.process.kill()
     finish(second, RECOVERY_SECONDS)
     return second
+
+
+def run_without_registry(seed: int, parts: Parts | None = None) -> Job:
+    """The registry dies while a slow actor pulls, and stays away for longer than any lease."""
+    machine = Machine(seed)
+    rng = machine.random
+    shape = replace(draw_shape(rng, 1), lease_s=1.0, by_reference=False, buckets=4)
+    shape = replace(shape, actor_seconds=(*shape.actor_seconds[:-1], 16.0), progress_timeout_s=5.0)
+    job = Job(machine, shape, parts or Parts())
+    job.server_faults = 1
+    machine.run(JOIN_SECONDS)
+    job.train(3)
+    machine.run(JOIN_SECONDS + shape.interval * rng.uniform(1.2, 2.5))
+    job.restart_registry = False
+    job.registry_process.kill()
+    machine.run(machine.now + 12.0)
+    job.restart_registry = True
+    finish(job, RECOVERY_SECONDS)
+    return job
 
 
 class Impostor:

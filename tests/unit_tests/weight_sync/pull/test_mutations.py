@@ -1,0 +1,117 @@
+"""The synchronisation is broken on purpose, in ways that were once overlooked; the runs have to notice each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.unit_tests.weight_sync.pull import runs
+from tests.unit_tests.weight_sync.pull.job import Job, Parts
+from torchtitan.weight_sync.pull.handshake import Call, Identity
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
+from torchtitan.weight_sync.pull.puller import Puller
+from torchtitan.weight_sync.pull.shard_server import ShardServer
+from torchtitan.weight_sync.wire import Message
+
+MOST_RUNS = 400
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What is broken on purpose is not worth a line each time."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class LeasesOutliveTheRegistry(ShardServer):
+    def _expire(self) -> None:
+        if self._control is not None:
+            super()._expire()
+
+
+class StaysWithASilentRegistry(Puller):
+    def _is_silent(self, now: float) -> bool:
+        return False
+
+
+class DoesNotWaitForWriters(Puller):
+    def _is_quiet(self) -> bool:
+        return True
+
+
+class ReadsWhatIsGone(ShardServer):
+    def _end_what_is_gone(self) -> None:
+        pass
+
+
+class OldestFirst(ShardServer):
+    def _next_to_hash(self, serials: list[int]) -> int:
+        return min(serials)
+
+
+class AnyEpoch(ShardServer):
+    def _admit(self, identity: Identity, fields: Message) -> Message:
+        return {"rank": self.rank}
+
+
+class HearsStaleCarriers(Puller):
+    def _is_current(self, message: Message) -> bool:
+        return self._pull is not None
+
+
+class HangsInPeace(ShardServer):
+    def _works(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is broken, and the runs that find it."""
+
+    run: Callable[[int, Parts], Job]
+    parts: Parts = Parts()
+
+
+MUTATIONS = {
+    "leases not ended when the registry is lost": Mutation(
+        runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)
+    ),
+    "an actor that stays with a silent registry": Mutation(runs.run_faults, Parts(puller=StaysWithASilentRegistry)),
+    "a new pull that does not wait for old writers": Mutation(runs.run_faults, Parts(puller=DoesNotWaitForWriters)),
+    "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
+    "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
+    "a data port that ignores the epoch": Mutation(runs.run_relaunch, Parts(server=AnyEpoch)),
+    "a stale carrier that is heard": Mutation(runs.run_slow_fleet, Parts(puller=HearsStaleCarriers)),
+    "a hung checksum thread": Mutation(runs.run_faults, Parts(server=HangsInPeace)),
+}
+
+
+def runs_until_found(run: Callable[[int, Parts], Job], parts: Parts) -> int:
+    """How many runs it takes. Whatever is raised counts: in production it ends a connection or a process."""
+    for seed in range(MOST_RUNS):
+        try:
+            run(seed, parts)
+        except Exception:
+            return seed + 1
+    raise AssertionError(f"{MOST_RUNS} runs have noticed nothing")
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_noticed(name: str) -> None:
+    mutation = MUTATIONS[name]
+    runs_until_found(mutation.run, mutation.parts)
+
+
+def test_client_that_does_not_check_the_servers_proof_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "_proven", lambda *_: True)
+    runs_until_found(runs.run_faults, Parts())
+
+
+def test_checksum_thread_that_does_not_hold_its_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveSlots, "hold", lambda *_: None)
+    monkeypatch.setattr(LiveSlots, "let_go", lambda *_: None)
+    runs_until_found(runs.run_faults, Parts())
