@@ -228,10 +228,9 @@ class Puller:
             self._tell({"type": "progress", "bytes": pull.bytes})
         if now - pull.moved_at > self._progress_s:
             pull.moved_at = now
-            for source in self._sources:
-                if self.request(source.rank) is not None:
-                    source.drop(f"no byte for {self._progress_s:g} s")
-                    source.ask()
+            for rank in {rank for rank, _ in pull.missing}:
+                self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
+                self._sources[rank].ask()
 
     def _is_silent(self, now: float) -> bool:
         return now - self._heard_at > SILENCE_SECONDS

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, SimChannel, Violation
-from tests.unit_tests.weight_sync.pull.job import REGISTRY, TOKEN, Actor, Job, Parts, Shape
-from torchtitan.weight_sync.pull.handshake import Call
+from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, Violation
+from tests.unit_tests.weight_sync.pull.job import REGISTRY, Actor, Job, Parts, Shape
 from torchtitan.weight_sync.pull.runtime import Channel
 from torchtitan.weight_sync.wire import Message
 
@@ -144,9 +143,6 @@ def run_faults(seed: int, parts: Parts | None = None) -> Job:
     end = JOIN_SECONDS + versions * shape.interval * 1.1
     for rank in job.ranks:
         rank.process.runtime.longest_work = rng.choice((0.02, 1.5 * shape.interval))
-    if shape.by_reference:
-        for actor in job.actors:
-            actor.process.runtime.longest_work = 1.5 * shape.interval
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 3)):
@@ -214,6 +210,22 @@ def run_without_registry(seed: int, parts: Parts | None = None) -> Job:
     return job
 
 
+def run_references(seed: int, parts: Parts | None = None) -> Job:
+    """Actors copy the buckets themselves, on threads that take their time."""
+    machine = Machine(seed)
+    shape = replace(draw_shape(machine.random, 2), by_reference=True, slots=3, lease_s=20.0)
+    job = Job(machine, shape, parts or Parts())
+    for actor in job.actors:
+        actor.process.runtime.longest_work = 2.0 * shape.interval
+    machine.run(JOIN_SECONDS)
+    job.train(8)
+    machine.run(JOIN_SECONDS + 8 * shape.interval * 1.1)
+    if job.skipped:
+        raise Violation(f"versions {job.skipped} were skipped")
+    finish(job, 8.0)
+    return job
+
+
 class Impostor:
     """Listens at the registry's address whenever nobody else does. It knows the protocol, but no key."""
 
@@ -238,15 +250,6 @@ class Impostor:
         channel.send({"type": "challenge", "nonce": "n"})
 
     def _hello(self, channel: Channel, message: Message) -> None:
-        proof = Call.__name__ + TOKEN[:0]
-        channel.send({"type": "welcome", "proof": proof})
+        channel.send({"type": "welcome", "proof": "of nothing"})
         channel.send({"type": "admitted", "fields": {"term": 99}})
         channel.on_message = lambda _channel, _message: None
-
-
-def distinct_orders(job: Job) -> int:
-    """What tells this run's order of events from another's."""
-    return hash(tuple((round(when, 9), event) for when, event, _ in job.journal))
-
-
-__all__ = ["SimChannel", "run_faults", "run_relaunch", "run_slow_fleet"]

@@ -81,7 +81,7 @@ MUTATIONS = {
         runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)
     ),
     "an actor that stays with a silent registry": Mutation(runs.run_faults, Parts(puller=StaysWithASilentRegistry)),
-    "a new pull that does not wait for old writers": Mutation(runs.run_faults, Parts(puller=DoesNotWaitForWriters)),
+    "a new pull that does not wait for old writers": Mutation(runs.run_references, Parts(puller=DoesNotWaitForWriters)),
     "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
     "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
     "a data port that ignores the epoch": Mutation(runs.run_relaunch, Parts(server=AnyEpoch)),
