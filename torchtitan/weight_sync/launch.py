@@ -31,16 +31,20 @@ FROZEN_LOOKS = 30
 
 
 def watch_pulse(
-    name: str, pulse: Callable[[], object], closing: threading.Event, on_frozen: Callable[[], None]
+    name: str,
+    pulse: Callable[[], object],
+    closing: threading.Event,
+    on_frozen: Callable[[], None],
+    frozen_looks: int = FROZEN_LOOKS,
 ) -> threading.Thread:
-    """A thread that calls on_frozen() each time that pulse() has stood still for FROZEN_LOOKS looks; until closing."""
+    """A thread that calls on_frozen() each time that pulse() has stood still for so many looks; until closing."""
 
     def watch() -> None:
         last, still = pulse(), 0
         while not closing.wait(LOOK_SECONDS):
             now = pulse()
             last, still = now, still + 1 if now == last else 0
-            if still >= FROZEN_LOOKS:
+            if still >= frozen_looks:
                 on_frozen()
                 still = 0
 
@@ -66,6 +70,7 @@ class SupervisedProcess:
         log_file: Path,
         max_restarts: int,
         pulse: Callable[[], int] | None = None,
+        frozen_looks: int = FROZEN_LOOKS,
     ):
         self.name, self._module, self._arguments, self._descriptors = name, module, arguments, descriptors
         self._token, self._log_file, self._max_restarts = token, log_file, max_restarts
@@ -77,7 +82,7 @@ class SupervisedProcess:
         self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
         self._thread.start()
         if pulse is not None:
-            watch_pulse(name, lambda: (self.restarts, pulse()), self._closing, self._kill_frozen)
+            watch_pulse(name, lambda: (self.restarts, pulse()), self._closing, self._kill_frozen, frozen_looks)
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._starts += 1

@@ -1,4 +1,4 @@
-"""A deterministic machine for the real classes: a virtual clock, processes that freeze and die, and a network between them.
+"""A deterministic machine for the real classes: a virtual clock, processes that freeze and die, and a network.
 
 Everything that happens is an event of one process at one time; what happens at the same time happens in an order that
 the seed draws. Sockets read their sender's memory late, half by half, as real ones do.

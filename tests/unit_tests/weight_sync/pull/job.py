@@ -373,9 +373,9 @@ class Job:
         """A healthy actor serves each version, or a newer one, within two transfers of its publication."""
         allowed = 2 * actor.seconds * 1.25 + 0.2
         for version, when in self.published_at.items():
-            if since <= when and when + allowed <= until:
-                if not any(v >= version and at <= when + allowed for at, v in actor.versions):
-                    raise Violation(f"{actor.name} does not serve version {version} {allowed:.1f} s after {when:.2f}")
+            due = since <= when and when + allowed <= until
+            if due and not any(v >= version and at <= when + allowed for at, v in actor.versions):
+                raise Violation(f"{actor.name} does not serve version {version} {allowed:.1f} s after {when:.2f}")
 
     def check_bytes(self) -> None:
         """Nothing arrives damaged that the network has not damaged, and nobody speaks out of turn."""

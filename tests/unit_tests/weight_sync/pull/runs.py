@@ -70,8 +70,9 @@ def break_actor(job: Job, actor: Actor) -> None:
         process.cut_off = True
 
 
-def break_server(job: Job, process: Process) -> None:
+def break_server(job: Job, which: Callable[[], Process]) -> None:
     """Something happens to the registry or a shard server; their parent starts them again."""
+    process = which()
     machine, rng = job.machine, job.machine.random
     what = rng.choice(("freeze", "kill", "hang"))
     job.server_faults += 1
@@ -116,7 +117,7 @@ def run_slow_fleet(seed: int, parts: Parts | None = None) -> Job:
     for _ in range(rng.randint(0, 3)):
         if breakable:
             actor = rng.choice(breakable)
-            machine.at(rng.uniform(0.0, end - JOIN_SECONDS), None, lambda actor=actor: break_actor(job, actor))  # type: ignore[misc]
+            machine.at(rng.uniform(0.0, end - JOIN_SECONDS), None, partial(break_actor, job, actor))
     machine.run(end)
     if job.skipped:
         raise Violation(f"versions {job.skipped} were skipped")
@@ -146,14 +147,13 @@ def run_faults(seed: int, parts: Parts | None = None) -> Job:
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 3)):
-        when, what = rng.uniform(0.0, end - JOIN_SECONDS), rng.random()
-        victim: Callable[[], None]
+        when, what, rank = rng.uniform(0.0, end - JOIN_SECONDS), rng.random(), rng.choice(job.ranks)
         if what < 0.4:
             victim = partial(break_actor, job, rng.choice(job.actors))
         elif what < 0.7:
-            victim = lambda rank=rng.choice(job.ranks): break_server(job, rank.process)  # type: ignore[misc] # noqa: E731
+            victim = partial(break_server, job, lambda rank=rank: rank.process)
         elif what < 0.9:
-            victim = lambda: break_server(job, job.registry_process)  # noqa: E731
+            victim = partial(break_server, job, lambda: job.registry_process)
         else:
             victim = partial(kill_all_servers, job)
         machine.at(when, None, victim)

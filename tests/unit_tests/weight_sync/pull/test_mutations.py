@@ -73,7 +73,7 @@ class Mutation:
     """What is broken, and the runs that find it."""
 
     run: Callable[[int, Parts], Job]
-    parts: Parts = Parts()
+    parts: Parts
 
 
 MUTATIONS = {

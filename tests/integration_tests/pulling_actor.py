@@ -1,0 +1,39 @@
+"""An actor without a model, in a process of its own: its engine only looks at what it is given.
+
+    python -m tests.integration_tests.pulling_actor '{"registry": ..., "name": ..., "epoch": ..., "key": ..., "log": ...}'
+
+Every applied version is a line of the log: the version that was announced, and the one that the tensors really hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration_tests.weight_sync_actor import version_held
+from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.staging import StagedVersion
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
+
+    def apply(staged: StagedVersion) -> None:
+        held = version_held({name: tensor.clone() for name, tensor in staged.tensors.items()})
+        log.write(json.dumps({"announced": staged.version, "held": held, "digest": staged.digest}) + "\n")
+
+    names = ("registry", "name", "epoch", "key")
+    actor = Actor(*[arguments[name] for name in names], apply, progress_s=arguments.get("progress_s", 5.0))
+    actor.start()
+    sys.stdin.read()  # until the test closes it or dies
+    actor.close()
+
+
+if __name__ == "__main__":
+    main()

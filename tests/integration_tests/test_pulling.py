@@ -1,0 +1,248 @@
+"""Publishing and pulling with real processes, sockets and shared memory: every part is killed, and frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
+from tests.patience import PATIENCE_S
+from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.pull.publication import Publication
+from torchtitan.weight_sync.pull.registry import Settings
+
+REPOSITORY = Path(__file__).parents[2]
+EPOCH = "e1-test"
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        time.sleep(0.02)
+
+
+class ActorProcess:
+    """One pulling_actor."""
+
+    def __init__(self, job: Job, name: str, faults: str = ""):
+        self.job, self.name = job, name
+        self.log = job.folder / f"{name}.log"
+        self.log.touch()
+        arguments = {
+            "registry": job.publication.registry_address,
+            "name": name,
+            "epoch": EPOCH,
+            "key": role_key(job.token, ACTOR, name),
+            "log": str(self.log),
+            "progress_s": 1.5,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration_tests.pulling_actor", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", FAULTS: faults},
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def newest(self) -> int:
+        """The version that it serves; everything that it has ever served was whole."""
+        lines = self.lines()
+        for line in lines:
+            assert line["announced"] == line["held"], line
+        return lines[-1]["announced"] if lines else -1
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Job:
+    """A trainer without a model: parameters are a function of (version, index)."""
+
+    def __init__(self, folder: Path, **changes: Any):
+        self.folder, self.token = folder, secrets.token_urlsafe(16)
+        self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
+        settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
+        self.publication = Publication(
+            self.parameters,
+            Settings(**settings),
+            epoch=EPOCH,
+            token=self.token,
+            folder=folder,
+            bucket_bytes=64 * 1024,
+        )
+        assert self.publication.watcher is not None and self.publication.registry is not None
+        self.watcher, self.registry = self.publication.watcher, self.publication.registry
+        self.version = -1
+        self.skipped = 0
+        self.actors: list[ActorProcess] = []
+
+    def step(self) -> bool:
+        """The optimizer makes the next version. False where there was no slot for it."""
+        boundary = self.publication.boundary
+        no = not boundary.reserve()
+        self.publication.publisher.fence()
+        self.version += 1
+        for index, parameter in enumerate(self.parameters.values()):
+            parameter.copy_(parameter_values(self.version, index))
+        published = boundary.commit(self.version, int(no))
+        self.skipped += not published
+        return published
+
+    def publish(self) -> int:
+        """Step until a version has been published, and the registry says so."""
+        wait_for(self.step, "a free slot")
+        wait_for(lambda: self.watcher.status()["newest"] == self.version, f"version {self.version}")
+        return self.version
+
+    def actor(self, name: str, faults: str = "") -> ActorProcess:
+        self.actors.append(ActorProcess(self, name, faults))
+        return self.actors[-1]
+
+    def served_by(self, *actors: ActorProcess, version: int | None = None) -> None:
+        wanted = self.version if version is None else version
+        for actor in actors:
+            wait_for(lambda actor=actor: actor.newest() >= wanted, f"{actor.name} serves {wanted}")
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.close()
+        self.publication.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(**changes: Any) -> Job:
+        jobs.append(Job(tmp_path / str(len(jobs)), **changes))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def test_actors_serve_every_version_whole(start: Callable[..., Job]) -> None:
+    job = start()
+    actors = [job.actor("actor-0"), job.actor("actor-1")]
+    for _ in range(5):
+        job.publish()
+        job.served_by(*actors)
+    assert [line["announced"] for line in actors[0].lines()][-5:] == [0, 1, 2, 3, 4]
+    status = job.watcher.status()["actors"]
+    assert {name: (one["state"], one["version"]) for name, one in status.items()} == {
+        "actor-0": ("READY", 4),
+        "actor-1": ("READY", 4),
+    }
+
+
+def supervised(job: Job, part: str) -> Any:
+    return job.registry.supervised if part == "registry" else job.publication.shard_server.supervised
+
+
+@pytest.mark.parametrize("part", ["registry", "shard server"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_servers_are_started_again(start: Callable[..., Job], part: str, how: signal.Signals) -> None:
+    job = start()
+    actor = job.actor("actor-0")
+    job.publish()
+    job.served_by(actor)
+    process = supervised(job, part)
+    number = process.process.pid
+    os.kill(number, how)
+    # The trainer goes on meanwhile; whatever it skips, the next version that it publishes arrives.
+    wait_for(lambda: process.process.pid != number, f"another {part}")
+    version = job.publish()
+    job.served_by(actor, version=version)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_actor_costs_the_others_nothing(start: Callable[..., Job], how: signal.Signals) -> None:
+    job = start()
+    healthy, victim = job.actor("actor-0"), job.actor("actor-1")
+    job.publish()
+    job.served_by(healthy, victim)
+    victim.process.send_signal(how)
+    for _ in range(6):
+        assert job.step()
+        wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
+        job.served_by(healthy)
+    wait_for(lambda: job.watcher.status()["actors"]["actor-1"]["state"] == "LOST", "the loss is noticed")
+    assert job.skipped == 0
+    if how == signal.SIGSTOP:
+        victim.process.send_signal(signal.SIGCONT)
+        job.served_by(victim)
+    else:
+        job.served_by(job.actor("actor-1"))
+
+
+def test_everything_ends_with_the_trainer(start: Callable[..., Job], tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
+        "job = Job(Path(sys.argv[1])); job.publish()\n"
+        "print(job.registry.supervised.process.pid, job.publication.shard_server.supervised.process.pid, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "job")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert trainer.stdout is not None
+    numbers = list(map(int, trainer.stdout.readline().split()))
+    assert len(numbers) == 2
+    trainer.kill()
+    trainer.wait()
+    wait_for(lambda: not any(psutil.pid_exists(number) for number in numbers), "registry and shard server end")
+
+
+def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job]) -> None:
+    job = start()
+    actor = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2")
+    job.publish()
+    job.served_by(actor)
+    job.publish()
+    job.served_by(actor)
+    size = sum(4 * parameter.numel() for parameter in job.parameters.values())
+    received = job.watcher.status()["actors"]["actor-0"]["figures"]["bytes_full"]
+    assert size < received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
+
+
+def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job]) -> None:
+    job = start()
+    job.publish()
+    host, _, port = job.publication.registry_address.rpartition(":")
+    with contextlib.ExitStack() as closing:
+        for _ in range(600):
+            closing.enter_context(socket.create_connection((host, int(port))))
+        job.served_by(job.actor("actor-0"))
+
+
+def test_wrong_key_is_refused(start: Callable[..., Job]) -> None:
+    job = start()
+    job.publish()
+    token, job.token = job.token, "another"
+    stranger = job.actor("actor-0")
+    job.token = token
+    job.served_by(job.actor("actor-1"))
+    assert stranger.lines() == []
+    assert "actor-0" not in job.watcher.status()["actors"]

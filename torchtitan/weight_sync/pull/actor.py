@@ -1,0 +1,139 @@
+"""An actor's weights: a thread that pulls versions into staging memory and has the engine apply them.
+
+    actor = Actor("10.0.0.1:5000", "actor-0", epoch, key, apply=engine_apply)
+    actor.start()
+
+`apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
+weights (between two decode steps) and serves them, and may return the seconds that generation paused, or figures by
+name (`pause_s`, `drain_s`). Raising WeightsRefused means that the engine is as it was; anything else that it may hold
+half a version: the actor is poisoned until a version has been applied.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
+from torchtitan.weight_sync.needs import Needs, needed_buckets
+from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
+from torchtitan.weight_sync.pull.puller import BucketKey, Puller, Served
+from torchtitan.weight_sync.pull.sockets import SocketRuntime
+from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
+from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
+
+ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
+
+
+class StagingEngine:
+    """Staging memory, and the engine's function that takes it from there."""
+
+    def __init__(self, apply: ApplyFunction, boxes: Mapping[str, Box] | None = None):
+        self._apply, self._boxes = apply, boxes
+        self._staging: Staging | None = None
+        self._written = 0
+        """How many buckets have been begun, which tells whether staging memory is still what it was"""
+
+    def prepare(self, layout: Layout) -> Needs:
+        """See puller.Engine."""
+        needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
+        try:
+            self._staging = Staging(layout, self._boxes)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
+        return needs
+
+    def bucket(self, key: BucketKey) -> memoryview:
+        """See puller.Engine."""
+        assert self._staging is not None
+        self._written += 1
+        area = self._staging.bucket(key)
+        assert isinstance(area, memoryview)
+        return area
+
+    def fetch(self, key: BucketKey, reference: Message) -> str:
+        """See puller.Engine."""
+        raise NotImplementedError("buckets of tcp carry their bytes")
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        """See puller.Engine."""
+        staging, written, begun = self._staging, self._written, time.monotonic()
+        assert staging is not None
+        proof = None
+        if self._boxes is None:
+            proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
+        staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.assemble(), proof=proof)
+        cost = self._apply(staged)
+        named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
+        return {"pause_s": time.monotonic() - begun, **{str(name): float(value) for name, value in named.items()}}
+
+
+class Actor:
+    """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
+    (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
+    """
+
+    def __init__(
+        self,
+        registry: str,
+        name: str,
+        epoch: str,
+        key: str,
+        apply: ApplyFunction,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+    ):
+        wire.parse_address(registry)
+        self.name = name
+        self._runtime = SocketRuntime()
+        self.failure = ""
+        self.puller = Puller(
+            self._runtime,
+            registry,
+            Identity(ACTOR, name, key),
+            epoch,
+            StagingEngine(apply, boxes),
+            instance=secrets.token_hex(8),
+            served=served,
+            retry_for_s=retry_for_s,
+            progress_s=progress_s,
+        )
+        self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to pull in a background thread."""
+        self._thread.start()
+
+    @property
+    def served(self) -> Served | None:
+        """The version that the engine holds; None before the first and after a failed apply."""
+        return self.puller.serving
+
+    def found_torn(self, version: int, reason: str) -> None:
+        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
+        self._runtime.loop.call_from_thread(lambda: self.puller.found_torn(version, reason))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop pulling. Waits up to `timeout` seconds for the thread."""
+        self._runtime.loop.call_from_thread(self.puller.close)
+        self._runtime.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self.puller.start()
+            self._runtime.run()
+        except Exception as error:
+            self.failure = f"the thread that pulls weights has ended: {error!r}"
+            logger.exception("%s: pulling weights has failed", self.name)

@@ -1,0 +1,81 @@
+"""A rank's whole side of the weight synchronisation: its publisher, its shard server, and on rank 0 the registry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess
+from torchtitan.weight_sync.pull.watcher import Watcher
+from torchtitan.weight_sync.states.boundary import Boundary
+
+
+class Publication:
+    """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
+    `registry_address` says; None on rank 0, which starts it. port: 0 for any; see servers.py."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        settings: Settings,
+        *,
+        epoch: str,
+        token: str,
+        folder: Path,
+        bucket_bytes: int,
+        rank: int = 0,
+        local_rank: int = 0,
+        registry: str | None = None,
+        dtype: str = "float32",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_restarts: int = 5,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        # One slot is written, one holds the newest version, the others are lanes.
+        slots = 2 + settings.lanes
+        self.publisher = Publisher(
+            parameters, rank=rank, dtype=dtype, num_slots=slots, bucket_bytes=bucket_bytes, folder=folder
+        )
+        self.boundary = Boundary(self.publisher)
+        self.registry: RegistryServer | None = None
+        self.watcher: Watcher | None = None
+        if registry is None:
+            self.registry = RegistryServer(epoch, token, settings, folder, host, port, max_restarts)
+            registry = self.registry.address
+            self.watcher = Watcher(registry, token, epoch)
+        self.registry_address = registry
+        self.shard_server = ShardServerProcess(
+            self.publisher,
+            epoch,
+            token,
+            registry,
+            settings.lease_s,
+            folder,
+            host,
+            port + 1 + local_rank if port else 0,
+            max_restarts,
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why no further version will be published, or nothing."""
+        failures = [self.publisher.failure, self.shard_server.failure]
+        if self.registry is not None and self.watcher is not None:
+            failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
+        return "; ".join(filter(None, failures))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End everything within about `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        if self.watcher is not None:
+            self.watcher.close(timeout)
+        self.shard_server.close(deadline)
+        if self.registry is not None:
+            self.registry.close(deadline)
+        self.publisher.close()

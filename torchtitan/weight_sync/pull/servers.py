@@ -1,0 +1,137 @@
+"""Starts the registry (rank 0) and this rank's shard server, and starts them again when they die or freeze.
+
+Their listening sockets belong to the rank, so that ports outlive every restart. With a fixed `port` the registry has
+that one, and the shard servers of a machine the ones after it, in the order of their local ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.anonymous_memory import Pulse
+from torchtitan.weight_sync.launch import SupervisedProcess
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.slots import SharedSlots
+
+MODULE = "torchtitan.weight_sync.pull.main"
+# The parent looks once a second: so many looks without a sign of life are a frozen process.
+FROZEN_LOOKS = 3
+BACKLOG = 1024
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+class RegistryServer:
+    """The registry beside rank 0. port: 0 for any."""
+
+    def __init__(
+        self, epoch: str, token: str, settings: Settings, folder: Path, host: str, port: int, max_restarts: int
+    ):
+        self._listener = _listen(host, port)
+        self._pulse = Pulse.create("weight-sync-pulse", folder)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
+        descriptors = [self._listener.fileno(), self._pulse.descriptor]
+
+        def arguments(term: int) -> dict[str, Any]:
+            return {
+                "part": "registry",
+                "epoch": epoch,
+                "term": term,
+                "settings": asdict(settings),
+                "listen_fd": self._listener.fileno(),
+                "pulse_fd": self._pulse.descriptor,
+                "journal": str(folder / "registry.jsonl"),
+            }
+
+        self.supervised = SupervisedProcess(
+            "weight registry",
+            MODULE,
+            arguments,
+            descriptors,
+            token,
+            folder / "registry.log",
+            max_restarts,
+            lambda: self._pulse.count,
+            FROZEN_LOOKS,
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why it is not started again, if so."""
+        return self.supervised.failure
+
+    def close(self, deadline: float) -> None:
+        """End the process by `deadline` (time.monotonic())."""
+        self.supervised.close(deadline)
+        self._listener.close()
+        self._pulse.close()
+
+
+class ShardServerProcess:
+    """The shard server of one rank, over the publisher's slots in host memory."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        epoch: str,
+        token: str,
+        registry: str,
+        lease_s: float,
+        folder: Path,
+        host: str,
+        port: int,
+        max_restarts: int,
+    ):
+        slots = publisher.slots
+        assert isinstance(slots, SharedSlots)
+        self._listener = _listen(host, port)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
+        layout_file = folder / f"layout-rank{publisher.rank}.json"
+        layout_file.write_text(json.dumps(publisher.layout.to_json()))
+        descriptors = {
+            "words_fd": slots.words_fd,
+            "data_fd": slots.data_fd,
+            "bell_fd": publisher.courier_bell.fileno(),
+            "listen_fd": self._listener.fileno(),
+        }
+        arguments = {
+            **descriptors,
+            "part": "shard server",
+            "rank": publisher.rank,
+            "epoch": epoch,
+            "registry": registry,
+            "address": self.address,
+            "lease_s": lease_s,
+            "layout_file": str(layout_file),
+            "num_slots": slots.count,
+        }
+        self.supervised = SupervisedProcess(
+            f"weight shard server of rank {publisher.rank}",
+            MODULE,
+            lambda _number: arguments,
+            list(descriptors.values()),
+            token,
+            folder / f"shard-server-rank{publisher.rank}.log",
+            max_restarts,
+            lambda: slots.pulse,
+            FROZEN_LOOKS,
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why it is not started again, if so."""
+        return self.supervised.failure
+
+    def close(self, deadline: float) -> None:
+        """End the process by `deadline` (time.monotonic())."""
+        self.supervised.close(deadline)
+        self._listener.close()

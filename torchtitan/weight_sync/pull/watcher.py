@@ -1,0 +1,115 @@
+"""Rank 0's view of the actors: a background thread keeps the registry's latest status, asking never waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torchtitan.weight_sync.pull.handshake import TRAINER, Call, Identity
+from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
+from torchtitan.weight_sync.pull.runtime import Channel
+from torchtitan.weight_sync.pull.sockets import SocketRuntime
+from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
+
+# A condition may look at more than the status, such as whether the registry was given up.
+LOOK_SECONDS = 1.0
+
+
+class Watcher:
+    """Holds the newest status message and passes pins on."""
+
+    def __init__(self, registry: str, token: str, epoch: str):
+        self._registry, self._epoch = registry, epoch
+        self._identity = Identity.of(token, TRAINER, "0")
+        self._runtime = SocketRuntime()
+        self._channel: Channel | None = None
+        self._heard_at = 0.0
+        self._changed = threading.Condition()
+        self._status: Message = {"newest": None, "actors": {}, "dropped": [], "published": 0, "failure": "", "term": 0}
+        self._pin: int | None = None
+        self._closed = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name="weight-sync-watcher", daemon=True)
+        self._thread.start()
+
+    def status(self) -> Message:
+        """The latest status; treat it as read-only."""
+        return self._status
+
+    def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> bool:
+        """Wait until `condition(status)` holds; False when it did not within `timeout` seconds, or after close().
+
+        It is asked whenever a status arrives, and once per LOOK_SECONDS without one.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not condition(self._status):
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    return False
+                self._changed.wait(min(left, LOOK_SECONDS))
+        return True
+
+    def pin(self, version: int | None) -> None:
+        """Actors that serve `version` keep it (None: no longer)."""
+        self._pin = version
+        self._runtime.loop.call_from_thread(self._send_pin)
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread, and whatever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._runtime.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._dial()
+            self._heartbeat()
+            self._runtime.run()
+        except Exception as error:
+            logger.exception("the watcher of the actors has failed")
+            with self._changed:
+                self.failure = f"the watcher of the actors has failed: {error!r}"
+                self._changed.notify_all()
+
+    def _dial(self) -> None:
+        # Retried for as long as the job lives: the registry's restarts are bounded where it is started.
+        Call(self._runtime, self._registry, self._identity, {"epoch": self._epoch}, self._welcomed, self._out_of_reach)
+
+    def _out_of_reach(self, reason: str) -> None:
+        logger.info("registry out of reach: %s", reason)
+        self._runtime.call_later(RETRY_SECONDS, self._dial)
+
+    def _heartbeat(self) -> None:
+        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+        if self._channel is not None:
+            if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
+                self._channel.close("the registry says nothing")
+            else:
+                self._channel.send({"type": "ping"})
+
+    def _welcomed(self, channel: Channel, _fields: Message) -> None:
+        self._channel, self._heard_at = channel, self._runtime.now()
+        channel.on_message, channel.on_close = self._on_message, self._on_lost
+        self._send_pin()
+
+    def _on_lost(self, _channel: Channel, reason: str) -> None:
+        self._channel = None
+        self._out_of_reach(reason)
+
+    def _send_pin(self) -> None:
+        if self._channel is not None:
+            self._channel.send({"type": "pin", "version": self._pin})
+
+    def _on_message(self, _channel: Channel, message: Message) -> None:
+        self._heard_at = self._runtime.now()
+        if message["type"] == "status" and message.get("epoch") == self._epoch:
+            with self._changed:
+                self._status = message
+                self._changed.notify_all()
