@@ -32,7 +32,7 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # pulled; dropped: serials that will never be published
     "live": {"newest": _NUMBER, "lanes": _LIST, "dropped": _LIST},
     # Registry -> actor. servers: one address per rank; room: whether another lane may begin
-    "model": {"layout": _OBJECT},
+    "model": {"layout_id": _TEXT, "layout": _OBJECT},
     "servers": {"servers": _LIST},
     "newest": {
         "serial": _NUMBER,

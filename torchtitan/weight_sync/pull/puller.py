@@ -256,19 +256,25 @@ class Puller:
             self._consider()
 
     def _on_layout(self, message: Message) -> None:
+        if message["layout_id"] == self._layout_id:
+            return
         try:
-            layout = Layout.from_json(message["layout"])
-            if layout.layout_id() == self._layout_id:
-                return
-            coverage.check_coverage(layout)
+            layout = self._read_layout(message["layout"])
             self._end_pull("lost", "the layout changed")
             self._needs = self._engine.prepare(layout)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
-        self._layout, self._layout_id = layout, layout.layout_id()
+        self._layout, self._layout_id = layout, message["layout_id"]
+        for source in self._sources:
+            source.drop("the layout changed")
         ranks = range(len(layout.ranks))
         self._sources = [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in ranks]
         self._move_sources()
+
+    def _read_layout(self, data: Message) -> Layout:
+        layout = Layout.from_json(data)
+        coverage.check_coverage(layout)
+        return layout
 
     def _move_sources(self) -> None:
         for source, address in zip(self._sources, self._servers, strict=False):
@@ -284,6 +290,8 @@ class Puller:
             raise ProtocolError(str(error)) from error
         if manifest.epoch != self.epoch:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
+        if self._newest is None or self._newest[0] != message["serial"]:
+            self._paused = False
         self._newest = message["serial"], manifest
         self._lanes, self._room = set(message["lanes"]), message["room"]
 
@@ -342,7 +350,7 @@ class Puller:
             source.tell({"type": "done", "pull": pull.number})
 
     def _pause(self) -> None:
-        """After a version that could not be had: the next pull begins later."""
+        """After a version that could not be had: it is tried again later, something newer at once."""
         self._paused = True
         seconds = min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
         self._pauses += 1
@@ -375,7 +383,8 @@ class Puller:
         """The registry says the same to all; a shard server may be the first."""
         if self._pull is not None and self._is_current(message):
             self._end_pull("gone", "the snapshot is gone")
-            self._consider()
+            # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
+            self._pause()
 
     def _is_current(self, message: Message) -> bool:
         return self._pull is not None and message["pull"] == self._pull.number

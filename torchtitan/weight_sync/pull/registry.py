@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.coverage import merge_layouts
-from torchtitan.weight_sync.manifest import LayoutError, Manifest, content_digest
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Gate, Identity
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
@@ -240,7 +240,7 @@ class Registry:
         if len(self._layouts) < self.settings.world_size:
             return
         try:
-            whole = merge_layouts([self._layouts[number] for number in range(self.settings.world_size)])
+            whole = self._merge([self._layouts[number] for number in range(self.settings.world_size)])
         except LayoutError as error:
             self._failure = f"the ranks' shards do not fit together: {error}"
             logger.error("%s", self._failure)
@@ -250,8 +250,11 @@ class Registry:
         self._layouts.clear()
         self._model, self._layout_id = Encoded(whole.to_json()), whole.layout_id()
         self._write("layout", {"layout_id": self._layout_id, "bytes": whole.total_bytes})
-        self._tell_actors({"type": "model", "layout": self._model})
+        self._tell_actors({"type": "model", "layout_id": self._layout_id, "layout": self._model})
         self._publish_what_is_whole()
+
+    def _merge(self, layouts: list[Message]) -> Layout:
+        return merge_layouts(layouts)
 
     def _on_snapped(self, rank: int, message: Message) -> None:
         serial, version = message["serial"], message["version"]
@@ -338,7 +341,7 @@ class Registry:
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
         self._write("join", {"actor": name, "instance": instance})
         if self._model is not None:
-            channel.send({"type": "model", "layout": self._model})
+            channel.send({"type": "model", "layout_id": self._layout_id, "layout": self._model})
         channel.send(self._servers())
         channel.send({"type": "pinned", "version": self._pinned})
         if self.newest is not None:

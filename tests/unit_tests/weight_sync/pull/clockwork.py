@@ -40,6 +40,8 @@ class Machine:
         self.listeners: dict[str, tuple[Process, Callable[[Channel], None]]] = {}
         self.check_read: Callable[[SimChannel, Message, memoryview], None] = lambda _channel, _message, _data: None
         self.protocol_errors: list[str] = []
+        self.distance = 1.0
+        """What latencies are multiplied with; at 1 they are 0.5 to 2.5 ms"""
         self.corruption = 0.0
         """Probability that a payload is damaged on its way"""
         self.corrupted = 0
@@ -178,7 +180,7 @@ class SimRuntime:
                 over = True
                 callback()
 
-        latency = 0.0005 + machine.random.random() * 0.002
+        latency = (0.0005 + machine.random.random() * 0.002) * machine.distance
 
         def arrive() -> None:
             found = machine.listeners.get(address)

@@ -85,7 +85,7 @@ MUTATIONS = {
     "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
     "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
     "a data port that ignores the epoch": Mutation(runs.run_relaunch, Parts(server=AnyEpoch)),
-    "a stale carrier that is heard": Mutation(runs.run_slow_fleet, Parts(puller=HearsStaleCarriers)),
+    "a stale carrier that is heard": Mutation(runs.run_references, Parts(puller=HearsStaleCarriers)),
     "a hung checksum thread": Mutation(runs.run_faults, Parts(server=HangsInPeace)),
 }
 
