@@ -76,7 +76,7 @@ class ActorProcess:
 class Job:
     """A trainer without a model: parameters are a function of (version, index)."""
 
-    def __init__(self, folder: Path, **changes: Any):
+    def __init__(self, folder: Path, transport: str = "tcp", **changes: Any):
         self.folder, self.token = folder, secrets.token_urlsafe(16)
         self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
         settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
@@ -87,6 +87,7 @@ class Job:
             token=self.token,
             folder=folder,
             bucket_bytes=64 * 1024,
+            transport=transport,
         )
         assert self.publication.watcher is not None and self.publication.registry is not None
         self.watcher, self.registry = self.publication.watcher, self.publication.registry
@@ -140,18 +141,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-def test_actors_serve_every_version_whole(start: Callable[..., Job]) -> None:
-    job = start()
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: str) -> None:
+    job = start(transport=transport)
     actors = [job.actor("actor-0"), job.actor("actor-1")]
     for _ in range(5):
         job.publish()
         job.served_by(*actors)
     assert [line["announced"] for line in actors[0].lines()][-5:] == [0, 1, 2, 3, 4]
-    status = job.watcher.status()["actors"]
-    assert {name: (one["state"], one["version"]) for name, one in status.items()} == {
-        "actor-0": ("READY", 4),
-        "actor-1": ("READY", 4),
-    }
+    wanted = {"actor-0": ("READY", 4), "actor-1": ("READY", 4)}
+
+    def shown() -> dict[str, tuple[str, int]]:
+        actors = job.watcher.status()["actors"]
+        return {name: (one["state"], one["version"]) for name, one in actors.items()}
+
+    wait_for(lambda: shown() == wanted, "the trainer is told")
 
 
 def supervised(job: Job, part: str) -> Any:
@@ -223,6 +227,7 @@ def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job]) -> N
     job.publish()
     job.served_by(actor)
     size = sum(4 * parameter.numel() for parameter in job.parameters.values())
+    wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 1, "the trainer is told")
     received = job.watcher.status()["actors"]["actor-0"]["figures"]["bytes_full"]
     assert size < received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
 

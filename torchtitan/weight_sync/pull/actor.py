@@ -18,11 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
 from torchtitan.weight_sync.pull.puller import BucketKey, Puller, Served
+from torchtitan.weight_sync.pull.shared_files import SharedFiles
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Message
@@ -38,6 +40,7 @@ class StagingEngine:
     def __init__(self, apply: ApplyFunction, boxes: Mapping[str, Box] | None = None):
         self._apply, self._boxes = apply, boxes
         self._staging: Staging | None = None
+        self._files = SharedFiles()
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
@@ -60,7 +63,9 @@ class StagingEngine:
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
         """See puller.Engine."""
-        raise NotImplementedError("buckets of tcp carry their bytes")
+        target = self.bucket(key)
+        self._files.copy(reference, target)
+        return bucket_checksum(target)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See puller.Engine."""

@@ -12,6 +12,7 @@ import resource
 import selectors
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,19 @@ from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.pull.handshake import RANK, Identity
 from torchtitan.weight_sync.pull.registry import Registry, Settings
 from torchtitan.weight_sync.pull.shard_server import ShardServer
+from torchtitan.weight_sync.pull.shared_files import file_references
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 
 PARENT_CHECK_SECONDS = 0.5
+# [weight_sync] transport -> how its buckets are named, where their bytes are not sent
+REFERENCES: dict[str, Callable[[SharedSlots], Callable[[int, int, int], Message] | None]] = {
+    "tcp": lambda _slots: None,
+    "ipc": file_references,
+}
 # At the end, for lines of the journal that still wait for the disk.
 JOURNAL_SECONDS = 1.0
 
@@ -60,6 +68,7 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         address=arguments["address"],
         identity=Identity.of(token, RANK, str(rank)),
         lease_s=arguments["lease_s"],
+        refer=REFERENCES[arguments["transport"]](slots),
     )
     bell = socket.socket(fileno=arguments["bell_fd"])
     bell.setblocking(False)

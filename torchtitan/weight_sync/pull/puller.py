@@ -439,13 +439,18 @@ class Puller:
             self._writers -= 1
             if pull is self._pull:
                 del pull.placing[key]
-                pull.bytes += len(self._engine.bucket(key))
+                pull.bytes += self._bucket_bytes(key)
                 pull.moved_at = self._runtime.now()
                 self._verify(source, key, found if error is None else repr(error))
             else:
                 self._consider()
 
         self._runtime.work("fetch", partial(self._engine.fetch, key, reference), fetched)
+
+    def _bucket_bytes(self, key: BucketKey) -> int:
+        assert self._layout is not None
+        start, end = self._layout.bucket_range(*key)
+        return end - start
 
     def _verify(self, source: Source, key: BucketKey, found: str) -> None:
         pull = self._pull

@@ -86,6 +86,7 @@ class ShardServerProcess:
         token: str,
         registry: str,
         lease_s: float,
+        transport: str,
         folder: Path,
         host: str,
         port: int,
@@ -111,6 +112,7 @@ class ShardServerProcess:
             "registry": registry,
             "address": self.address,
             "lease_s": lease_s,
+            "transport": transport,
             "layout_file": str(layout_file),
             "num_slots": slots.count,
         }

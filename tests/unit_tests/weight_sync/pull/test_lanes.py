@@ -1,0 +1,123 @@
+"""Which snapshots live."""
+
+from __future__ import annotations
+
+from torchtitan.weight_sync.pull.lanes import Lanes
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
+from torchtitan.weight_sync.states.slot import SlotState, SlotView
+
+
+def lanes_with(*pulls: str, limit: int = 1) -> Lanes:
+    """Snapshot 1 is the newest, and being pulled by these."""
+    lanes = Lanes(limit, lease_s=10.0, progress_s=3.0)
+    lanes.publish(1, 0.0)
+    for actor in pulls:
+        lanes.begin(actor, 1, 0.0)
+    return lanes
+
+
+def test_version_that_nobody_pulls_is_gone_with_the_next() -> None:
+    lanes = lanes_with()
+    lanes.publish(2, 1.0)
+    assert not lanes.lanes and lanes.lives(2) and not lanes.lives(1)
+
+
+def test_version_that_is_pulled_becomes_a_lane_if_there_is_room() -> None:
+    lanes = lanes_with("slow")
+    lanes.publish(2, 1.0)
+    assert list(lanes.lanes) == [1] and not lanes.room
+    lanes.begin("other", 2, 1.5)
+    lanes.publish(3, 2.0)
+    assert list(lanes.lanes) == [1] and not lanes.lives(2) and set(lanes.pulls) == {"slow"}
+    lanes.finished("slow")
+    assert not lanes.lanes and lanes.room
+
+
+def test_lane_ends_with_the_last_of_its_pulls() -> None:
+    lanes = lanes_with("one", "other")
+    lanes.publish(2, 1.0)
+    lanes.finished("one")
+    assert list(lanes.lanes) == [1]
+    lanes.end("other")
+    assert not lanes.lanes
+
+
+def test_lane_has_an_absolute_life_however_its_pulls_get_on() -> None:
+    lanes = lanes_with("slow")
+    lanes.publish(2, 1.0)
+    for second in range(2, 11):
+        lanes.progress("slow", second, float(second))
+        assert lanes.expire(float(second)) == []
+    lanes.progress("slow", 99, 11.0)
+    assert lanes.expire(11.1) == ["slow"] and not lanes.lanes and lanes.lost == {"slow": 1}
+
+
+def test_pull_without_progress_does_not_keep_its_lane() -> None:
+    lanes = lanes_with("frozen", "slow")
+    lanes.publish(2, 1.0)
+    lanes.progress("slow", 5, 3.0)
+    assert lanes.expire(4.5) == ["frozen"] and list(lanes.lanes) == [1]
+
+
+def test_newest_has_no_deadline() -> None:
+    lanes = lanes_with("slow")
+    assert lanes.expire(1000.0) == [] and lanes.pulls
+
+
+def test_new_registry_hears_of_pulls_before_it_has_published() -> None:
+    lanes = Lanes(1, 10.0, 3.0)
+    lanes.begin("slow", 5, 0.0)
+    lanes.begin("other", 4, 0.0)
+    lanes.publish(5, 0.1)
+    lanes.publish(6, 1.0)
+    assert list(lanes.lanes) == [5] and set(lanes.pulls) == {"slow"}
+
+
+def words(*serials: int) -> list[int]:
+    return [SlotView(SlotState.READY, serial + 100, serial).pack() for serial in serials]
+
+
+def test_slot_is_free_when_its_snapshot_is_over() -> None:
+    slots = LiveSlots(words(1, 2, 3))
+    slots.live(2, [1], [], 0.0)
+    assert sorted(slots.filled()) == [1, 2, 3]
+    slots.live(3, [], [], 1.0)
+    assert slots.filled() == {3: (2, 103)}
+
+
+def test_snapshot_is_kept_while_a_thread_reads_it() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.hold(1)
+    slots.live(2, [], [], 0.0)
+    assert 1 in slots.filled() and slots.readable(1) is None
+    slots.let_go(1)
+    assert 1 not in slots.filled()
+
+
+def test_dropped_snapshot_is_free_though_it_is_the_newest() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.live(1, [], [2], 0.0)
+    assert sorted(slots.filled()) == [1]
+
+
+def test_snapshot_newer_than_all_that_is_known_may_be_read() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.live(1, [], [], 0.0)
+    assert slots.readable(2) == 1
+
+
+def test_older_word_of_the_registry_is_not_heard() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.live(2, [1], [], 0.0)
+    slots.live(1, [], [2], 1.0)
+    assert slots.newest == 2 and sorted(slots.filled()) == [1, 2]
+
+
+def test_lane_expires_where_no_registry_says_so() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.live(2, [1], [], 5.0)
+    slots.live(2, [1], [], 9.0)
+    slots.expire(14.9, 10.0)
+    assert slots.lives(1)
+    slots.expire(15.1, 10.0)
+    assert sorted(slots.filled()) == [2]

@@ -1,0 +1,71 @@
+"""ipc on the CPU: a bucket is named instead of sent, and the actor copies it from the slots' memory itself. No torch.
+
+The slots' memory is a file without a name, which processes of the same user reach through /proc. The actor verifies its
+copy, so it does not matter to it what becomes of the slot meanwhile.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+# Sizes, offsets, inodes: what fits the system's own unsigned type.
+_LARGEST = 2**64 - 1
+
+
+def file_references(slots: SharedSlots) -> Callable[[int, int, int], Message]:
+    """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
+    status = os.fstat(slots.data_fd)
+    memory = {
+        "process": os.getpid(),
+        "descriptor": slots.data_fd,
+        "device": status.st_dev,
+        "inode": status.st_ino,
+    }
+    return lambda slot, start, _end: {"memory": memory, "offset": slots.offset(slot) + start}
+
+
+class SharedFiles:
+    """Memory of shard servers, opened read-only when it is first named."""
+
+    def __init__(self) -> None:
+        self._opened: dict[tuple[int, ...], mmap.mmap] = {}
+
+    def copy(self, reference: Any, target: memoryview) -> None:
+        """Fill `target`. Raises ProtocolError for what names no such memory, OSError for what does not open."""
+        if not isinstance(reference, dict) or not isinstance(reference.get("memory"), dict):
+            raise ProtocolError("a reference names no memory")
+        memory = reference["memory"]
+        names = ("process", "descriptor", "device", "inode")
+        fields = tuple(_number(memory, name) for name in names)
+        if fields not in self._opened:
+            # Another shard server of the same rank has another entry; the memory is the same.
+            self._opened = {fields: _open(*fields), **self._opened}
+        opened, offset = self._opened[fields], _number(reference, "offset")
+        if offset > len(opened) - len(target):
+            raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
+        target[:] = memoryview(opened)[offset : offset + len(target)]
+
+
+def _open(process: int, descriptor: int, device: int, inode: int) -> mmap.mmap:
+    opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(opened)
+        # Numbers of processes and descriptors are used again: it must still be the file that was meant.
+        if (status.st_dev, status.st_ino, status.st_uid) != (device, inode, os.geteuid()):
+            raise ProtocolError("the slots that were named are not there any more, or another user's")
+        return mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ)
+    finally:
+        os.close(opened)
+
+
+def _number(fields: Message, name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ProtocolError(f"a reference needs a number {name!r}")
+    return value
