@@ -23,9 +23,10 @@ from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
-from torchtitan.weight_sync.pull.puller import BucketKey, Puller, Served
+from torchtitan.weight_sync.pull.puller import Puller, Served
 from torchtitan.weight_sync.pull.shared_files import SharedFiles
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
+from torchtitan.weight_sync.pull.transfer import BucketKey
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Message
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +20,11 @@ from torchtitan.weight_sync.pull.handshake import Call, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.pull.source import Source
+from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
-BucketKey = tuple[int, int]
 # Who found so often in a row that what it pulled had gone is slow.
 SLOW_AFTER = 2
 # A bucket that arrived corrupt so often ends the pull; the next one begins after a pause that grows.
@@ -59,23 +57,6 @@ class Engine(Protocol):
 
         Raises WeightsRefused where the engine is as it was; after anything else it may hold half a version.
         """
-
-
-@dataclass
-class _Pull:
-    """One version on its way."""
-
-    number: int
-    serial: int
-    manifest: Manifest
-    missing: set[BucketKey]
-    begun: float
-    placing: dict[BucketKey, Any] = field(default_factory=dict)
-    """Buckets that are arriving -> what hashes them"""
-    corruptions: Counter[BucketKey] = field(default_factory=Counter)
-    bytes: int = 0
-    moved_at: float = 0.0
-    told_bytes: int = 0
 
 
 class Puller:
@@ -116,7 +97,7 @@ class Puller:
         self._room = True
         self._pinned: int | None = None
         self._numbers = itertools.count(1)
-        self._pull: _Pull | None = None
+        self._pull: Transfer | None = None
         self._gone_in_a_row = 0
         self._pauses = 0
         self._paused = False
@@ -327,7 +308,7 @@ class Puller:
         if "drop" in faults.at("offer", version=manifest.version, actor=self._identity.name):
             return
         now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
-        self._pull = _Pull(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        self._pull = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
         self._tell({"type": "pulling", "serial": serial})
         if not missing:
             self._staged_whole(self._pull)
@@ -345,7 +326,7 @@ class Puller:
         for rank in {rank for rank, _ in pull.placing}:
             self._sources[rank].drop("the pull is over")
 
-    def _end_leases(self, pull: _Pull) -> None:
+    def _end_leases(self, pull: Transfer) -> None:
         for source in self._sources:
             source.tell({"type": "done", "pull": pull.number})
 
@@ -365,19 +346,7 @@ class Puller:
 
     def request(self, rank: int) -> Message | None:
         """What is missing of this rank, and does not arrive already."""
-        pull = self._pull
-        if pull is None:
-            return None
-        numbers = sorted(bucket for one, bucket in pull.missing if one == rank and (one, bucket) not in pull.placing)
-        if not numbers:
-            return None
-        ranges: list[list[int]] = []
-        for number in numbers:
-            if ranges and ranges[-1][1] == number:
-                ranges[-1][1] = number + 1
-            else:
-                ranges.append([number, number + 1])
-        return {"type": "open", "pull": pull.number, "serial": pull.serial, "buckets": ranges}
+        return None if self._pull is None else self._pull.request(rank)
 
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
@@ -399,7 +368,7 @@ class Puller:
         pull.placing[key] = streaming_checksum(self._layout.checksum)
         return self._engine.bucket(key)
 
-    def _checked_key(self, source: Source, message: Message, pull: _Pull) -> BucketKey:
+    def _checked_key(self, source: Source, message: Message, pull: Transfer) -> BucketKey:
         key = message["rank"], message["bucket"]
         if message["rank"] != source.rank:
             raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
@@ -431,7 +400,7 @@ class Puller:
         if "drop" not in asked:
             self._verify(source, key, found if "corrupt" not in asked else "corrupt")
 
-    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: _Pull) -> None:
+    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: Transfer) -> None:
         pull.placing[key] = None
         self._writers += 1
 
@@ -475,14 +444,12 @@ class Puller:
 
     def lost(self, rank: int) -> None:
         """A channel is over: what was half here has to come again."""
-        pull = self._pull
-        if pull is not None:
-            for key in [key for key, hasher in pull.placing.items() if key[0] == rank and hasher is not None]:
-                del pull.placing[key]
+        if self._pull is not None:
+            self._pull.lost(rank)
 
     # Engine
 
-    def _staged_whole(self, pull: _Pull) -> None:
+    def _staged_whole(self, pull: Transfer) -> None:
         self._end_leases(pull)
         self._pull = None
         self._gone_in_a_row = self._pauses = 0
