@@ -132,8 +132,9 @@ class ShardServer:
         self._end_what_is_gone()
         for reader in list(self._readers.values()):
             busy = reader.sending is not None or reader.waiting
-            if self._runtime.now() - reader.asked_at > (self._lease_s if busy else IDLE_SECONDS):
-                reader.channel.close("it takes no bucket within a lease" if busy else "idle")
+            # What is half sent ends with its snapshot at the latest.
+            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
+                reader.channel.close("idle")
         self.look()
 
     def _expire(self) -> None:

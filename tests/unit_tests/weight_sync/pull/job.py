@@ -426,13 +426,18 @@ class Job:
         for actor in self.actors:
             if actor.process.alive:
                 actor.puller.close()
-        # What was forgotten on the way is noticed by silence: first by the registry, then by a shard server.
-        deadline = self.machine.now + 3 * IDLE_SECONDS + self.shape.lease_s
+        # What was forgotten on the way is noticed by silence, or because its snapshot ends.
+        deadline = self.machine.now + 3 * IDLE_SECONDS
+        self.machine.run(self.machine.now + 0.3)
+        self.train(1)
         self.machine.run(self.machine.now + 0.3)
         while self.machine.now < deadline and (
-            self.registry.lanes.pulls or any(rank.server._readers for rank in self.ranks)
+            self.registry.lanes.pulls
+            or self.committed[-1] not in self.published_at
+            or any(rank.server._readers or rank.server._gate._waiting for rank in self.ranks)
         ):
             self.machine.run(self.machine.now + 1.0)
+        self.machine.run(self.machine.now + 0.1)
         lanes = self.registry.lanes
         if lanes.lanes or lanes.pulls:
             raise Violation(f"lanes {lanes.lanes} and pulls {lanes.pulls} are left")
