@@ -23,6 +23,8 @@ HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 256
 
 TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
+# An actor that pulls from another one; its name is "parent/child", and its key is told to both by the registry.
+PEER = "peer"
 
 
 def role_key(token: str, role: str, name: str) -> str:
@@ -55,19 +57,19 @@ class Identity:
 class Gate:
     """Lets those in who prove who they are.
 
-    roles: who may come. admit(identity, fields) returns what they are told, or raises ProtocolError to refuse;
-    enter(channel, identity, fields) takes the channel over, and must set its callbacks.
+    roles: who may come; key_of(role, name): the key that they must have, None for nobody. admit(identity, fields)
+    returns what they are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel over, and must set its callbacks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        token: str,
         roles: frozenset[str],
+        key_of: Callable[[str, str], str | None],
         admit: Callable[[Identity, Message], Message],
         enter: Callable[[Channel, Identity, Message], None],
     ):
-        self._runtime, self._token, self._roles = runtime, token, roles
+        self._runtime, self._roles, self._key_of = runtime, roles, key_of
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
 
@@ -100,8 +102,8 @@ class Gate:
         if message["role"] not in self._roles:
             channel.send({"type": "refuse", "reason": f"no {message['role']} is expected here"})
             raise ProtocolError(f"a {message['role']!r} has come to the wrong port")
-        identity = Identity.of(self._token, message["role"], message["name"])
-        if not wire.check_proof(identity.client_proof(nonce, message["nonce"]), message["proof"]):
+        identity = Identity(message["role"], message["name"], self._key_of(message["role"], message["name"]) or "")
+        if not identity.key or not wire.check_proof(identity.client_proof(nonce, message["nonce"]), message["proof"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         channel.trust()

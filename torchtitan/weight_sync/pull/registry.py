@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
-from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Gate, Identity
+from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
@@ -107,7 +107,10 @@ class Registry:
     ):
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
-        self._gate = Gate(runtime, token, frozenset((RANK, ACTOR, TRAINER)), self._admit, self._enter)
+        self._gate = Gate(
+            runtime, frozenset((RANK, ACTOR, TRAINER)), partial(role_key, token), self._admit, self._enter
+        )
+        self._token = token
         self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s)
         self._ranks: dict[int, _Rank] = {}
         self.actors: dict[str, _Actor] = {}

@@ -6,19 +6,17 @@ It decides nothing. It runs as a process per rank, or as a thread of the trainer
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.needs import all_keys, needs_from_json
-from torchtitan.weight_sync.pull.handshake import ACTOR, Call, Gate, Identity
+from torchtitan.weight_sync.pull.handshake import ACTOR, Call, Identity, role_key
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
+from torchtitan.weight_sync.pull.readers import Readers
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.states.slot import Words
 from torchtitan.weight_sync.wire import Message, ProtocolError
@@ -28,8 +26,6 @@ logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 TICK_SECONDS = 0.2
 # One bucket takes a fraction of a second: a checksum thread that is at one for longer hangs.
 LONGEST_CHECKSUM_SECONDS = 5.0
-# An actor that asks for nothing for so long is let go: its machine may be gone without a word.
-IDLE_SECONDS = 10.0
 
 
 class Slots(Protocol):
@@ -50,21 +46,6 @@ class Slots(Protocol):
 
     def beat(self) -> None:
         """A sign of life for the parent."""
-
-
-@dataclass
-class _Reader:
-    """An actor's channel, and the lease that it has."""
-
-    channel: Channel
-    actor: str
-    asked_at: float
-    pull: int = -1
-    serial: int = -1
-    waiting: deque[int] = field(default_factory=deque)
-    """Buckets that it has asked for"""
-    sending: int | None = None
-    """Serial of the slot that its socket is reading"""
 
 
 class ShardServer:
@@ -90,8 +71,8 @@ class ShardServer:
         self._registry, self._address, self._identity = registry, address, identity
         self._lease_s, self._refer = lease_s, refer
         self.live = LiveSlots(slots.state_words)
-        self._gate = Gate(runtime, token, frozenset((ACTOR,)), self._admit, self._enter)
-        self._readers: dict[Channel, _Reader] = {}
+        roles, reference = frozenset((ACTOR,)), None if refer is None else self._reference
+        self.readers = Readers(runtime, epoch, roles, partial(role_key, token), self, "send", reference)
         self._checksum = checksum_function(layout.checksum)
         self._checksums: dict[int, list[str]] = {}
         self._hashing: int | None = None
@@ -106,7 +87,7 @@ class ShardServer:
 
     def start(self, listener: Any) -> None:
         """Begin to work: look at the slots, accept actors, find the registry."""
-        self._stop_listening = self._runtime.listen(listener, self._gate.accept)
+        self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
         self._dial()
         self._tick()
         self._heartbeat()
@@ -116,11 +97,11 @@ class ShardServer:
         """Close every connection; nothing reads the slots any more but a checksum that is being computed."""
         self._closed = True
         self._stop_listening()
-        self._gate.close()
+        self.readers.close("the shard server ends")
         if self._call is not None:
             self._call.cancel()
-        for channel in [*self._readers, *([self._control] if self._control is not None else [])]:
-            channel.close("the shard server ends")
+        if self._control is not None:
+            self._control.close("the shard server ends")
 
     def _tick(self) -> None:
         if self._closed:
@@ -130,11 +111,7 @@ class ShardServer:
             self._slots.beat()
         self._expire()
         self._end_what_is_gone()
-        for reader in list(self._readers.values()):
-            busy = reader.sending is not None or reader.waiting
-            # What is half sent ends with its snapshot at the latest.
-            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
-                reader.channel.close("idle")
+        self.readers.end_what_is_idle()
         self.look()
 
     def _expire(self) -> None:
@@ -244,79 +221,28 @@ class ShardServer:
         elif message["type"] != "pong":
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
 
-    # Actors
+    # Actors (see readers.Store)
 
-    def _admit(self, identity: Identity, fields: Message) -> Message:
-        if fields.get("epoch") != self.epoch:
-            raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
-        return {"rank": self.rank}
+    def buckets(self, rank: int) -> int | None:
+        """Of its own rank alone."""
+        return self._layout.bucket_count(0) if rank == self.rank else None
 
-    def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
-        self._readers[channel] = _Reader(channel, identity.name, self._runtime.now())
-        channel.on_message, channel.on_close = self._on_reader_message, self._on_reader_lost
+    def version(self, serial: int) -> int | None:
+        """What the registry says, and what it does not know of yet."""
+        return None if self.live.readable(serial) is None else self.live.filled()[serial][1]
 
-    def _on_reader_lost(self, channel: Channel, _reason: str) -> None:
-        del self._readers[channel]
+    def has(self, serial: int, rank: int, bucket: int) -> bool:
+        """A snapshot is there as a whole."""
+        return True
 
-    def _on_reader_message(self, channel: Channel, message: Message) -> None:
-        reader = self._readers[channel]
-        if message["type"] == "open":
-            self._open(reader, message)
-        elif message["type"] == "done":
-            if message["pull"] == reader.pull:
-                reader.waiting.clear()
-                reader.serial = -1
-        else:
-            raise ProtocolError(f"an actor does not send {message['type']!r} to a shard server")
-
-    def _open(self, reader: _Reader, message: Message) -> None:
-        ranges = message.get("buckets")
-        needs = None if ranges is None else needs_from_json({"0": ranges})
-        buckets = [bucket for _, bucket in all_keys(self._layout, needs)]
-        if buckets and buckets[-1] >= self._layout.bucket_count(0):
-            raise ProtocolError(f"rank {self.rank} has no bucket {buckets[-1]}")
-        if self.live.readable(message["serial"]) is None:
-            reader.channel.send({"type": "gone", "pull": message["pull"]})
-            return
-        if reader.pull != message["pull"]:
-            reader.waiting.clear()
-            reader.channel.send({"type": "granted", "pull": message["pull"]})
-        reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
-        reader.waiting.extend(buckets)
-        self._send_next(reader)
-
-    def _send_next(self, reader: _Reader) -> None:
-        index = self.live.readable(reader.serial)
-        while index is not None and reader.waiting and reader.sending is None:
-            self._send_bucket(reader, index, reader.waiting.popleft())
-
-    def _send_bucket(self, reader: _Reader, index: int, bucket: int) -> None:
-        version = self.live.filled()[reader.serial][1]
-        asked = faults.at("send", version=version, actor=reader.actor, rank=self.rank, bucket=bucket)
+    def read(self, serial: int, rank: int, bucket: int) -> memoryview:
+        """From the slot."""
         start, end = self._layout.bucket_range(0, bucket)
-        message = {"type": "bucket", "pull": reader.pull, "rank": self.rank, "bucket": bucket}
-        if "drop" in asked:
-            return  # as if the network had lost it
-        if self._refer is not None:
-            reader.channel.send({**message, "reference": self._refer(index, start, end)})
-            return
-        data = self._slots.slot(index)[start:end]
-        reader.channel.throttle = partial(
-            faults.bytes_per_second, "send", version=version, actor=reader.actor, rank=self.rank
-        )
-        reader.sending = reader.serial
-        reader.channel.send(message, faults.damaged(data) if "corrupt" in asked else data, partial(self._sent, reader))
+        return self._slots.slot(self.live.filled()[serial][0])[start:end]
 
-    def _sent(self, reader: _Reader) -> None:
-        reader.sending, reader.asked_at = None, self._runtime.now()
-        self._send_next(reader)
+    def _reference(self, serial: int, _rank: int, bucket: int) -> Message:
+        assert self._refer is not None
+        return self._refer(self.live.filled()[serial][0], *self._layout.bucket_range(0, bucket))
 
     def _end_what_is_gone(self) -> None:
-        for reader in list(self._readers.values()):
-            if reader.sending is not None and self.live.readable(reader.sending) is None:
-                # Half a bucket is on its way, and its slot may be written again from now on.
-                reader.channel.close(f"snapshot {reader.sending} is gone")
-            elif reader.serial >= 0 and self.live.readable(reader.serial) is None:
-                reader.channel.send({"type": "gone", "pull": reader.pull})
-                reader.waiting.clear()
-                reader.serial = -1
+        self.readers.end_what_is_gone()

@@ -64,7 +64,7 @@ class Source:
         if self._channel is not None:
             self._channel.send(request)
         elif self._call is None and self._again is None and self.address:
-            fields = {"epoch": self._epoch}
+            fields = {"epoch": self._epoch, "rank": self.rank}
             self._call = Call(self._runtime, self.address, self._identity, fields, self._ready, self._failed)
 
     def tell(self, message: Message) -> None:

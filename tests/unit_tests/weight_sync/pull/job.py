@@ -21,8 +21,9 @@ from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
 from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.pull.puller import Puller, Served
+from torchtitan.weight_sync.pull.readers import IDLE_SECONDS
 from torchtitan.weight_sync.pull.registry import Registry, Settings
-from torchtitan.weight_sync.pull.shard_server import IDLE_SECONDS, ShardServer
+from torchtitan.weight_sync.pull.shard_server import ShardServer
 from torchtitan.weight_sync.states.boundary import Boundary
 from torchtitan.weight_sync.states.slot import SlotState, SlotView, SlotWriter
 from torchtitan.weight_sync.wire import Message
@@ -369,7 +370,7 @@ class Job:
         for actor in self.strangers:
             if channel.peer.process is actor.process:
                 raise Violation(f"bytes of epoch {self.shape.epoch} go to {actor.name} of epoch {actor.epoch}")
-        reader = rank.server._readers.get(channel)
+        reader = rank.server.readers.channels.get(channel)
         if view.state < SlotState.READY or (reader is not None and reader.sending not in (None, view.serial)):
             raise Violation(f"a socket of rank {rank.number} reads slot {index}, which is {view.state.name}")
         if rank.server.live.newest > view.serial:
@@ -434,7 +435,7 @@ class Job:
         while self.machine.now < deadline and (
             self.registry.lanes.pulls
             or self.committed[-1] not in self.published_at
-            or any(rank.server._readers or rank.server._gate._waiting for rank in self.ranks)
+            or any(rank.server.readers.channels or rank.server.readers.gate._waiting for rank in self.ranks)
         ):
             self.machine.run(self.machine.now + 1.0)
         self.machine.run(self.machine.now + 0.1)
@@ -445,9 +446,9 @@ class Job:
             live = rank.server.live
             held = +live._holds
             filled = sorted(live.filled())
-            if held or rank.server._readers or filled != [serial for serial in filled if serial == live.newest]:
+            if held or rank.server.readers.channels or filled != [serial for serial in filled if serial == live.newest]:
                 raise Violation(f"rank {rank.number} holds {held}, snapshots {filled}, newest {live.newest}")
-            if rank.server._gate._waiting:
+            if rank.server.readers.gate._waiting:
                 raise Violation(f"handshakes of rank {rank.number} are left")
         for actor in self.actors:
             if actor.process.alive and actor.process.channels:

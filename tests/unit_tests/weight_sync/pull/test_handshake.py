@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process
 from torchtitan.weight_sync.pull import handshake
-from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity
+from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.runtime import Channel
 from torchtitan.weight_sync.wire import Message
 
@@ -17,9 +19,9 @@ class Port:
     def __init__(self, machine: Machine, token: str = "token"):
         self.process = Process(machine, "server")
         self.entered: list[Identity] = []
-        self.gate = Gate(
-            self.process.runtime, token, frozenset((ACTOR, RANK)), lambda _identity, _fields: {"term": 1}, self.enter
-        )
+        admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
+        roles, runtime = frozenset((ACTOR, RANK)), self.process.runtime
+        self.gate = Gate(runtime, roles, partial(role_key, token), admit, self.enter)
         self.process.runtime.listen("server", self.gate.accept)
 
     def enter(self, _channel: Channel, identity: Identity, _fields: Message) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.unit_tests.weight_sync.pull import runs
 from tests.unit_tests.weight_sync.pull.job import Job, Parts
-from torchtitan.weight_sync.pull.handshake import Call, Identity
+from torchtitan.weight_sync.pull.handshake import Call
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.puller import Puller
 from torchtitan.weight_sync.pull.shard_server import ShardServer
@@ -54,8 +55,9 @@ class OldestFirst(ShardServer):
 
 
 class AnyEpoch(ShardServer):
-    def _admit(self, identity: Identity, fields: Message) -> Message:
-        return {"rank": self.rank}
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.readers.gate._admit = lambda _identity, _fields: {"rank": self.rank}
 
 
 class HearsStaleCarriers(Puller):
