@@ -58,7 +58,8 @@ class Gate:
     """Lets those in who prove who they are.
 
     roles: who may come; key_of(role, name): the key that they must have, None for nobody. admit(identity, fields)
-    returns what they are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel over, and must set its callbacks.
+    returns what they are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel
+    over, and must set its callbacks.
     """
 
     def __init__(

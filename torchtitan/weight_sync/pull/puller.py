@@ -16,9 +16,10 @@ from torchtitan.weight_sync import coverage, faults
 from torchtitan.weight_sync.checksums import streaming_checksum
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.needs import Needs, all_keys
-from torchtitan.weight_sync.pull.handshake import Call, Identity
-from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
-from torchtitan.weight_sync.pull.runtime import Channel, Runtime
+from torchtitan.weight_sync.pull.handshake import Identity
+from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS
+from torchtitan.weight_sync.pull.registry_client import RegistryClient
+from torchtitan.weight_sync.pull.runtime import Runtime
 from torchtitan.weight_sync.pull.source import Source
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError
@@ -76,17 +77,14 @@ class Puller:
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
     ):
-        self._runtime, self._registry, self._identity = runtime, registry, identity
-        self.epoch, self._engine, self._instance = epoch, engine, instance
-        self._retry_for_s, self._progress_s = retry_for_s, progress_s
+        self._runtime, self._identity, self.epoch = runtime, identity, epoch
+        self._engine, self._progress_s = engine, progress_s
         self.serving = served
         self.poisoned = False
-        self.failure = ""
         self.applied = self.refused = self.corrupted = 0
-        self._control: Channel | None = None
-        self._call: Call | None = None
-        self._term = 0
-        self._heard_at = self._reached_at = runtime.now()
+        fields = {"epoch": epoch, "instance": instance}
+        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message, retry_for_s)
+        self._tell = self.registry.tell
         self._layout: Layout | None = None
         self._layout_id = ""
         self._needs: Needs = None
@@ -109,24 +107,16 @@ class Puller:
 
     def start(self) -> None:
         """Begin to look for the registry."""
-        self._dial()
-        self._heartbeat()
+        self.registry.start()
+        self._look()
 
     def close(self) -> None:
         """Close every connection. An apply that has begun goes on."""
         self._closed = True
         self._pull = None
-        if self._call is not None:
-            self._call.cancel()
         for source in self._sources:
             source.drop("the actor ends")
-        if self._control is not None:
-            self._control.close("the actor ends")
-
-    @property
-    def connected(self) -> bool:
-        """Whether the registry is in reach."""
-        return self._control is not None
+        self.registry.close("the actor ends")
 
     @property
     def state(self) -> str:
@@ -145,30 +135,7 @@ class Puller:
 
     # Registry
 
-    def _dial(self) -> None:
-        if self._closed:
-            return
-        fields = {"epoch": self.epoch, "instance": self._instance}
-        self._call = Call(self._runtime, self._registry, self._identity, fields, self._welcomed, self._out_of_reach)
-
-    def _out_of_reach(self, reason: str) -> None:
-        self._call = None
-        silent = self._runtime.now() - self._reached_at
-        if silent > self._retry_for_s:
-            self.failure = f"not joined at {self._registry} for {silent:.0f} s: {reason}"
-            logger.error("%s gives up: %s", self._identity.name, self.failure)
-            return
-        self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _welcomed(self, channel: Channel, fields: Message) -> None:
-        self._call, term = None, fields.get("term")
-        if type(term) is not int or term < self._term:
-            channel.close("an old term")
-            self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
-            return
-        self._term, self._control = term, channel
-        self._heard_at = self._reached_at = self._runtime.now()
-        channel.on_message, channel.on_close = self._on_message, self._on_control_lost
+    def _joined(self) -> None:
         if self.poisoned:
             self._tell({"type": "poisoned", "version": -1, "reason": "a version could not be applied whole"})
         elif self.serving is not None and self.serving.epoch == self.epoch:
@@ -176,50 +143,30 @@ class Puller:
         if self._pull is not None:
             self._tell({"type": "pulling", "serial": self._pull.serial})
 
-    def _on_control_lost(self, channel: Channel, reason: str) -> None:
-        if channel is self._control:
-            # A pull goes on: shard servers keep what lives.
-            logger.info("%s: registry connection over: %s", self._identity.name, reason)
-            self._control = None
-            self._reached_at = self._runtime.now()
-            self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _tell(self, message: Message) -> None:
-        if self._control is not None:
-            self._control.send(message)
-
     def _tell_serving(self, figures: Message) -> None:
         assert self.serving is not None
         served = {"version": self.serving.version, "digest": self.serving.digest}
         self._tell({"type": "serving", **served, "figures": figures})
 
-    def _heartbeat(self) -> None:
+    def _look(self) -> None:
+        """Every now and then: tell how far the pull is, and look whether it gets on."""
         if self._closed:
             return
-        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
-        now, pull = self._runtime.now(), self._pull
-        # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
-        if self._control is not None and self._is_silent(now):
-            self._control.close(f"the registry said nothing for {SILENCE_SECONDS:g} s")
-        self._tell({"type": "ping"})
+        self._runtime.call_later(HEARTBEAT_SECONDS, self._look)
+        pull = self._pull
         if pull is None:
             return
         if pull.bytes != pull.told_bytes:
             pull.told_bytes = pull.bytes
             self._tell({"type": "progress", "bytes": pull.bytes})
-        if now - pull.moved_at > self._progress_s:
-            pull.moved_at = now
+        if self._runtime.now() - pull.moved_at > self._progress_s:
+            pull.moved_at = self._runtime.now()
             for rank in {rank for rank, _ in pull.missing}:
                 self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
                 self._sources[rank].ask()
 
-    def _is_silent(self, now: float) -> bool:
-        return now - self._heard_at > SILENCE_SECONDS
-
-    def _on_message(self, channel: Channel, message: Message) -> None:
-        if channel is not self._control:
-            return
-        self._heard_at, kind = self._runtime.now(), message["type"]
+    def _on_message(self, message: Message) -> None:
+        kind = message["type"]
         if kind == "model":
             self._on_layout(message)
         elif kind == "servers":
@@ -231,10 +178,9 @@ class Puller:
             self._lanes, self._room = set(message["lanes"]), message["room"]
         elif kind == "pinned":
             self._pinned = message.get("version")
-        elif kind != "pong":
+        else:
             raise ProtocolError(f"a registry does not send {kind!r} to an actor")
-        if kind != "pong":
-            self._consider()
+        self._consider()
 
     def _on_layout(self, message: Message) -> None:
         if message["layout_id"] == self._layout_id:
@@ -466,8 +412,7 @@ class Puller:
         try:
             return "drop" not in faults.at(phase, version=version, actor=self._identity.name)
         except ConnectionResetError as error:
-            if self._control is not None:
-                self._control.close(str(error))
+            self.registry.hang_up(str(error))
             return True
 
     def _apply_staged(self) -> None:

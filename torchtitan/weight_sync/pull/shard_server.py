@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.pull.handshake import ACTOR, Call, Identity, role_key
+from torchtitan.weight_sync.pull.handshake import ACTOR, Identity, role_key
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
-from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
 from torchtitan.weight_sync.pull.readers import Readers
-from torchtitan.weight_sync.pull.runtime import Channel, Runtime
+from torchtitan.weight_sync.pull.registry_client import RegistryClient
+from torchtitan.weight_sync.pull.runtime import Runtime
 from torchtitan.weight_sync.states.slot import Words
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
@@ -68,7 +68,6 @@ class ShardServer:
     ):
         self._runtime, self._slots, self._layout = runtime, slots, layout
         self.rank, self.epoch = rank, epoch
-        self._registry, self._address, self._identity = registry, address, identity
         self._lease_s, self._refer = lease_s, refer
         self.live = LiveSlots(slots.state_words)
         roles, reference = frozenset((ACTOR,)), None if refer is None else self._reference
@@ -78,19 +77,16 @@ class ShardServer:
         self._hashing: int | None = None
         self._piece_began: float | None = None
         self._told_failed = 0
-        self._control: Channel | None = None
-        self._call: Call | None = None
-        self._term = 0
-        self._heard_at = 0.0
+        fields = {"epoch": epoch, "address": address}
+        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message)
         self._closed = False
         self._stop_listening: Callable[[], None] = lambda: None
 
     def start(self, listener: Any) -> None:
         """Begin to work: look at the slots, accept actors, find the registry."""
         self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
-        self._dial()
+        self.registry.start()
         self._tick()
-        self._heartbeat()
         self.look()
 
     def close(self) -> None:
@@ -98,10 +94,7 @@ class ShardServer:
         self._closed = True
         self._stop_listening()
         self.readers.close("the shard server ends")
-        if self._call is not None:
-            self._call.cancel()
-        if self._control is not None:
-            self._control.close("the shard server ends")
+        self.registry.close("the shard server ends")
 
     def _tick(self) -> None:
         if self._closed:
@@ -130,9 +123,9 @@ class ShardServer:
         filled = self.live.filled()
         self._checksums = {serial: sums for serial, sums in self._checksums.items() if serial in filled}
         for serial, version in self._slots.failed:
-            if serial > self._told_failed and self._control is not None:
+            if serial > self._told_failed and self.registry.connected:
                 self._told_failed = serial
-                self._control.send({"type": "failed", "serial": serial, "version": version})
+                self.registry.tell({"type": "failed", "serial": serial, "version": version})
         waiting = [serial for serial in filled if serial not in self._checksums]
         if waiting and self._hashing is None:
             serial = self._next_to_hash(waiting)
@@ -167,59 +160,24 @@ class ShardServer:
 
     def _tell_snapped(self, serial: int) -> None:
         found = self.live.filled().get(serial)
-        if found is not None and self._control is not None:
+        if found is not None:
             sums = self._checksums[serial]
-            self._control.send({"type": "snapped", "serial": serial, "version": found[1], "checksums": sums})
+            self.registry.tell({"type": "snapped", "serial": serial, "version": found[1], "checksums": sums})
 
     # Registry
 
-    def _dial(self) -> None:
-        fields = {"epoch": self.epoch, "address": self._address}
-        if not self._closed:
-            self._call = Call(self._runtime, self._registry, self._identity, fields, self._welcomed, self._out_of_reach)
-
-    def _out_of_reach(self, reason: str) -> None:
-        # Without an end of its own: rank 0 bounds the registry's restarts, and this process ends with its rank.
-        logger.info("registry out of reach: %s", reason)
-        self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _welcomed(self, channel: Channel, fields: Message) -> None:
-        term = fields.get("term")
-        if type(term) is not int or term < self._term:
-            # One that was replaced, and does not know it yet.
-            channel.close("an old term")
-            self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
-            return
-        self._term, self._control, self._heard_at = term, channel, self._runtime.now()
-        channel.on_message, channel.on_close = self._on_message, self._on_control_lost
-        channel.send({"type": "layout", "layout": self._layout.to_json()})
+    def _joined(self) -> None:
+        self.registry.tell({"type": "layout", "layout": self._layout.to_json()})
         for serial in sorted(self._checksums, reverse=True):
             self._tell_snapped(serial)
         self._told_failed = 0
         self.look()
 
-    def _on_control_lost(self, _channel: Channel, reason: str) -> None:
-        logger.info("registry connection over: %s", reason)
-        self._control = None
-        self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _heartbeat(self) -> None:
-        if self._closed:
-            return
-        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
-        if self._control is not None:
-            if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
-                self._control.close(f"the registry said nothing for {SILENCE_SECONDS:g} s")
-            else:
-                self._control.send({"type": "ping"})
-
-    def _on_message(self, _channel: Channel, message: Message) -> None:
-        self._heard_at = self._runtime.now()
-        if message["type"] == "live":
-            self.live.live(message["newest"], message["lanes"], message["dropped"], self._heard_at)
-            self._end_what_is_gone()
-        elif message["type"] != "pong":
+    def _on_message(self, message: Message) -> None:
+        if message["type"] != "live":
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
+        self.live.live(message["newest"], message["lanes"], message["dropped"], self._runtime.now())
+        self._end_what_is_gone()
 
     # Actors (see readers.Store)
 

@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchtitan.weight_sync.pull.handshake import TRAINER, Call, Identity
-from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
-from torchtitan.weight_sync.pull.runtime import Channel
+from torchtitan.weight_sync.pull.handshake import TRAINER, Identity
+from torchtitan.weight_sync.pull.registry_client import RegistryClient
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Message
 
@@ -23,11 +22,11 @@ class Watcher:
     """Holds the newest status message and passes pins on."""
 
     def __init__(self, registry: str, token: str, epoch: str):
-        self._registry, self._epoch = registry, epoch
-        self._identity = Identity.of(token, TRAINER, "0")
+        self._epoch = epoch
         self._runtime = SocketRuntime()
-        self._channel: Channel | None = None
-        self._heard_at = 0.0
+        identity, fields = Identity.of(token, TRAINER, "0"), {"epoch": epoch}
+        # Looked for as long as the job lives: the registry's restarts are bounded where it is started.
+        self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "published": 0, "failure": "", "term": 0}
         self._pin: int | None = None
@@ -69,8 +68,7 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            self._dial()
-            self._heartbeat()
+            self._registry.start()
             self._runtime.run()
         except Exception as error:
             logger.exception("the watcher of the actors has failed")
@@ -78,37 +76,10 @@ class Watcher:
                 self.failure = f"the watcher of the actors has failed: {error!r}"
                 self._changed.notify_all()
 
-    def _dial(self) -> None:
-        # Retried for as long as the job lives: the registry's restarts are bounded where it is started.
-        Call(self._runtime, self._registry, self._identity, {"epoch": self._epoch}, self._welcomed, self._out_of_reach)
-
-    def _out_of_reach(self, reason: str) -> None:
-        logger.info("registry out of reach: %s", reason)
-        self._runtime.call_later(RETRY_SECONDS, self._dial)
-
-    def _heartbeat(self) -> None:
-        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
-        if self._channel is not None:
-            if self._runtime.now() - self._heard_at > SILENCE_SECONDS:
-                self._channel.close("the registry says nothing")
-            else:
-                self._channel.send({"type": "ping"})
-
-    def _welcomed(self, channel: Channel, _fields: Message) -> None:
-        self._channel, self._heard_at = channel, self._runtime.now()
-        channel.on_message, channel.on_close = self._on_message, self._on_lost
-        self._send_pin()
-
-    def _on_lost(self, _channel: Channel, reason: str) -> None:
-        self._channel = None
-        self._out_of_reach(reason)
-
     def _send_pin(self) -> None:
-        if self._channel is not None:
-            self._channel.send({"type": "pin", "version": self._pin})
+        self._registry.tell({"type": "pin", "version": self._pin})
 
-    def _on_message(self, _channel: Channel, message: Message) -> None:
-        self._heard_at = self._runtime.now()
+    def _on_message(self, message: Message) -> None:
         if message["type"] == "status" and message.get("epoch") == self._epoch:
             with self._changed:
                 self._status = message

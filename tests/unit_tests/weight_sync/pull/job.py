@@ -352,7 +352,8 @@ class Job:
     def _step(self, version: int) -> None:
         missing = [rank.number for rank in self.ranks if not rank.boundary.reserve()]
         last = self.committed[-1] if self.committed else None
-        settled = last is None or self.machine.now - self.published_at.get(last, self.machine.now) > 0.1
+        since = 0.0 if last is None else self.machine.now - self.published_at.get(last, self.machine.now)
+        settled = last is None or since > 0.1 + 0.005 * self.machine.distance
         if missing and settled and not self.server_faults:
             words = [SlotView.unpack(word) for word in self.ranks[missing[0]].slots.words]
             raise Violation(f"ranks {missing} have no free slot for version {version}, {last} is published: {words}")

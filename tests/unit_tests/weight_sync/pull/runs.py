@@ -235,14 +235,14 @@ def run_references(seed: int, parts: Parts | None = None) -> Job:
     """Actors copy the buckets themselves, on threads that take their time."""
     machine = Machine(seed)
     shape = replace(draw_shape(machine.random, 2), by_reference=True, slots=3, lease_s=20.0)
-    machine.distance = machine.random.choice((1.0, 10.0))
+    machine.distance = machine.random.choice((1.0, 10.0, 40.0))
     job = Job(machine, shape, parts or Parts())
     for actor in job.actors:
         actor.process.runtime.longest_work = 2.0 * shape.interval
     machine.run(JOIN_SECONDS)
     job.train(8)
     machine.run(JOIN_SECONDS + 8 * shape.interval * 1.1)
-    if job.skipped:
+    if job.skipped and machine.distance < 40.0:
         raise Violation(f"versions {job.skipped} were skipped")
     finish(job, 8.0)
     job.check_bytes()

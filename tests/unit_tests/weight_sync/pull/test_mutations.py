@@ -14,6 +14,7 @@ from tests.unit_tests.weight_sync.pull.job import Job, Parts
 from torchtitan.weight_sync.pull.handshake import Call
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.puller import Puller
+from torchtitan.weight_sync.pull.registry_client import RegistryClient
 from torchtitan.weight_sync.pull.shard_server import ShardServer
 from torchtitan.weight_sync.wire import Message
 
@@ -30,13 +31,8 @@ def quiet() -> Iterator[None]:
 
 class LeasesOutliveTheRegistry(ShardServer):
     def _expire(self) -> None:
-        if self._control is not None:
+        if self.registry.connected:
             super()._expire()
-
-
-class StaysWithASilentRegistry(Puller):
-    def _is_silent(self, now: float) -> bool:
-        return False
 
 
 class DoesNotWaitForWriters(Puller):
@@ -82,7 +78,6 @@ MUTATIONS = {
     "leases not ended when the registry is lost": Mutation(
         runs.run_without_registry, Parts(server=LeasesOutliveTheRegistry)
     ),
-    "an actor that stays with a silent registry": Mutation(runs.run_faults, Parts(puller=StaysWithASilentRegistry)),
     "a new pull that does not wait for old writers": Mutation(runs.run_references, Parts(puller=DoesNotWaitForWriters)),
     "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
     "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
@@ -110,6 +105,11 @@ def test_mutation_is_noticed(name: str) -> None:
 
 def test_client_that_does_not_check_the_servers_proof_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "_proven", lambda *_: True)
+    runs_until_found(runs.run_faults, Parts())
+
+
+def test_actor_that_stays_with_a_silent_registry_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegistryClient, "_is_silent", lambda _: False)
     runs_until_found(runs.run_faults, Parts())
 
 
