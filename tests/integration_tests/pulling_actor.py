@@ -29,7 +29,12 @@ def main() -> None:
         log.write(json.dumps({"announced": staged.version, "held": held, "digest": staged.digest}) + "\n")
 
     names = ("registry", "name", "epoch", "key")
-    actor = Actor(*[arguments[name] for name in names], apply, progress_s=arguments.get("progress_s", 5.0))
+    actor = Actor(
+        *[arguments[name] for name in names],
+        apply,
+        progress_s=arguments["progress_s"],
+        relay_host=arguments["relay_host"],
+    )
     actor.start()
     sys.stdin.read()  # until the test closes it or dies
     actor.close()

@@ -50,6 +50,7 @@ class ActorProcess:
             "key": role_key(job.token, ACTOR, name),
             "log": str(self.log),
             "progress_s": 1.5,
+            "relay_host": "127.0.0.1" if job.relays else "",
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration_tests.pulling_actor", json.dumps(arguments)],
@@ -76,7 +77,7 @@ class ActorProcess:
 class Job:
     """A trainer without a model: parameters are a function of (version, index)."""
 
-    def __init__(self, folder: Path, transport: str = "tcp", **changes: Any):
+    def __init__(self, folder: Path, transport: str = "tcp", port: int = 0, **changes: Any):
         self.folder, self.token = folder, secrets.token_urlsafe(16)
         self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
         settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
@@ -88,9 +89,11 @@ class Job:
             folder=folder,
             bucket_bytes=64 * 1024,
             transport=transport,
+            port=port,
         )
         assert self.publication.watcher is not None and self.publication.registry is not None
         self.watcher, self.registry = self.publication.watcher, self.publication.registry
+        self.relays = bool(changes.get("relay_fanout"))
         self.version = -1
         self.skipped = 0
         self.actors: list[ActorProcess] = []
@@ -156,6 +159,41 @@ def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: 
         return {name: (one["state"], one["version"]) for name, one in actors.items()}
 
     wait_for(lambda: shown() == wanted, "the trainer is told")
+
+
+def test_actors_pass_versions_on(start: Callable[..., Job]) -> None:
+    job = start(relay_fanout=1)
+    actors = [job.actor(f"actor-{number}") for number in range(3)]
+    wait_for(lambda: len(job.watcher.status()["actors"]) == 3, "all have joined")
+    for _ in range(4):
+        job.publish()
+        job.served_by(*actors)
+    wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 3, "the trainer is told")
+    relayed = [one["figures"]["bytes_relayed"] for one in job.watcher.status()["actors"].values()]
+    assert sorted(map(bool, relayed)) == [False, True, True]
+
+
+def test_dead_parent_costs_its_children_a_moment(start: Callable[..., Job]) -> None:
+    job = start(relay_fanout=1)
+    actors = [job.actor(f"actor-{number}") for number in range(3)]
+    wait_for(lambda: len(job.watcher.status()["actors"]) == 3, "all have joined")
+    job.publish()
+    job.served_by(*actors)
+    for victim in actors[:2]:
+        victim.process.send_signal(signal.SIGSTOP)
+    job.publish()
+    job.served_by(actors[2])
+
+
+def test_ports_can_be_fixed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    job = Job(tmp_path, port=port)
+    try:
+        assert job.publication.registry_address == f"127.0.0.1:{port}"
+        assert job.publication.shard_server.address == f"127.0.0.1:{port + 1}"
+    finally:
+        job.close()
 
 
 def supervised(job: Job, part: str) -> Any:

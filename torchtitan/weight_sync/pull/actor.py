@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
 from torchtitan.weight_sync.pull.puller import Puller, Served
+from torchtitan.weight_sync.pull.relay import Relay
 from torchtitan.weight_sync.pull.shared_files import SharedFiles
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.pull.transfer import BucketKey
@@ -56,8 +58,12 @@ class StagingEngine:
 
     def bucket(self, key: BucketKey) -> memoryview:
         """See puller.Engine."""
-        assert self._staging is not None
         self._written += 1
+        return self.memory(key)
+
+    def memory(self, key: BucketKey) -> memoryview:
+        """A bucket of staging memory, to be read."""
+        assert self._staging is not None
         area = self._staging.bucket(key)
         assert isinstance(area, memoryview)
         return area
@@ -84,6 +90,7 @@ class StagingEngine:
 class Actor:
     """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
     (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
+    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere.
     """
 
     def __init__(
@@ -98,21 +105,32 @@ class Actor:
         served: Served | None = None,
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
+        relay_host: str = "",
     ):
         wire.parse_address(registry)
         self.name = name
         self._runtime = SocketRuntime()
         self.failure = ""
+        engine, relay, address = StagingEngine(apply, boxes), None, ""
+        self._listener: socket.socket | None = None
+        if relay_host and boxes is None:
+            family = socket.AF_INET6 if ":" in relay_host else socket.AF_INET
+            self._listener = socket.create_server((relay_host, 0), family=family)
+            address = wire.format_address(relay_host, self._listener.getsockname()[1])
+            relay = Relay(self._runtime, epoch, engine.memory)
+        self._relay = relay
         self.puller = Puller(
             self._runtime,
             registry,
             Identity(ACTOR, name, key),
             epoch,
-            StagingEngine(apply, boxes),
+            engine,
             instance=secrets.token_hex(8),
             served=served,
             retry_for_s=retry_for_s,
             progress_s=progress_s,
+            relay=relay,
+            relay_address=address,
         )
         self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
 
@@ -138,6 +156,8 @@ class Actor:
 
     def _run(self) -> None:
         try:
+            if self._relay is not None:
+                self._relay.start(self._listener)
             self.puller.start()
             self._runtime.run()
         except Exception as error:

@@ -16,9 +16,10 @@ from torchtitan.weight_sync import coverage, faults
 from torchtitan.weight_sync.checksums import streaming_checksum
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.needs import Needs, all_keys
-from torchtitan.weight_sync.pull.handshake import Identity
+from torchtitan.weight_sync.pull.handshake import PEER, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
+from torchtitan.weight_sync.pull.relay import Relay
 from torchtitan.weight_sync.pull.runtime import Runtime
 from torchtitan.weight_sync.pull.source import Source
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
@@ -30,6 +31,8 @@ logger = logging.getLogger("torchtitan.weight_sync.puller")
 SLOW_AFTER = 2
 # A bucket that arrived corrupt so often ends the pull; the next one begins after a pause that grows.
 MOST_CORRUPTIONS = 3
+# Another actor that has not begun to pass a version on by then is not waited for.
+PEER_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 
 
@@ -62,7 +65,8 @@ class Engine(Protocol):
 
 class Puller:
     """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
-    the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels."""
+    the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
+    relay: passes versions on to other actors, which reach it at relay_address."""
 
     def __init__(
         self,
@@ -76,13 +80,15 @@ class Puller:
         served: Served | None = None,
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
+        relay: Relay | None = None,
+        relay_address: str = "",
     ):
         self._runtime, self._identity, self.epoch = runtime, identity, epoch
         self._engine, self._progress_s = engine, progress_s
         self.serving = served
         self.poisoned = False
         self.applied = self.refused = self.corrupted = 0
-        fields = {"epoch": epoch, "instance": instance}
+        fields = {"epoch": epoch, "instance": instance, "address": relay_address}
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message, retry_for_s)
         self._tell = self.registry.tell
         self._layout: Layout | None = None
@@ -90,6 +96,10 @@ class Puller:
         self._needs: Needs = None
         self._sources: list[Source] = []
         self._servers: list[str] = []
+        self._relay = relay
+        self._peer: Message | None = None
+        """The actor that this transfer comes from, None for the trainer"""
+        self._offered_peer: Message | None = None
         self._newest: tuple[int, Manifest] | None = None
         self._lanes: set[int] = set()
         self._room = True
@@ -116,6 +126,8 @@ class Puller:
         self._pull = None
         for source in self._sources:
             source.drop("the actor ends")
+        if self._relay is not None:
+            self._relay.close()
         self.registry.close("the actor ends")
 
     @property
@@ -164,6 +176,8 @@ class Puller:
             for rank in {rank for rank, _ in pull.missing}:
                 self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
                 self._sources[rank].ask()
+        elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
+            self._leave_peer()
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -204,8 +218,22 @@ class Puller:
         return layout
 
     def _move_sources(self) -> None:
+        peer = self._peer
+        identity = self._identity if peer is None else Identity(PEER, self._identity.name, str(peer["key"]))
         for source, address in zip(self._sources, self._servers, strict=False):
-            source.move(address)
+            source.move(address if peer is None else str(peer["address"]), identity)
+
+    def _leave_peer(self) -> None:
+        """The other actor does not have it, or not in time: go on at the trainer."""
+        self._peer = None
+        self._move_sources()
+
+    def troubled(self, source: Source) -> bool:
+        """See source.Wanted."""
+        if self._peer is None:
+            return False
+        self._leave_peer()
+        return True
 
     def _on_newest(self, message: Message) -> None:
         if self._layout is None:
@@ -220,6 +248,9 @@ class Puller:
         if self._newest is None or self._newest[0] != message["serial"]:
             self._paused = False
         self._newest = message["serial"], manifest
+        self._offered_peer = message.get("source")
+        if self._relay is not None:
+            self._relay.children = dict(message.get("children") or {})
         self._lanes, self._room = set(message["lanes"]), message["room"]
 
     # Pulling
@@ -254,10 +285,16 @@ class Puller:
         if "drop" in faults.at("offer", version=manifest.version, actor=self._identity.name):
             return
         now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
-        self._pull = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        if self._relay is not None:
+            self._relay.hold(self._layout, transfer)
+        if self._peer != self._offered_peer:
+            self._peer = self._offered_peer
+            self._move_sources()
+        self._pull = transfer
         self._tell({"type": "pulling", "serial": serial})
         if not missing:
-            self._staged_whole(self._pull)
+            self._staged_whole(transfer)
         for source in self._sources:
             source.ask()
 
@@ -268,6 +305,8 @@ class Puller:
         self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
         self._tell({"type": "ended", "serial": pull.serial, "outcome": outcome, "reason": reason})
         self._end_leases(pull)
+        if self._relay is not None:
+            self._relay.hold(self._layout, None)
         # A bucket that is half here must not be written any further.
         for rank in {rank for rank, _ in pull.placing}:
             self._sources[rank].drop("the pull is over")
@@ -297,6 +336,9 @@ class Puller:
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
         if self._pull is not None and self._is_current(message):
+            if self._peer is not None:
+                self._leave_peer()
+                return
             self._end_pull("gone", "the snapshot is gone")
             # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
             self._pause()
@@ -328,6 +370,7 @@ class Puller:
         pull = self._pull
         if pull is not None and self._is_current(message):
             pull.bytes += len(piece)
+            pull.relayed_bytes += len(piece) if self._peer is not None else 0
             pull.moved_at = self._runtime.now()
             pull.placing[message["rank"], message["bucket"]].update(piece)
 
@@ -374,6 +417,8 @@ class Puller:
         if found == pull.manifest.checksums[rank][bucket]:
             pull.missing.remove(key)
             source.succeeded()
+            if self._relay is not None:
+                self._relay.readers.look()
             if not pull.missing:
                 self._staged_whole(pull)
             return
@@ -384,6 +429,8 @@ class Puller:
             self.refused += 1
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
             self._pause()
+        elif self._peer is not None:
+            self._leave_peer()
         else:
             again = {"pull": pull.number, "serial": pull.serial, "buckets": [[bucket, bucket + 1]]}
             source.tell({"type": "open", **again})
@@ -403,7 +450,12 @@ class Puller:
             self._consider()
             return
         self._tell({"type": "ended", "serial": pull.serial, "outcome": "staged", "reason": ""})
-        figures = {"transfer_s": self._runtime.now() - pull.begun, "bytes_full": pull.bytes}
+        relayed = pull.relayed_bytes
+        figures = {
+            "transfer_s": self._runtime.now() - pull.begun,
+            "bytes_full": pull.bytes - relayed,
+            "bytes_relayed": relayed,
+        }
         self._staged = pull.manifest, figures
         self._consider()
 

@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
-from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
+from torchtitan.weight_sync.pull.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
@@ -41,6 +41,8 @@ class Settings:
     world_size: int
     lanes: int = 1
     lease_s: float = 60.0
+    relay_fanout: int = 0
+    """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
     progress_timeout_s: float = 5.0
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
@@ -61,6 +63,8 @@ class _Actor:
 
     channel: Channel | None
     instance: str
+    address: str
+    """Where it passes versions on, empty where it does not"""
     heard_at: float
     state: str = "JOINING"
     version: int = -1
@@ -144,6 +148,8 @@ class Registry:
             self._rank_of(identity)
             wire.parse_data_address(str(fields.get("address")))
         if identity.role == ACTOR:
+            if fields.get("address"):
+                wire.parse_data_address(str(fields["address"]))
             known = self.actors.get(identity.name)
             if known is not None and known.state == "GIVEN_UP" and known.instance == fields.get("instance"):
                 raise ProtocolError(f"{identity.name} was given up: {known.reason}")
@@ -294,8 +300,28 @@ class Registry:
         self.lanes.publish(serial, self._runtime.now())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
-        self._tell_actors({**self._newest_message, **self._lanes_message(), "type": "newest"})
+        newest, family = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._family()
+        for name, actor in self.actors.items():
+            if actor.channel is not None:
+                actor.channel.send({**newest, **family.get(name, {})})
         self._tell_live(actors=False)
+
+    def _family(self) -> dict[str, Message]:
+        """Who pulls from whom: an actor's source, and the keys of its children. The fast ones come first."""
+        fanout = self.settings.relay_fanout
+        able = [
+            name
+            for name, actor in self.actors.items()
+            if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
+        ]
+        able.sort(key=lambda name: (self.actors[name].figures.get("transfer_s", float("inf")), name))
+        family: dict[str, Message] = {name: {"children": {}} for name in able}
+        for number, child in enumerate(able[fanout:]):
+            parent = able[number // fanout]
+            key = role_key(self._token, PEER, f"{parent}/{child}")
+            family[child]["source"] = {"name": parent, "address": self.actors[parent].address, "key": key}
+            family[parent]["children"][child] = key
+        return family
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         self._gathering.pop(serial, None)
@@ -331,12 +357,12 @@ class Registry:
     # Actors
 
     def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
-        known, instance = self.actors.get(name), str(fields.get("instance"))
+        known, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
         if known is not None and known.channel is not None:
             known.channel.close("replaced by a newer connection")
         actor = known
         if known is None or known.instance != instance:
-            actor = self.actors[name] = _Actor(None, instance, 0.0, losses=known.losses if known else 0)
+            actor = self.actors[name] = _Actor(None, instance, address, 0.0, losses=known.losses if known else 0)
             self.lanes.forget(name)
         assert actor is not None
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""

@@ -33,6 +33,9 @@ class Wanted(Protocol):
     def bucket(self, source: Source, message: Message) -> None:
         """A bucket is there, or a reference to it. May raise ProtocolError."""
 
+    def troubled(self, source: Source) -> bool:
+        """It could not be reached, or has closed the channel. True where the source has been moved elsewhere."""
+
     def lost(self, rank: int) -> None:
         """What was arriving from this rank does not arrive any more, and nothing writes for it."""
 
@@ -49,10 +52,10 @@ class Source:
         self._again: Timer | None = None
         self._failures = 0
 
-    def move(self, address: str) -> None:
-        """The shard server is at this address ("": nowhere)."""
-        if address != self.address:
-            self.address = address
+    def move(self, address: str, identity: Identity) -> None:
+        """What is wanted is at this address ("": nowhere), for who has this identity."""
+        if (address, identity) != (self.address, self._identity):
+            self.address, self._identity = address, identity
             self.drop("the shard server has moved")
             self.ask()
 
@@ -80,8 +83,10 @@ class Source:
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._channel is not None:
-            self._channel.close(reason)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(reason)
+            self._wanted.lost(self.rank)
 
     def succeeded(self) -> None:
         """Something good has come over the channel."""
@@ -112,6 +117,8 @@ class Source:
             self._retry()
 
     def _retry(self) -> None:
+        if self._wanted.troubled(self):
+            return
         # At once the first time: a channel also ends because what it was sending has gone.
         wait = min(RETRY_SECONDS * (2**self._failures - 1), LONGEST_RETRY_SECONDS)
         self._failures = min(self._failures + 1, 10)

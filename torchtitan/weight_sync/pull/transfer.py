@@ -28,6 +28,8 @@ class Transfer:
     """Buckets that are arriving -> what hashes them; None for those that a thread fetches"""
     corruptions: Counter[BucketKey] = field(default_factory=Counter)
     bytes: int = 0
+    relayed_bytes: int = 0
+    """Of these, from another actor"""
     told_bytes: int = 0
 
     def request(self, rank: int) -> Message | None:

@@ -249,6 +249,32 @@ def run_references(seed: int, parts: Parts | None = None) -> Job:
     return job
 
 
+def run_relay(seed: int, parts: Parts | None = None) -> Job:
+    """Actors pass versions on to each other; some of them die or freeze meanwhile."""
+    machine = Machine(seed)
+    rng = machine.random
+    shape = replace(draw_shape(rng, rng.randint(0, 1)), by_reference=False, relay_fanout=rng.randint(1, 2))
+    more = tuple(shape.interval * rng.uniform(0.05, 0.3) for _ in range(rng.randint(1, 3)))
+    shape = replace(shape, actor_seconds=shape.actor_seconds + more)
+    job = Job(machine, shape, parts or Parts())
+    versions = rng.randint(3, 6)
+    machine.run(JOIN_SECONDS)
+    job.train(versions)
+    end = JOIN_SECONDS + versions * shape.interval * 1.1
+    for _ in range(rng.randint(0, 3)):
+        machine.at(rng.uniform(0.0, end - JOIN_SECONDS), None, partial(break_actor, job, rng.choice(job.actors)))
+    machine.run(end)
+    if job.skipped:
+        raise Violation(f"versions {job.skipped} were skipped")
+    for actor in job.actors:
+        actor.process.thaw()
+        if actor.process.cut_off:
+            actor.process.kill()
+    job.check_bytes()
+    finish(job, 8.0)
+    return job
+
+
 class Impostor:
     """Listens at the registry's address whenever nobody else does. It knows the protocol, but no key."""
 

@@ -153,3 +153,22 @@ def test_slow_actors_share_the_lanes(slots: int) -> None:
     shares = [len(actor.versions) * actor.seconds / 120 for actor in job.actors[1:]]
     assert min(shares) >= (0.85 if slots == 4 else 0.5)
     job.check_progress(job.actors[0], 0.0, 120.0)
+
+
+@pytest.mark.parametrize("fanout", [1, 2])
+def test_relay_bounds_what_leaves_the_trainer(fanout: int) -> None:
+    machine = Machine(0)
+    seconds = tuple(0.1 + 0.001 * number for number in range(6))
+    job = Job(machine, Shape(actor_seconds=seconds, relay_fanout=fanout, buckets=8))
+    machine.run(0.2)
+    publish(job)
+    sent = [rank.server.readers.sent_bytes for rank in job.ranks]
+    for _ in range(5):
+        publish(job)
+    size = len(job.ranks[0].slots.memory[0])
+    for rank, before in zip(job.ranks, sent, strict=True):
+        assert rank.server.readers.sent_bytes - before == 5 * fanout * size
+    # It streams: the last of six in a row is done long before six transfers are.
+    for actor in job.actors:
+        assert [version for _, version in actor.versions] == list(range(6))
+        assert actor.versions[-1][0] - job.published_at[5] < 0.35

@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
     "small": (runs.run_small, 2000),
     "slow_fleet": (runs.run_slow_fleet, 500),
     "faults": (runs.run_faults, 500),
+    "relay": (runs.run_relay, 200),
     "references": (runs.run_references, 100),
     "relaunch": (runs.run_relaunch, 50),
     "without_registry": (runs.run_without_registry, 20),

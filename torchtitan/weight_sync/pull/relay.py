@@ -1,0 +1,80 @@
+"""An actor that passes a version on while it is still arriving: a bucket leaves as soon as it is verified.
+
+The registry says who may pull from whom, and gives both the key. An actor that is let down by another one goes on at
+the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.pull.handshake import PEER
+from torchtitan.weight_sync.pull.readers import Readers
+from torchtitan.weight_sync.pull.runtime import Runtime
+from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
+
+TICK_SECONDS = 1.0
+
+
+class Relay:
+    """memory(key): a bucket of staging memory. What it holds is of one transfer at a time."""
+
+    def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview]):
+        self._runtime, self._memory = runtime, memory
+        self._layout: Layout | None = None
+        self._transfer: Transfer | None = None
+        self._closed = False
+        self.children: dict[str, str] = {}
+        """Name -> key of those that may pull from here"""
+        roles = frozenset((PEER,))
+        self.readers = Readers(runtime, epoch, roles, lambda _role, name: self.children.get(name), self, "relay")
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def start(self, listener: Any) -> None:
+        """Begin to accept other actors."""
+        self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
+        self._tick()
+
+    def _tick(self) -> None:
+        if not self._closed:
+            self._runtime.call_later(TICK_SECONDS, self._tick)
+            self.readers.end_what_is_idle()
+
+    def close(self) -> None:
+        """Close every connection."""
+        if not self._closed:
+            self._closed = True
+            self._stop_listening()
+            self.readers.close("the actor ends")
+
+    def hold(self, layout: Layout | None, transfer: Transfer | None) -> None:
+        """Staging memory is for this transfer from now on (None: for nothing); nothing reads it for an older one."""
+        self._layout, self._transfer = layout, transfer
+        self.readers.end_what_is_gone()
+        self.readers.look()
+
+    # See readers.Store
+
+    def buckets(self, rank: int) -> int | None:
+        """Of every rank, as soon as there is a layout."""
+        layout = self._layout
+        return None if layout is None or not 0 <= rank < len(layout.ranks) else layout.bucket_count(rank)
+
+    def version(self, serial: int) -> int | None:
+        """Of what staging memory is for."""
+        transfer = self._transfer
+        if transfer is None or serial < transfer.serial:
+            return None
+        # Who asks for something newer has heard of it a moment earlier.
+        return transfer.manifest.version if serial == transfer.serial else -1
+
+    def has(self, serial: int, rank: int, bucket: int) -> bool:
+        """Only what is verified."""
+        transfer = self._transfer
+        return transfer is not None and transfer.serial == serial and (rank, bucket) not in transfer.missing
+
+    def read(self, serial: int, rank: int, bucket: int) -> memoryview:
+        """From staging memory, which does not change before hold()."""
+        return self._memory((rank, bucket))
