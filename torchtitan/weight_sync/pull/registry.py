@@ -20,6 +20,7 @@ from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, conte
 from torchtitan.weight_sync.pull.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.pull.relay import family
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
 
@@ -300,10 +301,10 @@ class Registry:
         self.lanes.publish(serial, self._runtime.now())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
-        newest, family = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._family()
+        newest, kin = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._family()
         for name, actor in self.actors.items():
             if actor.channel is not None:
-                actor.channel.send({**newest, **family.get(name, {})})
+                actor.channel.send({**newest, **kin.get(name, {})})
         self._tell_live(actors=False)
 
     def _family(self) -> dict[str, Message]:
@@ -315,13 +316,8 @@ class Registry:
             if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
         ]
         able.sort(key=lambda name: (self.actors[name].figures.get("transfer_s", float("inf")), name))
-        family: dict[str, Message] = {name: {"children": {}} for name in able}
-        for number, child in enumerate(able[fanout:]):
-            parent = able[number // fanout]
-            key = role_key(self._token, PEER, f"{parent}/{child}")
-            family[child]["source"] = {"name": parent, "address": self.actors[parent].address, "key": key}
-            family[parent]["children"][child] = key
-        return family
+        addresses = {name: self.actors[name].address for name in able}
+        return family(addresses, fanout, lambda pair: role_key(self._token, PEER, pair))
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         self._gathering.pop(serial, None)

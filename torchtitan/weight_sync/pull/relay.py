@@ -6,7 +6,7 @@ the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.weight_sync.manifest import Layout
@@ -14,8 +14,25 @@ from torchtitan.weight_sync.pull.handshake import PEER
 from torchtitan.weight_sync.pull.readers import Readers
 from torchtitan.weight_sync.pull.runtime import Runtime
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
+from torchtitan.weight_sync.wire import Message
 
 TICK_SECONDS = 1.0
+
+
+def family(addresses: Mapping[str, str], fanout: int, key_of: Callable[[str], str]) -> dict[str, Message]:
+    """Who pulls from whom: an actor's source, and the keys of its children.
+
+    addresses: by actor, in the order in which they are to have it; fanout: how many pull from the trainer, and from
+    each actor; key_of("parent/child"): what a pair shares.
+    """
+    names = list(addresses)
+    found: dict[str, Message] = {name: {"children": {}} for name in names}
+    for number, child in enumerate(names[fanout:] if fanout else []):
+        parent = names[number // fanout]
+        key = key_of(f"{parent}/{child}")
+        found[child]["source"] = {"name": parent, "address": addresses[parent], "key": key}
+        found[parent]["children"][child] = key
+    return found
 
 
 class Relay:

@@ -29,6 +29,8 @@ READ_BYTES = 8 << 20
 SEND_BYTES = 4 << 20
 # So much is read and looked at while it is still in a core's cache.
 PIECE_BYTES = 256 << 10
+# Of messages. What is read too much of is the beginning of a payload, which has to be copied.
+MESSAGE_BYTES = 16 << 10
 # A peer that reads nothing must not grow our memory: beyond this many bytes of unsent messages it is cut off.
 MOST_UNSENT_BYTES = 1 << 30
 # No descriptor is left for another connection: the listener waits for so long.
@@ -167,7 +169,7 @@ class SocketChannel(Channel):
                 if count:
                     self._arrived(count)
             else:
-                data = self._socket.recv(PIECE_BYTES)
+                data = self._socket.recv(MESSAGE_BYTES)
                 count = len(data)
                 self._feed(data)
             if count == 0:
