@@ -1,6 +1,6 @@
 """An actor without a model, in a process of its own: its engine only looks at what it is given.
 
-    python -m tests.integration_tests.pulling_actor '{"registry": ..., "name": ..., "epoch": ..., "key": ..., "log": ...}'
+    python -m tests.integration_tests.pulling_actor '{"registry": ..., "name": ..., "key": ..., "log": ...}'
 
 Every applied version is a line of the log: the version that was announced, and the one that the tensors really hold.
 """
