@@ -189,7 +189,7 @@ def test_an_error_of_the_communicator_answers_every_fetch(
 
 
 def test_a_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
-    for _ in range(4):  # which of the two has to dial is up to chance
+    for _ in range(20):  # which of the two has to dial is up to chance
         ours = PairStore(lambda key, value: None, 0.2)
         peers = PairStore(ours.heard, 60.0)  # it says where it is, and then hears nothing: it stays in its store
         ends: queue.Queue[Any] = queue.Queue()

@@ -1,6 +1,6 @@
 """Registry, shard servers and pullers in many whole runs, each with another order of events; a failing seed repeats it:
 
-python -m tests.unit_tests.weight_sync.pull.test_runs slow_fleet 1234
+python -m tests.unit_tests.weight_sync.pull.test_whole_runs slow_fleet 1234
 """
 
 from __future__ import annotations
