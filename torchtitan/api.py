@@ -1,8 +1,9 @@
-"""Training from Python: `from torchtitan import train`.
+"""Training from Python, in a script or a notebook; `from torchtitan import train` finds it here.
 
-from torchtitan import train
-run = train("train_configs/debug_cpu.toml", {"training.steps": 50})
-print(run.metrics["eval/pass@1"])
+    run = train("train_configs/debug_cpu.toml", {"training.steps": 50})
+    print(run.metrics["eval/pass@1"])
+
+The command line (grpo_train.py) runs the same job.
 """
 
 from __future__ import annotations

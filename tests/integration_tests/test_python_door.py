@@ -55,10 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(source)
+    return run(folder, name)
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
     done = subprocess.run(
-        [sys.executable, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=12 * PATIENCE_S,
-        check=False,
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=12 * PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -78,11 +82,5 @@ def test_a_notebook_trains_twice_and_keeps_its_process(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_train(folder: Path, name: str) -> None:
-    example = ROOT / "examples" / name
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHTITAN_DEVICE": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(example), "2"], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=12 * PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run(folder, str(ROOT / "examples" / name), "2")
     assert done.stdout.splitlines()[-1].endswith("after 2 steps")

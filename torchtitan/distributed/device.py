@@ -115,7 +115,7 @@ def init_process_group(comm: Comm) -> None:
         torch.cuda.set_device(device())
     if world_size() == 1 or dist.is_initialized():
         return
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world_size() and "lo" in dict(_interfaces()):
+    if local_world_size() == world_size() and "lo" in dict(_interfaces()):
         # All ranks on this machine: nothing needs to listen on the outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
