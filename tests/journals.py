@@ -1,4 +1,4 @@
-"""The coordinator's journal, as tests read it."""
+"""The registry's journal, as tests read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.patience import PATIENCE_S
 
 def journal_of(run_dir: Path, event: str, at_least: int = 0) -> list[dict[str, Any]]:
     """The lines about that event. A thread of its own writes them: wait for `at_least` so many, they may come late."""
-    path = run_dir / "weight_sync" / "coordinator.jsonl"
+    path = run_dir / "weight_sync" / "registry.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while True:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from torchtitan.config.draft import OLD_NAMES, Draft, nearest_key
+from torchtitan.config.draft import GONE_KEYS, OLD_NAMES, Draft, nearest_key
 from torchtitan.config.engine_args import PREFIX
 from torchtitan.config.job_config import known_keys
 from torchtitan.config.reference import help_text
@@ -50,7 +50,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     positive = f"{table}.{key.removeprefix('no_')}"
     if name.startswith(PREFIX):
         return PREFIX + option[len(PREFIX) :], words
-    if name != PREFIX[:-1] and (name in known_keys() or name in OLD_NAMES):
+    if name != PREFIX[:-1] and (name in known_keys() or name in OLD_NAMES or name in GONE_KEYS):
         return name, words
     switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
     if name == "dry_run" or switches_off:
@@ -74,6 +74,8 @@ def _value(name: str, words: list[str]) -> Any:
     """What the words mean for this key; words that mean nothing are left as they are, and refused with the rest."""
     if name.startswith(PREFIX):
         return value_of_words(words)
+    if name in GONE_KEYS:
+        return " ".join(words)
     kind = _kind(name)
     if get_origin(kind) is list:
         return [_scalar(get_args(kind)[0], word) for word in words]

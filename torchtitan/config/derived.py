@@ -5,7 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 
-from torchtitan.config.job_config import GRPO, JobConfig
+from torchtitan.config.job_config import GRPO, JobConfig, WeightSync
+
+# Bytes per second that deadlines take for granted where they follow from the size of a version.
+APPLIED_PER_SECOND = 5e8
+PULLED_PER_SECOND = 2.5e8
 
 
 def world_size() -> int:
@@ -60,6 +64,21 @@ def probe_tolerance(config: JobConfig) -> float:
         return config.weight_sync.probe_tolerance
     types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
     return 0.03 if "bfloat16" in types else 0.001
+
+
+def apply_timeout(sync: WeightSync, version_bytes: int, drain_s: float) -> float:
+    """Seconds of weight_sync.apply_timeout_s; where it is 0, what a version of so many bytes may take, and draining."""
+    return sync.apply_timeout_s or 10.0 + drain_s + version_bytes / APPLIED_PER_SECOND
+
+
+def drain_seconds(config: JobConfig) -> float:
+    """How long running requests may go on before new weights come, in the time for which an apply may take."""
+    return config.inference.drain_timeout_s if config.inference.update_mode == "drain" else 0.0
+
+
+def lease(sync: WeightSync, version_bytes: int) -> float:
+    """Seconds of weight_sync.lease_s; where it is 0, what a version of so many bytes may take."""
+    return sync.lease_s or 60.0 + version_bytes / PULLED_PER_SECOND
 
 
 def is_loopback(host: str) -> bool:

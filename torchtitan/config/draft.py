@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 OLD_NAMES: dict[str, str] = {}
 """A key's old name -> its new one; the old one is accepted, and a line says the new one"""
 
+GONE_KEYS: dict[str, str] = {
+    "weight_sync.streams": "a connection takes what the network has",
+    "weight_sync.full_every": "a version is sent in full where an actor does not hold the one before",
+    "weight_sync.offer_timeout_s": "actors ask for versions themselves",
+    "weight_sync.evict_after_versions": "slow actors hold nothing up; see weight_sync.lease_s",
+}
+"""A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -82,7 +90,9 @@ class Draft:
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
         if key != name:
             logger.warning("%s: %s is now called %s; the old name is accepted for now", place, name, key)
-        if key.startswith(PREFIX):
+        if key in GONE_KEYS:
+            logger.warning("%s: %s has no effect any more: %s", place, name, GONE_KEYS[key])
+        elif key.startswith(PREFIX):
             self._set_option(option_name(key.removeprefix(PREFIX)), value, place)
         elif key not in known_keys():
             self.refuse(key, f"{place}: unknown key {name} = {show(value)}{nearest_key(key)}")

@@ -50,6 +50,11 @@ class MemoryEstimate:
         return sum(vars(self).values())
 
 
+def version_bytes(config: JobConfig, args: ModelArgs) -> int:
+    """Bytes of one version as the actors get it: all weights, or adapters."""
+    return sum(trained_parameters(config, args)) * BYTES[config.inference.dtype]
+
+
 def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int, ranks: int) -> MemoryEstimate:
     """See MemoryEstimate for the reasoning."""
     training = config.training

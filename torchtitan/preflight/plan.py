@@ -8,8 +8,8 @@ from torchtitan.config.derived import global_batch_size, is_colocated, shard_deg
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
-from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_host, reference_on_host
-from torchtitan.models.shape import read_shape, trained_parameters
+from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_host, reference_on_host, version_bytes
+from torchtitan.models.shape import read_shape
 
 # Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
 PLANNED_DEVICE = 80 * GIB
@@ -57,7 +57,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
         max_tokens=batch * config.training.seq_len,
         max_generated_tokens=batch * config.rollout.max_completion_tokens,
         parameters=parameters,
-        version_bytes=None if args is None else sum(trained_parameters(config, args)) * BYTES[config.inference.dtype],
+        version_bytes=None if args is None else version_bytes(config, args),
         memory=None if args is None else estimate_memory(config, args, shard, tensor, ranks),
     )
 

@@ -207,7 +207,7 @@ def _check_weight_sync(check: Check) -> None:
     no_address = not sync.host.strip() or _is_wildcard(sync.host)
     refuse("weight_sync.host", no_address, "must be one address by which this machine is reached")
     text = f"weight_sync.transport {sync.transport} does not have that, only tcp does"
-    for key, asked in (("delta", sync.delta), ("relay", sync.relay), ("streams", sync.streams > 1)):
+    for key, asked in (("delta", sync.delta), ("relay", sync.relay)):
         refuse(f"weight_sync.{key}", asked and sync.transport != "tcp", text)
     # Between parameters in host memory and actors on a GPU such a transport would never deliver anything.
     text = f"needs weight_sync.transport tcp or disk, {sync.transport} reads the parameters on their device"
@@ -215,7 +215,7 @@ def _check_weight_sync(check: Check) -> None:
     refuse("training.enable_cpu_offload", offloaded, text)
     drain_s = config.inference.drain_timeout_s
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which is in it"
-    too_short = config.inference.update_mode == "drain" and sync.apply_timeout_s <= drain_s
+    too_short = config.inference.update_mode == "drain" and 0 < sync.apply_timeout_s <= drain_s
     refuse("weight_sync.apply_timeout_s", too_short, text)
     text = f"must be at least weight_sync.apply_timeout_s = {sync.apply_timeout_s:g}"
     refuse("weight_sync.blocking_timeout_s", sync.blocking_timeout_s < sync.apply_timeout_s, text)

@@ -1,4 +1,4 @@
-"""Versions on their way to actors, as the coordinator's journal tells it: one Delivery per version and actor."""
+"""Versions on their way to actors, as the registry's journal tells it: one Delivery per version and actor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 Record = Mapping[str, Any]
 
 # What an applied version's figures may say; null where the transport does not measure it.
-SECONDS = ("transfer_s", "verify_s", "apply_s", "drain_s", "pause_s")
+SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
 
@@ -20,8 +20,9 @@ class Outcome(enum.Enum):
     """waits for the actor, or is on its way"""
     APPLIED = "applied"
     SUPERSEDED = "superseded"
-    """a newer version came before the actor was offered this one"""
+    """a newer version came before the actor began to pull this one"""
     ABORTED = "aborted"
+    """a newer version came before the actor had all of this one"""
     REFUSED = "refused"
     POISONED = "poisoned"
     EVICTED = "evicted"
@@ -31,9 +32,9 @@ class Outcome(enum.Enum):
 class Attempt:
     """One try to bring a version to an actor. Times in seconds since 1970."""
 
-    offered_at: float
+    begun_at: float
     applying_at: float | None = None
-    """All bytes are there and checked, and the coordinator has ordered to apply them"""
+    """All bytes are there and checked"""
     ended_at: float | None = None
     failure: Outcome | None = None
     phase: str = ""
@@ -58,10 +59,10 @@ class Delivery:
 
     @property
     def queue_wait_s(self) -> float | None:
-        """From the publication to the first offer."""
+        """From the publication to the first pull."""
         if self.published_at is None or not self.attempts:
             return None
-        return max(0.0, self.attempts[0].offered_at - self.published_at)
+        return max(0.0, self.attempts[0].begun_at - self.published_at)
 
     @property
     def failed(self) -> list[Attempt]:
@@ -82,7 +83,7 @@ class Delivery:
             "actor": self.actor,
             "outcome": self.outcome.value,
             "published_at": self.published_at,
-            "offered_at": self.attempts[0].offered_at if self.attempts else None,
+            "begun_at": self.attempts[0].begun_at if self.attempts else None,
             "applied_at": self.attempts[-1].ended_at if applied else None,
             "attempts": len(self.attempts),
             **dict.fromkeys(FIGURES),
@@ -120,13 +121,15 @@ Entry = Delivery | Publication | Incident
 
 
 # Events that are incidents as well, and what those are called.
-_INCIDENTS = {"suspect": "suspect", "poisoned": "poisoned", "evict": "evicted", "courier_lost": "courier lost"}
-# Events that end the attempt that is under way to an actor.
-_FAILURES = {"abort": Outcome.ABORTED, "refused": Outcome.REFUSED, "poisoned": Outcome.POISONED}
+_INCIDENTS = {
+    "poisoned": "poisoned", "lost": "evicted", "lost_lane": "lost a lane", "server_lost": "shard server lost",
+}  # fmt: skip
+# How a pull ends that brings nothing.
+_ENDS = {"gone": Outcome.ABORTED, "lost": Outcome.ABORTED, "refused": Outcome.REFUSED}
 
 
 class DeliveryBook:
-    """Puts the coordinator's records together to deliveries, publications and incidents. `close` ends what is open."""
+    """Puts the registry's records together to deliveries, publications and incidents. `close` ends what is open."""
 
     def __init__(self) -> None:
         self.epoch = ""
@@ -143,9 +146,6 @@ class DeliveryBook:
             if event in _INCIDENTS:
                 text = str(record.get("reason", "")) if "actor" in record else f"rank {record.get('rank')}"
                 self._incident(record, _INCIDENTS[event], text)
-            if event in _FAILURES:
-                attempt = self._attempt(record["actor"], record.get("version"))
-                self._fail(attempt, record, _FAILURES[event], str(record.get("phase", "APPLYING")))
             take = getattr(self, f"_on_{event}", None)
             if take is not None:
                 take(record)
@@ -197,29 +197,32 @@ class DeliveryBook:
     def _on_start(self, record: Record) -> None:
         for actor in self._open:
             attempt = self._attempt(actor)
-            self._fail(attempt, record, Outcome.ABORTED, "", "the coordinator was started again")
+            self._fail(attempt, record, Outcome.ABORTED, "", "the registry was started again")
         epoch = record.get("epoch", self.epoch)
         if epoch != self.epoch:
             self._end_all()
             self.epoch, self._newest = epoch, None
         else:
-            self._incident(record, "coordinator restarted", f"term {record.get('term')}")
+            self._incident(record, "registry restarted", f"term {record.get('term')}")
         self._live.clear()
 
     def _on_join(self, record: Record) -> None:
-        actor, served = record["actor"], record.get("served")
+        actor = record["actor"]
         self._live.add(actor)
-        version = served[1] if served and served[0] == self.epoch else None
-        if version is not None:
-            found = self._open.get(actor, {}).get(version)
-            if found is not None and found.outcome is Outcome.PENDING:
-                # It did apply, only the acknowledgement was lost.
-                found.outcome = Outcome.APPLIED
-                found.attempts[-1].ended_at = found.attempts[-1].ended_at or record["time"]
-            self._end(actor, version)
-        if self._newest is not None and (version is None or version < self._newest.version):
+        if self._newest is not None:
             delivery = self._delivery(actor, self._newest.version)
             delivery.published_at = delivery.published_at or record["time"]
+
+    def _on_serves(self, record: Record) -> None:
+        """What an actor that has joined holds already."""
+        actor, version = record["actor"], record["version"]
+        found = self._open.get(actor, {}).get(version)
+        if found is not None and found.outcome is Outcome.PENDING:
+            # It did apply, only the word of it was lost; or another launch of this process has it.
+            found.outcome = Outcome.APPLIED
+            if found.attempts:
+                found.attempts[-1].ended_at = found.attempts[-1].ended_at or record["time"]
+        self._end(actor, version)
 
     def _on_publish(self, record: Record) -> None:
         self._newest = Publication(record["time"], self.epoch, record["version"])
@@ -231,24 +234,33 @@ class DeliveryBook:
         reason = str(record.get("reason") or "unknown")
         self._entries.append(Publication(record["time"], self.epoch, record["version"], reason))
 
-    def _on_offer(self, record: Record) -> None:
-        self._live.add(record["actor"])
-        self._delivery(record["actor"], record["version"]).attempts.append(Attempt(record["time"]))
+    def _on_pulling(self, record: Record) -> None:
+        actor = record["actor"]
+        self._live.add(actor)
+        self._delivery(actor, record["version"]).attempts.append(Attempt(record["time"]))
 
-    def _on_apply(self, record: Record) -> None:
-        attempt = self._attempt(record["actor"], record["version"])
-        if attempt is not None:
+    def _on_ended(self, record: Record) -> None:
+        attempt, outcome = self._attempt(record["actor"], record["version"]), record["outcome"]
+        if attempt is not None and outcome == "staged":
             attempt.applying_at = record["time"]
+        elif attempt is not None:
+            self._fail(attempt, record, _ENDS[outcome], "PULLING" if attempt.applying_at is None else "APPLYING")
+
+    def _on_poisoned(self, record: Record) -> None:
+        self._fail(self._attempt(record["actor"], record.get("version")), record, Outcome.POISONED, "APPLYING")
 
     def _on_applied(self, record: Record) -> None:
         actor, version = record["actor"], record["version"]
         delivery = self._delivery(actor, version)
         delivery.outcome, delivery.figures = Outcome.APPLIED, dict(record.get("figures") or {})
+        moved = sum(delivery.figures.get(name) or 0 for name in BYTES)
+        if moved and delivery.figures.get("transfer_s"):
+            delivery.figures["gigabytes_per_s"] = moved / delivery.figures["transfer_s"] / 1e9
         if delivery.attempts:
             delivery.attempts[-1].ended_at = record["time"]
         self._end(actor, version)
 
-    def _on_evict(self, record: Record) -> None:
+    def _on_lost(self, record: Record) -> None:
         actor, phase = record["actor"], str(record.get("phase", ""))
         self._live.discard(actor)
         self._fail(self._attempt(actor), record, Outcome.EVICTED, phase)

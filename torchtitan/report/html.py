@@ -130,9 +130,9 @@ def _table(title: str, head: Sequence[str], lines: Sequence[Iterable[Any]], note
 
 # Columns of the weight synchronisation's table: heading, figure, factor to the unit in the heading.
 _SYNC_COLUMNS = (
-    *((name, name, 1) for name in ("offered", "applied", "superseded", "aborted", "refused")),
+    *((name, name, 1) for name in ("pulls", "applied", "superseded", "aborted", "refused")),
     ("queue ms", "queue_wait_s", 1e3), ("transfer ms", "transfer_s", 1e3), ("GB/s", "gigabytes_per_s", 1),
-    ("verify ms", "verify_s", 1e3), ("apply ms", "apply_s", 1e3), ("drain ms", "drain_s", 1e3),
+    ("apply ms", "apply_s", 1e3), ("drain ms", "drain_s", 1e3),
     ("pause ms", "pause_s", 1e3), ("longest pause ms", "pause_s/max", 1e3),
     *((f"MB {kind}", f"bytes_{kind}", 1e-6) for kind in ("full", "delta", "relayed")),
 )  # fmt: skip

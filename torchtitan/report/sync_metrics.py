@@ -1,6 +1,6 @@
 """Figures of the weight synchronisation: weight_sync/versions.jsonl, sums per step, and what the report shows.
 
-All of them come from one reading of the coordinator's journal (report/deliveries.py) and the trainer's own rows.
+All of them come from one reading of the registry's journal (report/deliveries.py) and the trainer's own rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Row = dict[str, Any]
 Snapshot = tuple[int, float, float]
 
 FOLDER = "weight_sync"
-JOURNAL_FILE = "coordinator.jsonl"
+JOURNAL_FILE = "registry.jsonl"
 VERSIONS_FILE = "versions.jsonl"
 # Figures of one version that only the trainer knows: rank 0's snapshot, from its order to its fence, and the time that
 # the trainer thread spent on the synchronisation in the step that made the version.
 TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
 _STALLS = ("time/snapshot_s", "time/sync_stall_s")
 MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
-_COUNTS = ("offered", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
+_COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
 # A delivery ends long before so many newer versions are trained.
 _REMEMBERED_VERSIONS = 1024
 
@@ -46,7 +46,7 @@ class Sums:
         if not isinstance(entry, Delivery):
             return
         row = entry.row()
-        self._totals["offered"] += row["attempts"]
+        self._totals["pulls"] += row["attempts"]
         if row["outcome"] in _COUNTS:
             self._totals[row["outcome"]] += 1
         for name in BYTES:

@@ -1,4 +1,4 @@
-"""Who did what when in a run: trainer ranks, coordinator and actors on one clock, from the files of the run folder.
+"""Who did what when in a run: trainer ranks, registry and actors on one clock, from the files of the run folder.
 
 Read by report/trace.py (trace.json) and report/timeline_plot.py (the report). Times are seconds since 1970 as
 each process saw them; spans of one track nest, since a span is cut where the one around it ends.
@@ -150,34 +150,28 @@ def _delivery(delivery: Delivery) -> Iterator[Span]:
         applied = last and delivery.outcome is Outcome.APPLIED
         end = attempt.ended_at
         if end is None:
-            end = attempt.applying_at or attempt.offered_at
+            end = attempt.applying_at or attempt.begun_at
         kind = "delivery" if applied or attempt.failure is None else attempt.failure.value
         name = f"v{delivery.version}" if kind == "delivery" else f"v{delivery.version} {kind}"
         details: dict[str, Any] = {"version": delivery.version, "attempt": number}
         details["queue_wait_s"] = delivery.queue_wait_s
         if attempt.failure is not None:
             details |= {"phase": attempt.phase, "reason": attempt.reason}
-        yield Span(name, kind, attempt.offered_at, end, details | (delivery.figures if applied else {}))
+        yield Span(name, kind, attempt.begun_at, end, details | (delivery.figures if applied else {}))
         yield from _parts(delivery, attempt, end, delivery.figures if applied else {})
 
 
 def _parts(delivery: Delivery, attempt: Attempt, end: float, figures: dict[str, Any]) -> Iterator[Span]:
-    """Transfer and apply of an attempt: as the actor saw them, else as the coordinator did."""
-    details = {"version": delivery.version}
+    """Transfer and apply of an attempt."""
     staged = attempt.applying_at
     if staged is None:
         return
-    begin = figures.get("transfer_begin", attempt.offered_at)
-    until = figures.get("transfer_end", staged)
+    details = {"version": delivery.version}
     moved = {name: figures[name] for name in ("gigabytes_per_s", "source") if figures.get(name) is not None}
-    yield Span("transfer", "transfer", begin, until, details | moved)
-    if figures.get("verify_s"):
-        # Buckets are checked as they arrive: this is the time that it took altogether, drawn at the end.
-        yield Span("verify", "verify", max(begin, until - figures["verify_s"]), until, details)
-    begin, until = figures.get("apply_begin", staged), figures.get("apply_end", end)
-    yield Span("apply", "apply", begin, until, details)
+    yield Span("transfer", "transfer", attempt.begun_at, staged, details | moved)
+    yield Span("apply", "apply", staged, end, details)
     if figures.get("drain_s"):
-        yield Span("drain", "drain", begin, min(until, begin + figures["drain_s"]), details)
+        yield Span("drain", "drain", staged, min(end, staged + figures["drain_s"]), details)
 
 
 def _activity(rows: list[dict[str, Any]]) -> Iterator[Span]:

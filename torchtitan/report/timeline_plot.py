@@ -28,8 +28,8 @@ _FAILED = ("aborted", "refused", "poisoned", "evicted")
 _TINTS = ("#b7d3f2", "#d6e6f7")
 # Incidents of the synchronisation and events of the run that are drawn.
 _SHAPES = {
-    "suspect": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
-    "courier lost": "s", "coordinator restarted": "s", "fault injected": "*",
+    "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
+    "shard server lost": "s", "registry restarted": "s", "fault injected": "*",
 }  # fmt: skip
 _THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 

@@ -34,7 +34,7 @@ from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.background_loop import CALL_TIMEOUT_S
 from torchtitan.utils.events import EventLog
 from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.weight_sync.facade import ActorStatus, WeightSync
+from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ POLL_S = 0.05
 PENDING_POLL_S = 0.01
 # Without free slots a pending version is not tried again for this long.
 SNAPSHOT_PAUSE_S = 0.25
-# How long prompts may go on to an actor that the weight coordinator has evicted, however long a training step is.
+# How long prompts may go on to an actor that the weight synchronisation has lost, however long a training step is.
 EVICTION_LOOK_S = 0.1
 SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
 
@@ -106,7 +106,7 @@ class Controller:
             prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
             self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
             if self.actors is not None and self.sync is not None:
-                self._call(self.actors.connect_weights, self.sync.coordinator_address)
+                self._call(self.actors.connect_weights, self.sync.registry_address)
         # Whatever can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             journal.resume_at(restored.version)
@@ -276,7 +276,7 @@ class Controller:
         self._sleep_times[key] += time.monotonic() - started
 
     async def _watch_actors(self) -> None:
-        """During a training step no command is asked for, but prompts go out: look after evicted actors meanwhile."""
+        """During a training step no command is asked for, but prompts go out: look after lost actors meanwhile."""
         while True:
             await self._note_evictions(self.weights.actors())
             await asyncio.sleep(EVICTION_LOOK_S)
@@ -291,7 +291,7 @@ class Controller:
                     reason=status.reason,
                 )  # fmt: skip
                 # One that is back by now had only lost its connection.
-                if status.state == "EVICTED" and self.actors is not None:
+                if status.state in GONE and self.actors is not None:
                     await self.actors.redo_elsewhere(name, status.reason)
             self._evictions[name] = status.evictions
 

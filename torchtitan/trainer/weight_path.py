@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from torchtitan.config.derived import drain_seconds
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -63,7 +64,7 @@ def open_weight_path(
         replicas = ranks // config.inference.tensor_parallel_size
         yield ColocatedWeights(policy, replica, replicas, epoch, TORCH_DTYPES[config.inference.dtype])
         return
-    # Rank 0 starts the coordinator, so it goes first; the others join at the address that it broadcasts.
+    # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.
     sync = WeightSync(
         config.weight_sync,
         synced_parameters(policy),
@@ -72,13 +73,14 @@ def open_weight_path(
         run_dir=run_dir,
         rank=rank,
         world_size=ranks,
-        coordinator_address=None if rank == 0 else broadcast_bytes(None).decode(),
+        local_rank=device.local_rank(),
+        registry=None if rank == 0 else broadcast_bytes(None).decode(),
         dtype=config.inference.dtype,
-        host=config.weight_sync.host,
+        drain_s=drain_seconds(config),
     )
     try:
         if rank == 0:
-            broadcast_bytes(sync.coordinator_address.encode())
+            broadcast_bytes(sync.registry_address.encode())
         yield sync
     finally:
         sync.close()

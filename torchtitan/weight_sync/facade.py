@@ -1,6 +1,6 @@
 """What the training loop sees of the weight synchronisation, on every rank.
 
-    sync = WeightSync(config.weight_sync, dict(policy.named_parameters()), epoch=epoch, token=token, run_dir=run_dir)
+    sync = WeightSync(config, dict(policy.named_parameters()), epoch=epoch, token=token, run_dir=run_dir)
     no_vote = not sync.reserve()            # before the backward of a batch's last optimizer step
     sync.fence()                            # right before every optimizer step
     outcome = sync.commit(version, noes)    # after that step, with the noes of all ranks
@@ -10,36 +10,37 @@ Apart from `wait_until_applied` and `pin`, nothing here waits for another proces
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.courier_thread import CourierThread
-from torchtitan.weight_sync.launch import CoordinatorProcess, SupervisedProcess
-from torchtitan.weight_sync.observer import Observer
+from torchtitan.weight_sync.manifest import DTYPE_BYTES
+from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.plan import PlanError
-from torchtitan.weight_sync.publisher import Publisher, Snapshot
-from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.states.boundary import Boundary
-from torchtitan.weight_sync.transports import IN_TRAINER
-from torchtitan.weight_sync.transports.disk_owner import FolderOwner
+from torchtitan.weight_sync.publisher import Snapshot
+from torchtitan.weight_sync.pull.publication import Publication
+from torchtitan.weight_sync.pull.registry import Settings
 from torchtitan.weight_sync.wire import Message
 
 # What metrics.jsonl says of each actor's last version; report/sync_metrics.py has everything of every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
+# An actor that has failed so often in a row is not waited for before it has applied a version again.
+MOST_FAILURES = 3
+GONE = ("LOST", "GIVEN_UP")
 
 
 class ActorStatus(NamedTuple):
-    """One actor, as the coordinator last knew it. version is -1 where it serves none of this epoch."""
+    """One actor, as the registry last knew it. version is -1 where it serves none of this epoch."""
 
     state: str
+    """JOINING, PULLING, APPLYING, READY, POISONED (a version may be there by half), LOST or GIVEN_UP"""
     epoch: str
     version: int
     digest: str
@@ -47,8 +48,9 @@ class ActorStatus(NamedTuple):
     """Whether prompts may be sent to it"""
     pinned: bool
     reason: str
-    """Why it is where it is, after a failure: what happened and in which phase"""
+    """Why it is where it is, after a failure"""
     evictions: int
+    """How often its connection was lost, or it was given up"""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,19 @@ class SyncOutcome:
 
 
 class WeightSync:
-    """Publishes this rank's shards; on rank 0 also starts the coordinator and watches the actors.
+    """Publishes this rank's shards; on rank 0 also starts the registry and watches the actors.
 
     Args:
         config: the [weight_sync] table.
         parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank.
         epoch: this launch's, minted by rank 0 (run_dir.mint_epoch), the same on every rank.
-        token: the job's secret, the same on every rank and actor.
+        token: the job's secret, the same on every rank.
         run_dir: the run folder; logs and the journal go to its weight_sync folder.
-        coordinator_address: what rank 0's `coordinator_address` says; None on rank 0, which starts the coordinator.
+        registry: what rank 0's `registry_address` says; None on rank 0, which starts the registry.
         dtype: type in which the actors hold weights ([inference] dtype).
-        host: address that rank 0's coordinator binds to.
+        drain_s: how long an apply may wait for requests to end.
 
-    Raises UserError where a parameter's placement cannot be sent shard by shard.
+    Raises UserError where a parameter's placement cannot be sent shard by shard, or an address cannot be used.
     """
 
     def __init__(
@@ -85,101 +87,48 @@ class WeightSync:
         run_dir: Path,
         rank: int = 0,
         world_size: int = 1,
-        coordinator_address: str | None = None,
+        local_rank: int = 0,
+        registry: str | None = None,
         dtype: str = "float32",
-        host: str = "127.0.0.1",
+        drain_s: float = 0.0,
     ):
-        if (rank == 0) != (coordinator_address is None):
-            raise ValueError("rank 0 starts the coordinator, every other rank is given its address")
-        self.epoch, self.token, self.rank = epoch, token, rank
-        folder = Path(run_dir) / "weight_sync"
-        folder.mkdir(parents=True, exist_ok=True)
-        disk_path = Path(config.disk_path) if config.disk_path else folder.parent / "weights"
-        self._folder_owner: FolderOwner | None = None
-        if rank == 0 and config.transport == "disk":
-            self._folder_owner = FolderOwner(disk_path, epoch)
+        if (rank == 0) != (registry is None):
+            raise ValueError("rank 0 starts the registry, every other rank is given its address")
+        self.epoch = epoch
+        size = DTYPE_BYTES[dtype] * sum(parameter.numel() for parameter in unique_parameters(parameters).values())
+        settings = Settings(
+            world_size=world_size,
+            lanes=config.num_slots - 2,
+            lease_s=lease(config, size),
+            relay_fanout=config.relay_fanout if config.relay else 0,
+            progress_timeout_s=config.progress_timeout_s,
+            apply_timeout_s=apply_timeout(config, size, drain_s),
+            snapshot_timeout_s=config.snapshot_timeout_s,
+        )
         try:
-            self._publisher = Publisher(
+            self._publication = Publication(
                 parameters,
-                rank=rank,
-                dtype=dtype,
-                num_slots=config.slots_per_rank,
+                settings,
+                epoch=epoch,
+                token=token,
+                folder=Path(run_dir) / "weight_sync",
                 bucket_bytes=config.bucket_bytes,
-                folder=folder,
-                on_device=config.transport in IN_TRAINER,
+                rank=rank,
+                local_rank=local_rank,
+                registry=registry,
+                dtype=dtype,
+                transport=config.transport,
+                host=config.host,
+                port=config.port,
+                max_restarts=config.max_restarts,
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error
-        self._coordinator: CoordinatorProcess | None = None
-        self._observer: Observer | None = None
-        if coordinator_address is None:
-            settings = {
-                "world_size": world_size,
-                "join_timeout_s": config.join_timeout_s,
-                "offer_timeout_s": config.offer_timeout_s,
-                "progress_timeout_s": config.progress_timeout_s,
-                "apply_timeout_s": config.apply_timeout_s,
-                "snapshot_timeout_s": config.snapshot_timeout_s,
-                "evict_after_versions": config.evict_after_versions,
-                "delta": config.delta,
-                "full_every": config.full_every,
-                "relay": config.relay,
-                "relay_fanout": config.relay_fanout,
-            }
-            self._coordinator = CoordinatorProcess(epoch, token, settings, folder, host, config.max_restarts)
-            coordinator_address = self._coordinator.address
-            self._observer = Observer(coordinator_address, token, epoch)
-        self.coordinator_address: str = coordinator_address
-        self._courier = self._start_courier(config, folder, disk_path, world_size)
-        self._boundary = Boundary(self._publisher)
+        self.registry_address = self._publication.registry_address
+        self._watcher = self._publication.watcher
+        self._boundary, self._publisher = self._publication.boundary, self._publication.publisher
         self._snapshot_s = self._stall_s = 0.0
         self._closed = False
-
-    def _start_courier(
-        self, config: WeightSyncConfig, folder: Path, disk_path: Path, world_size: int
-    ) -> SupervisedProcess | CourierThread:
-        slots = self._publisher.slots
-        layout_file = folder / f"layout-rank{self.rank}.json"
-        layout_file.write_text(json.dumps(self._publisher.layout.to_json()))
-        arguments: dict[str, Any] = {
-            "rank": self.rank,
-            "world_size": world_size,
-            "epoch": self.epoch,
-            "coordinator": self.coordinator_address,
-            "progress_timeout_s": config.progress_timeout_s,
-            "transport": config.transport,
-            "streams": config.streams,
-            "options": {
-                "disk_path": str(disk_path),
-                "chunk_bytes": config.chunk_bytes,
-                "chunk_timeout_s": config.chunk_timeout_s,
-            },
-            "layout_file": str(layout_file),
-        }
-        name = f"weight courier of rank {self.rank}"
-        if config.transport in IN_TRAINER:
-
-            def with_slots() -> dict[str, Any]:
-                return {**arguments, "slots": slots, "bell": self._publisher.courier_bell.dup()}
-
-            return CourierThread(name, with_slots, self.token, config.max_restarts, lambda: slots.pulse)
-        assert isinstance(slots, SharedSlots)
-        arguments |= {
-            "num_slots": slots.count,
-            "words_fd": slots.words_fd,
-            "data_fd": slots.data_fd,
-            "bell_fd": self._publisher.courier_bell.fileno(),
-        }
-        return SupervisedProcess(
-            name,
-            "torchtitan.weight_sync.courier",
-            lambda _number: arguments,
-            [slots.words_fd, slots.data_fd, arguments["bell_fd"]],
-            self.token,
-            folder / f"courier-rank{self.rank}.log",
-            config.max_restarts,
-            lambda: slots.pulse,
-        )
 
     # Step boundary (every rank)
 
@@ -207,23 +156,20 @@ class WeightSync:
 
         A skipped version is owed. Raises UserError when a process of the synchronisation has died too often.
         """
-        self._check_alive()
-        begun = time.perf_counter()
-        snapshotted = self._boundary.commit(version, noes)
-        if snapshotted:
-            self._snapshot_s += self._publisher.snapshot_seconds
-        self._stall_s += time.perf_counter() - begun
-        return "published" if snapshotted else "skipped"
+        return "published" if self._snapshot(lambda: self._boundary.commit(version, noes)) else "skipped"
 
     def snapshot_owed(self, version: int) -> bool:
-        """On every rank, ordered by whoever hands out batches: snapshot the owed version while there is no data.
+        """On every rank, at the controller's command: snapshot the owed version while there is no data.
 
         Where a rank has no free slot the version is dropped on all ranks, and stays owed. Returns whether this rank
         had one.
         """
+        return self._snapshot(lambda: self._boundary.snapshot_owed(version))
+
+    def _snapshot(self, take: Callable[[], bool]) -> bool:
         self._check_alive()
         begun = time.perf_counter()
-        snapshotted = self._boundary.snapshot_owed(version)
+        snapshotted = take()
         if snapshotted:
             self._snapshot_s += self._publisher.snapshot_seconds
         self._stall_s += time.perf_counter() - begun
@@ -232,40 +178,41 @@ class WeightSync:
     @property
     def owed(self) -> int | None:
         """The version that was skipped, or dropped because a rank could not snapshot it (that only rank 0 knows)."""
-        if self._observer is None:
+        if self._watcher is None:
             return self._boundary.owed(None, ())
-        status = self._observer.status()
+        status = self._watcher.status()
         return self._boundary.owed(status["newest"], status["dropped"])
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether an order to snapshot the owed version would find a slot on this rank."""
+        """Whether a command to snapshot the owed version would find a slot on this rank."""
         return self._publisher.has_free_slot()
 
     # Actors (rank 0)
 
     def actors(self) -> dict[str, ActorStatus]:
-        """Every actor that has ever joined. Empty on other ranks. Never waits."""
-        if self._observer is None:
-            return {}
-        return {name: self._actor_status(fields) for name, fields in self._observer.status()["actors"].items()}
+        """Every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
+        return {
+            name: ActorStatus(
+                fields["state"],
+                self.epoch,
+                fields["version"],
+                fields["digest"],
+                fields["serves"],
+                fields["pinned"],
+                fields["reason"],
+                fields["evictions"],
+            )
+            for name, fields in self._actors().items()
+        }
 
-    def _actor_status(self, fields: Message) -> ActorStatus:
-        return ActorStatus(
-            fields["state"],
-            self.epoch,
-            fields["version"],
-            fields["digest"],
-            fields["serves"],
-            fields["pinned"],
-            fields["reason"],
-            fields["evictions"],
-        )
+    def _actors(self) -> dict[str, Message]:
+        return {} if self._watcher is None else self._watcher.status()["actors"]
 
     @property
     def published_version(self) -> int | None:
         """The newest version that every rank holds, as rank 0 last heard."""
-        return None if self._observer is None else self._observer.status()["newest"]
+        return None if self._watcher is None else self._watcher.status()["newest"]
 
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
@@ -273,32 +220,30 @@ class WeightSync:
         """Wait until all live actors, and at least `at_least`, serve `version` or newer; at most `timeout` seconds.
 
         The wait is the trainer's (`time/sync_stall_s`) unless another thread, say an evaluation's, does the waiting.
-        Evicted actors are not waited for, nor are pinned ones, nor those that have failed again and again and not yet
-        recovered. `missing` leaves out whoever was and is gone so: that is no news. Rank 0 only; other ranks return at
-        once with nothing.
+        Lost actors are not waited for, nor are pinned ones, nor those that have failed again and again and not yet
+        recovered. `missing` leaves out those that were gone before, and are: that is no news. Rank 0 only; other ranks
+        return at once with nothing.
         """
-        if self._observer is None:
+        if self._watcher is None:
             return SyncOutcome(frozenset(), {})
         begun = time.perf_counter()
-        gone = {name for name, actor in self._observer.status()["actors"].items() if not _is_live(actor)}
+        gone = {name for name, actor in self._actors().items() if not _is_live(actor)}
 
-        def everyone(status: Message) -> bool:
+        def all_have_it(status: Message) -> bool:
             actors = status["actors"].values()
-            done = sum(_has(actor, version) for actor in actors)
             waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
-            dead = bool(self._failure())
-            return dead or (
+            return bool(self._publication.failure) or (
                 status["newest"] is not None
                 and status["newest"] >= version
-                and done >= at_least
+                and sum(_has(actor, version) for actor in actors) >= at_least
                 and all(_has(actor, version) for actor in waited_for)
             )
 
-        self._observer.wait_for(everyone, timeout)
+        self._watcher.wait_for(all_have_it, timeout)
         self._check_alive()
         if counts_as_stall:
             self._stall_s += time.perf_counter() - begun
-        actors = self._observer.status()["actors"]
+        actors = self._actors()
         applied = frozenset(name for name, actor in actors.items() if _has(actor, version))
         missing = {
             name: f"{actor['state']} at version {actor['version']}"
@@ -310,16 +255,16 @@ class WeightSync:
 
     def pin(self, version: int, timeout: float = 5.0) -> frozenset[str]:
         """Actors that serve `version` keep it until unpin(), for an evaluation. Returns them. Rank 0 only."""
-        if self._observer is None:
+        if self._watcher is None:
             return frozenset()
-        self._observer.pin(version)
-        self._observer.wait_for(lambda status: status.get("pinned") == version, timeout)
-        return frozenset(name for name, actor in self._observer.status()["actors"].items() if actor["pinned"])
+        self._watcher.pin(version)
+        self._watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
+        return frozenset(name for name, actor in self._actors().items() if actor["pinned"])
 
     def unpin(self) -> None:
         """The evaluation is over. Does not wait."""
-        if self._observer is not None:
-            self._observer.pin(None)
+        if self._watcher is not None:
+            self._watcher.pin(None)
 
     # Figures and end
 
@@ -333,12 +278,9 @@ class WeightSync:
             "time/sync_stall_s": self._stall_s - self._snapshot_s,
         }
         self._snapshot_s = self._stall_s = 0.0
-        if self._observer is not None:
-            status = self._observer.status()
-            actors = status["actors"]
-            evictions = sum(actor["evictions"] for actor in actors.values())
-            figures["weight_sync/evictions"] = evictions + status.get("forgotten_evictions", 0)
-            for name, actor in actors.items():
+        if self._watcher is not None:
+            figures["weight_sync/evictions"] = self._watcher.status()["evictions"]
+            for name, actor in self._actors().items():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
                 given = actor["figures"]
                 figures |= {f"weight_sync/{name}/{key}": given[key] for key in ACTOR_FIGURES if key in given}
@@ -349,38 +291,21 @@ class WeightSync:
         snapshots = self._publisher.snapshots
         return [snapshots.popleft() for _ in range(len(snapshots))]
 
-    def _failure(self) -> str:
-        failures = [self._courier.failure, self._publisher.failure]
-        if self._coordinator is not None:
-            failures.append(self._coordinator.supervised.failure)
-        if self._observer is not None:
-            failures += [self._observer.failure, self._observer.status()["failure"]]
-        return "; ".join(filter(None, failures))
-
     def _check_alive(self) -> None:
-        failure = self._failure()
+        failure = self._publication.failure
         if failure:
             raise UserError(f"weight synchronisation has failed: {failure}")
 
     def close(self, timeout: float = 5.0) -> None:
-        """End courier and coordinator within about `timeout` seconds. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        deadline = time.monotonic() + timeout
-        if self._observer is not None:
-            self._observer.close(timeout)
-        self._courier.close(deadline)
-        if self._coordinator is not None:
-            self._coordinator.close(deadline)
-        self._publisher.close()
-        if self._folder_owner is not None:
-            self._folder_owner.close()
+        """End shard server and registry within about `timeout` seconds. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._publication.close(timeout)
 
 
 def _is_live(actor: Message) -> bool:
-    return actor["state"] != "EVICTED" and not actor["on_probation"]
+    return actor["state"] not in GONE and actor["failures"] < MOST_FAILURES
 
 
 def _has(actor: Message, version: int) -> bool:
-    return actor["version"] >= version and not actor["poisoned"] and actor["state"] != "EVICTED"
+    return actor["serves"] and actor["version"] >= version

@@ -46,11 +46,13 @@ class Phase:
 
 PHASES: dict[str, Phase] = {
     "snapshot": Phase("trainer", _PROCESS, frozenset({"version", "rank"})),
-    "checksum": Phase("courier", _PROCESS, frozenset({"version", "rank"})),
-    "publish": Phase("coordinator", _PROCESS, frozenset({"version"})),
-    "offer": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
-    "write": Phase("courier", _PROCESS | {"drop", "corrupt", "full_disk"}, frozenset({"version", "rank", "bucket"})),
-    "send": Phase("courier", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
+    "checksum": Phase("shard server", _PROCESS, frozenset({"version", "rank"})),
+    "publish": Phase("registry", _PROCESS, frozenset({"version"})),
+    "pull": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
+    "write": Phase(
+        "shard server", _PROCESS | {"drop", "corrupt", "full_disk"}, frozenset({"version", "rank", "bucket"})
+    ),
+    "send": Phase("shard server", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
     "relay": Phase("actor", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
     "receive": Phase("actor", _LINK, frozenset({"version", "actor", "rank", "bucket"})),
     "staged": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),

@@ -23,14 +23,13 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """A coordinator's journal, as it writes it, one second per line."""
+    """A registry's journal, as it writes it, one second per line."""
 
     def __init__(self, run_dir: Path):
-        self.path = run_dir / "weight_sync" / "coordinator.jsonl"
+        self.path = run_dir / "weight_sync" / "registry.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.clock = itertools.count(1000)
-        self.attempts = itertools.count(1)
 
     def write(self, event: str, **fields: Any) -> None:
         with self.path.open("a") as file:
@@ -39,26 +38,28 @@ class Journal:
     def start(self, epoch: str = "e1", *actors: str) -> None:
         self.write("start", pid=1, epoch=epoch)
         for actor in actors:
-            self.write("join", actor=actor, served=None, poisoned=False, backoff_s=0.0)
+            self.join(actor)
 
     def publish(self, version: int) -> None:
         self.write("publish", version=version, serial=version + 1, digest="d")
 
-    def offer(self, version: int, actor: str) -> None:
-        self.write("offer", actor=actor, attempt=next(self.attempts), version=version, source=None, base=None)
+    def pull(self, version: int, actor: str) -> None:
+        self.write("pulling", actor=actor, version=version)
 
     def apply(self, version: int, actor: str, **figures: Any) -> None:
-        self.write("apply", actor=actor, attempt=1, version=version)
-        self.write("applied", actor=actor, version=version, digest="d", figures=figures)
+        self.end(version, actor, "staged", "")
+        self.write("applied", actor=actor, version=version, figures={"apply_s": 0.2} | figures)
 
-    def abort(self, version: int, actor: str, phase: str = "RECEIVING", reason: str = "why") -> None:
-        self.write("abort", actor=actor, attempt=1, version=version, phase=phase, bytes=3, reason=reason)
+    def end(self, version: int, actor: str, outcome: str = "gone", reason: str = "why") -> None:
+        self.write("ended", actor=actor, version=version, outcome=outcome, reason=reason)
 
     def evict(self, actor: str, phase: str) -> None:
-        self.write("evict", actor=actor, phase=phase, version=0, reason="late")
+        self.write("lost", actor=actor, phase=phase, version=0, reason="late")
 
-    def join(self, actor: str, served: list[Any] | None = None) -> None:
-        self.write("join", actor=actor, served=served, poisoned=False, backoff_s=0.0)
+    def join(self, actor: str, served: int | None = None) -> None:
+        self.write("join", actor=actor, instance="i")
+        if served is not None:
+            self.write("serves", actor=actor, version=served, figures={})
 
 
 def rows_of(run_dir: Path) -> dict[tuple[int, str | None], Row]:
@@ -74,7 +75,7 @@ def finish(run_dir: Path) -> dict[tuple[int, str | None], Row]:
 
 
 FIGURES = {
-    "transfer_s": 0.5, "gigabytes_per_s": 2.0, "verify_s": 0.1, "apply_s": 0.2, "pause_s": 0.05,
+    "transfer_s": 0.5, "apply_s": 0.2, "pause_s": 0.05,
     "bytes_full": 100, "bytes_delta": 20, "bytes_relayed": 0, "source": "actor-9",
 }  # fmt: skip
 
@@ -83,73 +84,73 @@ def test_every_outcome_has_its_row(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.start("e1", "a", "b")
     journal.publish(0)
-    journal.offer(0, "a")
+    journal.pull(0, "a")
     journal.apply(0, "a", **FIGURES)
     journal.publish(1)  # b was offered nothing yet
-    journal.offer(1, "a")
-    journal.abort(1, "a", reason="its slot is needed for a newer version")
-    journal.offer(1, "b")
-    journal.abort(1, "b", phase="OFFERED", reason="no answer")
-    journal.write("suspect", actor="b", phase="OFFERED", reason="no answer")
-    journal.evict("b", "SUSPECT")
+    journal.pull(1, "a")
+    journal.end(1, "a", reason="superseded")
+    journal.pull(1, "b")
+    journal.write("lost_lane", actor="b", version=0, times=1)
+    journal.evict("b", "PULLING")
     journal.write("drop", version=2, serial=3, reason="rank 1 had no free slot")
     journal.publish(3)
-    journal.offer(3, "a")
+    journal.pull(3, "a")
     journal.apply(3, "a", **FIGURES)
     journal.publish(4)
-    journal.offer(4, "a")
-    journal.write("apply", actor="a", attempt=9, version=4)
-    journal.write("refused", actor="a", version=4, reason="not for this model")
+    journal.pull(4, "a")
+    journal.end(4, "a", "staged", "")
+    journal.end(4, "a", "refused", "not for this model")
     journal.publish(5)
-    journal.offer(5, "a")
+    journal.pull(5, "a")
     rows = finish(tmp_path)
     outcomes = {key: row["outcome"] for key, row in rows.items()}
     assert outcomes == {
-        (0, "a"): "applied", (0, "b"): "superseded", (1, "a"): "aborted", (1, "b"): "aborted", (2, None): "dropped",
+        (0, "a"): "applied", (0, "b"): "superseded", (1, "a"): "aborted", (1, "b"): "evicted", (2, None): "dropped",
         (3, "a"): "applied", (4, "a"): "refused", (5, "a"): "pending",
     }  # fmt: skip
     applied = rows[0, "a"]
     assert {name: applied[name] for name in FIGURES} == FIGURES
-    assert applied["queue_wait_s"] == 1.0 and applied["applied_at"] - applied["offered_at"] == 2.0
-    assert rows[1, "a"]["failures"] == ["RECEIVING: its slot is needed for a newer version"]
-    assert rows[1, "b"]["evicted_in"] == "SUSPECT" and rows[1, "b"]["failures"] == ["OFFERED: no answer"]
+    assert applied["queue_wait_s"] == 1.0 and applied["applied_at"] - applied["begun_at"] == 2.0
+    assert applied["gigabytes_per_s"] == 120 / 0.5 / 1e9
+    assert rows[1, "a"]["failures"] == ["PULLING: superseded"]
+    assert rows[1, "b"]["evicted_in"] == "PULLING" and rows[1, "b"]["failures"] == ["PULLING: late"]
     assert rows[2, None]["reason"] == "rank 1 had no free slot"
     assert rows[4, "a"]["failures"] == ["APPLYING: not for this model"]
     sums = sums_by_actor(tmp_path)
-    assert sums["a"]["offered"] == 5 and sums["a"]["applied"] == 2 and sums["a"]["bytes_delta"] == 40
+    assert sums["a"]["pulls"] == 5 and sums["a"]["applied"] == 2 and sums["a"]["bytes_delta"] == 40
     assert sums["a"]["transfer_s"] == 0.5 and sums["a"]["pause_s/max"] == 0.05
-    assert sums["b"]["evicted_in/SUSPECT"] == 1 and "transfer_s" not in sums["b"]
+    assert sums["b"]["evicted_in/PULLING"] == 1 and "transfer_s" not in sums["b"]
 
 
 def test_lost_acknowledgement_counts_as_applied_when_the_actor_says_so(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.start("e1", "a")
     journal.publish(1)
-    journal.offer(1, "a")
-    journal.write("apply", actor="a", attempt=1, version=1)
+    journal.pull(1, "a")
+    journal.end(1, "a", "staged", "")
     journal.evict("a", "APPLYING")
-    journal.join("a", ["e1", 1, "d"])
+    journal.join("a", 1)
     journal.publish(2)
-    journal.offer(2, "a")
-    journal.write("apply", actor="a", attempt=2, version=2)
+    journal.pull(2, "a")
+    journal.end(2, "a", "staged", "")
     journal.evict("a", "APPLYING")
-    journal.join("a", ["e1", 1, "d"])  # this one it did not apply
+    journal.join("a", 1)  # this one it did not apply
     journal.publish(3)
-    journal.offer(3, "a")
+    journal.pull(3, "a")
     journal.apply(3, "a")
     rows = finish(tmp_path)
     assert rows[1, "a"]["outcome"] == "applied" and rows[1, "a"]["evicted_in"] == "APPLYING"
     assert rows[2, "a"]["outcome"] == "evicted" and rows[3, "a"]["outcome"] == "applied"
 
 
-def test_coordinators_and_launches_end_what_was_under_way(tmp_path: Path) -> None:
+def test_registries_and_launches_end_what_was_under_way(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.start("e1", "a")
     journal.publish(1)
-    journal.offer(1, "a")
+    journal.pull(1, "a")
     journal.start("e1", "a")  # a new term of the same epoch: the attempt is over, the version may be offered again
     journal.publish(1)
-    journal.offer(1, "a")
+    journal.pull(1, "a")
     journal.apply(1, "a")
     with journal.path.open("a") as file:
         file.write('{"time": 5, "ev')  # killed while it wrote
@@ -157,16 +158,16 @@ def test_coordinators_and_launches_end_what_was_under_way(tmp_path: Path) -> Non
     journal.publish(2)
     journal.start("e2", "a")
     journal.publish(2)
-    journal.offer(2, "a")
+    journal.pull(2, "a")
     journal.apply(2, "a")
     SyncMetrics(tmp_path).close()
     rows = read_json_lines(tmp_path / "weight_sync" / "versions.jsonl")
     assert [(row["epoch"], row["version"], row["outcome"], row["attempts"]) for row in rows] == [
         ("e1", 1, "applied", 2), ("e1", 2, "pending", 0), ("e2", 2, "applied", 1),
     ]  # fmt: skip
-    assert rows[0]["failures"] == ["apply: the coordinator was started again"]
+    assert rows[0]["failures"] == ["apply: the registry was started again"]
     told = DeliveryBook().feed(read_json_lines(journal.path))
-    assert [one.kind for one in told if isinstance(one, Incident)] == ["coordinator restarted"]
+    assert [one.kind for one in told if isinstance(one, Incident)] == ["registry restarted"]
 
 
 def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
@@ -177,10 +178,10 @@ def test_the_trainers_own_figures_and_skipped_versions(tmp_path: Path) -> None:
     row: Row = {"policy_version": 1, "time/snapshot_s": 0.01, "time/sync_stall_s": 0.002}
     first = metrics.step(row | {"weight_sync/versions_skipped": 0}, [(1, 10.0, 10.5)])
     assert first["weight_sync/snapshot_s"] == 0.5
-    assert first["weight_sync/offered"] == first["weight_sync/applied"] == 0
+    assert first["weight_sync/pulls"] == first["weight_sync/applied"] == 0
     assert "weight_sync/transfer_s" not in first, "no mean of nothing"
     metrics.step({"policy_version": 2, "weight_sync/versions_skipped": 1})
-    journal.offer(1, "a")
+    journal.pull(1, "a")
     journal.apply(1, "a", **FIGURES)
     third = metrics.step({"policy_version": 3, "weight_sync/versions_skipped": 1})
     assert third["weight_sync/applied"] == 1 and third["weight_sync/queue_wait_s"] == 1.0
@@ -199,7 +200,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
     journal.start("e1", "a")
     for version in (1, 2):
         journal.publish(version)
-        journal.offer(version, "a")
+        journal.pull(version, "a")
         journal.apply(version, "a", pause_s=float(version))
     first = finish(tmp_path)
     earlier = [{"policy_version": 2, "time/snapshot_s": 0.5}, {"policy_version": 2, "eval/version": 2}]
@@ -209,7 +210,7 @@ def test_a_resumed_run_keeps_the_rows_of_its_earlier_life_and_a_replay_has_none(
     resumed = SyncMetrics(tmp_path, earlier)
     journal.start("e2", "a")
     journal.publish(3)
-    journal.offer(3, "a")
+    journal.pull(3, "a")
     journal.apply(3, "a", pause_s=7.0)
     sums = resumed.step({"policy_version": 3})
     assert sums["weight_sync/applied"] == 1 and sums["weight_sync/pause_s"] == 7.0
@@ -254,15 +255,15 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
                 if not live[name] or dice.random() < 0.4:
                     continue
                 while dice.random() < 0.3:
-                    journal.offer(version, name)
-                    journal.abort(version, name)
+                    journal.pull(version, name)
+                    journal.end(version, name)
                     attempts[name] += 1
                     waiting[name].discard(version)
                     tried[name].add(version)
-                journal.offer(version, name)
+                journal.pull(version, name)
                 attempts[name] += 1
                 if dice.random() < 0.2:
-                    phase = dice.choice(["RECEIVING", "APPLYING"])
+                    phase = dice.choice(["PULLING", "APPLYING"])
                     journal.evict(name, phase)
                     evictions[phase] += 1
                     live[name] = False
@@ -298,7 +299,7 @@ def test_sums_of_steps_are_those_of_the_run_whatever_happens(seed: int, actors: 
     assert totals["weight_sync/bytes_full"] == sum(version + 1 for version, _ in applied)
     assert {name.rpartition("/")[2]: count for name, count in totals.items() if "evicted_in" in name} == evictions
     for name, figures in by_actor.items():
-        assert figures["offered"] == attempts[name]
+        assert figures["pulls"] == attempts[name]
         assert figures["applied"] == sum(actor == name for _, actor in applied)
 
 
@@ -308,4 +309,4 @@ def test_records_of_no_interest_are_passed_over(tmp_path: Path) -> None:
     journal.write("something_newer", actor="a")
     assert finish(tmp_path) == {}
     with pytest.raises(KeyError):
-        list(DeliveryBook().feed([{"event": "offer", "time": 1.0}]))
+        list(DeliveryBook().feed([{"event": "pulling", "time": 1.0}]))

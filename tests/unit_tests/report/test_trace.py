@@ -46,17 +46,18 @@ def make_run(run_dir: Path, ranks: int = 2, steps: int = 4, begin: float = 1000.
     log = ActivityLog(actor_file(run_dir, "actor-0"))
     journal.start("e1", "actor-0", "actor-10")
     for version in range(1, steps + 1):
-        journal.publish(version)
         at = begin + version
-        figures = {"transfer_begin": at + 0.1, "transfer_end": at + 0.4, "verify_s": 0.05, "apply_begin": at + 0.4}
-        journal.offer(version, "actor-0")
-        journal.apply(version, "actor-0", **figures, apply_end=at + 0.5, drain_s=0.02, source="actor-3")
+        journal.clock = itertools.count(at, 0.1)  # type: ignore[assignment]
+        journal.publish(version)
+        journal.pull(version, "actor-0")
+        journal.apply(version, "actor-0", drain_s=0.02, source="actor-3")
         log.stepped(at, at + 0.3, version, 7)
         log.updated("apply", at + 0.45, at + 0.46, version)
     log.close()
-    journal.offer(1, "actor-10")
-    journal.abort(1, "actor-10", reason="late")
-    journal.evict("actor-10", "RECEIVING")
+    journal.clock = itertools.count(begin + 1.5, 0.1)  # type: ignore[assignment]
+    journal.pull(1, "actor-10")
+    journal.end(1, "actor-10", reason="late")
+    journal.evict("actor-10", "PULLING")
     struck = run_dir / "weight_sync" / "faults-e1.txt.struck"
     struck.mkdir()
     where = ["send", 1, "actor-10", 0, 0]
@@ -80,7 +81,7 @@ def test_a_run_in_the_published_format(tmp_path: Path) -> None:
     assert kinds(events, "trainer", "rank 1") == {"step", "data wait", "train", "commit"}
     assert kinds(events, "trainer", "rank 1 snapshots") == {"snapshot"}
     assert kinds(events, "weight sync", "publish") == {"publish"}
-    assert kinds(events, "actor-0", "weights") == {"delivery", "transfer", "verify", "apply", "drain"}
+    assert kinds(events, "actor-0", "weights") == {"delivery", "transfer", "apply", "drain"}
     assert kinds(events, "actor-0", "generation") == {"generate", "pause"}
     assert kinds(events, "actor-10", "weights") == {"aborted"}
     instants = {(e["name"], e["pid"]) for e in events if e["ph"] == "i"}
@@ -225,7 +226,7 @@ def test_the_report_draws_the_last_steps(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, steps=30)
     text = write_report(run_dir).read_text()
     assert "Trainer and actors on one clock" in text and "step 30" in text and "step 5<" not in text
-    for expected in ("Weight synchronisation", "actor-10", "1 in RECEIVING", "trace.json", ">transfer<", ">generate<"):
+    for expected in ("Weight synchronisation", "actor-10", "1 in PULLING", "trace.json", ">transfer<", ">generate<"):
         assert expected in text
     (tmp_path / "short").mkdir()
     assert ">evicted<" in write_report(make_run(tmp_path / "short")).read_text()

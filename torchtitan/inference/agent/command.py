@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from torchtitan.config.derived import shares_devices, sleeps_between_batches, world_size
+from torchtitan.config.derived import apply_timeout, drain_seconds, shares_devices, sleeps_between_batches, world_size
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -15,9 +15,11 @@ from torchtitan.inference.actor_main import shared_command
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
 from torchtitan.inference.placement import threads_per_actor
+from torchtitan.models.memory import version_bytes
+from torchtitan.models.shape import read_shape
 from torchtitan.weight_sync.transports import IN_TRAINER
 
-# What an apply asks of the engine has to be over before the coordinator takes the actor for stuck.
+# What an apply asks of the engine has to be over before the registry takes the actor for stuck.
 SHARE_OF_APPLY_TIMEOUT = 0.9
 
 
@@ -26,7 +28,8 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
 
     Raises UserError where the engine is not installed, or has no such route.
     """
-    inference, sync = config.inference, config.weight_sync
+    inference, sync, args = config.inference, config.weight_sync, read_shape(config)
+    size = 0 if args is None else version_bytes(config, args)
     route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     name = f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
@@ -42,7 +45,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--device-share", str(device_share),
         "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
-        "--update-timeout", str(sync.apply_timeout_s * SHARE_OF_APPLY_TIMEOUT),
+        "--update-timeout", str(apply_timeout(sync, size, drain_seconds(config)) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
     ]  # fmt: skip
     if sync.transport in IN_TRAINER:

@@ -44,10 +44,10 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "lanes": {"lanes": _LIST, "room": bool},
     "pinned": {"version": _MAYBE_NUMBER},
-    # Actor -> registry. ended: the pull is over, and why
-    "pulling": {"serial": _NUMBER},
+    # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
+    "pulling": {"serial": _NUMBER, "version": _NUMBER},
     "progress": {"bytes": _NUMBER},
-    "ended": {"serial": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
+    "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
     "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
     "poisoned": {"version": _NUMBER, "reason": _TEXT},
     # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all

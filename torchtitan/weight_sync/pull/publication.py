@@ -10,14 +10,15 @@ import torch
 
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.pull.registry import Settings
-from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess
+from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess, numeric, towards
 from torchtitan.weight_sync.pull.watcher import Watcher
 from torchtitan.weight_sync.states.boundary import Boundary
 
 
 class Publication:
     """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
-    `registry_address` says; None on rank 0, which starts it. port: 0 for any; see servers.py."""
+    `registry_address` says; None on rank 0, which starts it. host: address of rank 0's machine; other ranks listen
+    where they reach that. port: 0 for any; see servers.py. Raises UserError for an address that cannot be used."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Publication:
         max_restarts: int = 5,
     ):
         folder.mkdir(parents=True, exist_ok=True)
+        host = numeric(host) if registry is None else towards(registry)
         # One slot is written, one holds the newest version, the others are lanes.
         slots = 2 + settings.lanes
         self.publisher = Publisher(

@@ -153,7 +153,13 @@ class Puller:
         elif self.serving is not None and self.serving.epoch == self.epoch:
             self._tell_serving({})
         if self._pull is not None:
-            self._tell({"type": "pulling", "serial": self._pull.serial})
+            self._tell_pulling(self._pull)
+
+    def _tell_pulling(self, pull: Transfer) -> None:
+        self._tell({"type": "pulling", "serial": pull.serial, "version": pull.manifest.version})
+
+    def _tell_ended(self, version: int, outcome: str, reason: str = "") -> None:
+        self._tell({"type": "ended", "version": version, "outcome": outcome, "reason": reason})
 
     def _tell_serving(self, figures: Message) -> None:
         assert self.serving is not None
@@ -282,7 +288,7 @@ class Puller:
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         assert self._layout is not None
-        if "drop" in faults.at("offer", version=manifest.version, actor=self._identity.name):
+        if "drop" in faults.at("pull", version=manifest.version, actor=self._identity.name):
             return
         now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
@@ -292,7 +298,7 @@ class Puller:
             self._peer = self._offered_peer
             self._move_sources()
         self._pull = transfer
-        self._tell({"type": "pulling", "serial": serial})
+        self._tell_pulling(transfer)
         if not missing:
             self._staged_whole(transfer)
         for source in self._sources:
@@ -303,7 +309,7 @@ class Puller:
         if pull is None:
             return
         self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
-        self._tell({"type": "ended", "serial": pull.serial, "outcome": outcome, "reason": reason})
+        self._tell_ended(pull.manifest.version, outcome, reason)
         self._end_leases(pull)
         if self._relay is not None:
             self._relay.hold(self._layout, None)
@@ -449,7 +455,7 @@ class Puller:
         if not self._survives("staged", pull.manifest.version):
             self._consider()
             return
-        self._tell({"type": "ended", "serial": pull.serial, "outcome": "staged", "reason": ""})
+        self._tell_ended(pull.manifest.version, "staged")
         relayed = pull.relayed_bytes
         figures = {
             "transfer_s": self._runtime.now() - pull.begun,
@@ -486,8 +492,7 @@ class Puller:
             self.refused += 1
             logger.error("%s: version %d refused: %s", self._identity.name, manifest.version, error)
             self._pause()
-            if self.serving is not None:
-                self._tell_serving({"refused": str(error)})
+            self._tell_ended(manifest.version, "refused", str(error))
         elif error is not None:
             # Half a version may be in the engine now: never served, and said so.
             logger.error("%s: applying version %d failed", self._identity.name, manifest.version, exc_info=error)

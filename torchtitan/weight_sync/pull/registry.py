@@ -72,8 +72,10 @@ class _Actor:
     digest: str = ""
     pinned: bool = False
     reason: str = ""
-    losses: int = 0
+    evictions: int = 0
     """How often it has been lost or given up"""
+    failures: int = 0
+    """Versions in a row that it could not take: refused, applied by half, or not finished in a lane"""
     figures: Message = field(default_factory=dict)
     applies_since: float | None = None
 
@@ -84,8 +86,8 @@ class _Actor:
 
     def status(self) -> Message:
         """What the trainer is told."""
-        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures")
-        return {**{name: getattr(self, name) for name in shown}, "evictions": self.losses}
+        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
+        return {name: getattr(self, name) for name in shown}
 
 
 @dataclass
@@ -130,7 +132,7 @@ class Registry:
         self.newest: Manifest | None = None
         self._newest_message: Message = {}
         self._pinned: int | None = None
-        self._published = 0
+        self._evictions = 0
         self._failure = ""
         self._status_due = False
         self._stop_listening: Callable[[], None] = lambda: None
@@ -186,7 +188,7 @@ class Registry:
         for name, actor in list(self.actors.items()):
             if now - actor.heard_at > SILENCE_SECONDS and actor.channel is not None:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
-            elif actor.applies_since is not None and now - actor.applies_since > self.settings.apply_timeout_s:
+            elif self._applies_too_long(actor, now):
                 actor.applies_since = None
                 if actor.channel is not None:
                     actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
@@ -200,6 +202,11 @@ class Registry:
         for name in self.lanes.expire(now):
             self._lost_lane(name)
         self._tell_if_changed(before)
+
+    def _applies_too_long(self, actor: _Actor, now: float) -> bool:
+        # A pinned one has to wait.
+        since = None if actor.pinned else actor.applies_since
+        return since is not None and now - since > self.settings.apply_timeout_s
 
     # Ranks
 
@@ -220,6 +227,7 @@ class Registry:
         if self._ranks[rank].channel is channel:
             # Its address is still said: an actor that dials it sees for itself.
             logger.warning("shard server of rank %d lost: %s", rank, reason)
+            self._write("server_lost", {"rank": rank, "reason": reason})
             self._ranks[rank].heard_at = float("inf")
             for gathering in self._gathering.values():
                 # The next one computes anew, and what it reports counts.
@@ -297,7 +305,6 @@ class Registry:
             "digest": digest,
         }
         self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
-        self._published += 1
         self.lanes.publish(serial, self._runtime.now())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
@@ -358,7 +365,7 @@ class Registry:
             known.channel.close("replaced by a newer connection")
         actor = known
         if known is None or known.instance != instance:
-            actor = self.actors[name] = _Actor(None, instance, address, 0.0, losses=known.losses if known else 0)
+            actor = self.actors[name] = _Actor(None, instance, address, 0.0, evictions=known.evictions if known else 0)
             self.lanes.forget(name)
         assert actor is not None
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
@@ -387,10 +394,12 @@ class Registry:
         if actor is None or actor.channel is not channel:
             return
         actor.channel = actor.applies_since = None
-        if actor.state != "GIVEN_UP":
-            actor.state, actor.reason = "LOST", f"{reason} (it was {actor.state})"
-        actor.losses += 1
-        self._write("lost", {"actor": name, "version": actor.version, "reason": actor.reason})
+        phase = actor.state
+        if phase != "GIVEN_UP":
+            actor.state, actor.reason = "LOST", f"{reason} (it was {phase})"
+        actor.evictions += 1
+        self._evictions += 1
+        self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
         before = self._live()
         self.lanes.end(name)
         self._tell_if_changed(before)
@@ -417,26 +426,41 @@ class Registry:
         if kind == "pulling":
             self.lanes.begin(name, message["serial"], now)
             actor.state = "PULLING" if actor.state != "POISONED" else actor.state
+            self._write("pulling", {"actor": name, "version": message["version"]})
         elif kind == "ended":
-            if message["outcome"] == "staged":
-                self.lanes.finished(name)
-                actor.applies_since = now
-                actor.state = "APPLYING" if actor.state != "POISONED" else actor.state
-            else:
-                self.lanes.end(name)
-            self._write("ended", {"actor": name, **{key: message[key] for key in ("serial", "outcome", "reason")}})
+            self._on_ended(name, actor, message)
         elif kind == "serving":
-            actor.state, actor.reason, actor.applies_since = "READY", "", None
-            actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
-            actor.pinned = actor.version == self._pinned
-            self._write("applied", {"actor": name, "version": actor.version, "figures": actor.figures})
+            self._on_serving(name, actor, message)
         elif kind == "poisoned":
             actor.state, actor.reason, actor.version, actor.applies_since = "POISONED", message["reason"], -1, None
+            actor.failures += 1
             self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
         else:
             raise ProtocolError(f"an actor does not send {kind!r}")
         self._tell_if_changed(before)
         self._changed()
+
+    def _on_ended(self, name: str, actor: _Actor, message: Message) -> None:
+        """Its pull is over; or, when it had staged everything, its engine has refused the version."""
+        outcome = message["outcome"]
+        if outcome == "staged":
+            self.lanes.finished(name)
+            actor.applies_since, state = self._runtime.now(), "APPLYING"
+        else:
+            self.lanes.end(name)
+            actor.applies_since, state = None, "READY" if actor.version >= 0 else "JOINING"
+        actor.state = state if actor.state != "POISONED" else actor.state
+        if outcome == "refused":
+            actor.failures, actor.reason = actor.failures + 1, message["reason"]
+        self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
+
+    def _on_serving(self, name: str, actor: _Actor, message: Message) -> None:
+        actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
+        actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
+        actor.pinned = actor.version == self._pinned
+        # Without figures it only says again what it has.
+        event = "applied" if actor.figures else "serves"
+        self._write(event, {"actor": name, "version": actor.version, "figures": actor.figures})
 
     # Trainer
 
@@ -449,6 +473,8 @@ class Registry:
         self._pinned = message.get("version")
         for actor in self.actors.values():
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
+            if actor.applies_since is not None:
+                actor.applies_since = self._runtime.now()
         self._tell_actors({"type": "pinned", "version": self._pinned})
         self._changed()
 
@@ -474,8 +500,8 @@ class Registry:
             "term": self.term,
             "newest": None if self.newest is None else self.newest.version,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
-            "published": self._published,
             "pinned": self._pinned,
+            "evictions": self._evictions,
             "servers": sum(not server.channel.closed for server in self._ranks.values()),
             "failure": self._failure,
             "actors": {name: actor.status() for name, actor in self.actors.items()},

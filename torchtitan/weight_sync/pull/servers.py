@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.launch import SupervisedProcess
@@ -25,9 +26,40 @@ FROZEN_LOOKS = 3
 BACKLOG = 1024
 
 
+def numeric(host: str) -> str:
+    """The address that this machine resolves weight_sync.host to: what others are told, and bind to, is never a name.
+
+    Raises UserError.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"weight_sync.host = {host} cannot be resolved on {socket.gethostname()}: {error}") from error
+
+
+def towards(address: str) -> str:
+    """The address of this machine at which the machine of `address` (host:port) reaches it."""
+    host, port = wire.parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            # Sends nothing: the system only looks up the way.
+            sock.connect((host, port))
+            return str(sock.getsockname()[0])
+        except OSError as error:
+            raise UserError(f"{socket.gethostname()} has no way to weight_sync.host = {host}: {error}") from error
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"weight_sync: {socket.gethostname()} cannot listen at {wire.format_address(host, port)} "
+            f"({error.strerror or error}): weight_sync.host has to be an address of rank 0's machine, and "
+            "weight_sync.port and as many ports behind it as the machine has ranks must be free"
+        ) from error
 
 
 class RegistryServer:

@@ -28,7 +28,7 @@ class Watcher:
         # Looked for as long as the job lives: the registry's restarts are bounded where it is started.
         self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
         self._changed = threading.Condition()
-        self._status: Message = {"newest": None, "actors": {}, "dropped": [], "published": 0, "failure": "", "term": 0}
+        self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
         self._pin: int | None = None
         self._closed = False
         self.failure = ""
