@@ -1,4 +1,5 @@
-"""What a socket between two processes moves per second: the reference of weight_sync_bandwidth.py. No torch."""
+"""What a socket between two processes moves per second, with the buffers and options of the weight
+synchronisation's: the reference of weight_sync_bandwidth.py. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-
-RECEIVE_BYTES = 4 << 20
+from torchtitan.weight_sync.pull.sockets import PIECE_BYTES, SEND_BYTES
 
 
 def send(arguments: dict[str, Any]) -> None:
@@ -22,9 +22,11 @@ def send(arguments: dict[str, Any]) -> None:
     data = memoryview(bytearray(os.urandom(1 << 20)) * (arguments["bytes"] >> 20))
     with socket.create_connection(("127.0.0.1", arguments["port"])) as connection:
         common.say({"ready": True})
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while sys.stdin.readline():
             begun = time.monotonic()
-            connection.sendall(data)
+            for start in range(0, len(data), SEND_BYTES):
+                connection.sendall(data[start : start + SEND_BYTES])
             common.say({"begun": begun})
 
 
@@ -37,7 +39,7 @@ def receive(arguments: dict[str, Any]) -> None:
         while True:
             filled = 0
             while filled < len(target):
-                count = connection.recv_into(target[filled : filled + RECEIVE_BYTES])
+                count = connection.recv_into(target[filled : filled + PIECE_BYTES])
                 if count == 0:
                     return
                 filled += count

@@ -1,6 +1,6 @@
 """What the benchmarks of the weight synchronisation train, and the actors without an engine that receive it.
 
-As a script it is such an actor: a process with a Receiver that copies what it is given into tensors of its own, as an
+As a script it is such an actor: a process that copies what it is given into tensors of its own, as an
 engine would, and generates nothing.
 """
 
@@ -27,9 +27,9 @@ from benchmarks import common  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.utils.machine import keep_freed_memory  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
+from torchtitan.weight_sync.pull.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key  # noqa: E402
 from torchtitan.weight_sync.staging import StagedVersion  # noqa: E402
-from torchtitan.weight_sync.wire import TOKEN_VARIABLE  # noqa: E402
 
 JOIN_SECONDS = 60.0
 
@@ -90,11 +90,9 @@ class Job:
         )
         self.version = -1
 
-    def receiver(
-        self, actor: str, cores: Sequence[int], prefix: Sequence[str] = (), host: str = "127.0.0.1"
-    ) -> common.Child:
+    def actor(self, name: str, cores: Sequence[int], prefix: Sequence[str] = ()) -> common.Child:
         """An actor without an engine, in a process of its own."""
-        return start_receiver(self.sync.coordinator_address, self.epoch, self.token, actor, cores, prefix, host)
+        return start_actor(self.sync.registry_address, self.epoch, self.token, name, cores, prefix)
 
     def publish(self, no_vote: bool) -> bool:
         """After an optimizer step. False where the version was skipped."""
@@ -110,18 +108,12 @@ class Job:
             )
 
 
-def start_receiver(
-    coordinator: str,
-    epoch: str,
-    token: str,
-    actor: str,
-    cores: Sequence[int],
-    prefix: Sequence[str] = (),
-    host: str = "127.0.0.1",
+def start_actor(
+    registry: str, epoch: str, token: str, name: str, cores: Sequence[int], prefix: Sequence[str] = ()
 ) -> common.Child:
     """An actor without an engine, in a process of its own on `cores`."""
-    arguments = {"coordinator": coordinator, "epoch": epoch, "actor": actor, "cores": list(cores), "host": host}
-    return common.Child(Path(__file__), arguments, prefix, {TOKEN_VARIABLE: token})
+    arguments = {"registry": registry, "epoch": epoch, "name": name, "cores": list(cores)}
+    return common.Child(Path(__file__), {**arguments, "key": role_key(token, ACTOR, name)}, prefix)
 
 
 def copying_engine(threads: int) -> Callable[[StagedVersion], None]:
@@ -144,19 +136,13 @@ def copying_engine(threads: int) -> Callable[[StagedVersion], None]:
     return apply
 
 
-def run_receiver(arguments: dict[str, Any]) -> None:
+def run_actor(arguments: dict[str, Any]) -> None:
     """The actor's process."""
     common.run_on(*arguments["cores"])
     torch.set_num_threads(1)
-    receiver = Receiver(
-        arguments["coordinator"],
-        arguments["actor"],
-        arguments["epoch"],
-        os.environ[TOKEN_VARIABLE],
-        copying_engine(len(arguments["cores"])),
-        host=arguments["host"],
-    )
-    receiver.start()
+    names = (arguments[name] for name in ("registry", "name", "epoch", "key"))
+    actor = Actor(*names, copying_engine(len(arguments["cores"])))
+    actor.start()
     sys.stdin.read()
 
 
@@ -164,4 +150,4 @@ if __name__ == "__main__":
     given = common.child_arguments()
     if given is None:
         sys.exit("this file is part of the benchmarks of the weight synchronisation, see weight_sync_stall.py")
-    run_receiver(given)
+    run_actor(given)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 from torchtitan.errors import UserError  # noqa: E402
 from torchtitan.inference.agent.command import find_python  # noqa: E402
 from torchtitan.inference.agent.control import AdminClient, EngineError  # noqa: E402
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key  # noqa: E402
 
 TOKEN_ENV = "TOKEN"
 START_SECONDS = 600.0
@@ -133,10 +134,10 @@ class VLLMActor:
         )  # fmt: skip
         self.token = self._process.token
 
-    def join(self, coordinator: str, epoch: str, token: str) -> None:
+    def join(self, registry: str, epoch: str, token: str) -> None:
         """Wait until it serves, and have it receive weights."""
         agent = AdminClient(self._process.wait(), self.token)
-        body = {"coordinator": coordinator, "actor": self.name, "epoch": epoch, "token": token}
+        body = {"registry": registry, "actor": self.name, "epoch": epoch, "key": role_key(token, ACTOR, self.name)}
         agent.call("POST", "/weights/connect", CALL_SECONDS, body)
         health: dict[str, Any] = agent.call("GET", "/health", CALL_SECONDS)
         self.engine_url: str = health["engine"]["url"]

@@ -7,7 +7,7 @@
 Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; four requests generate all the time.
 
     ours     a trainer publishes a version (commit); couriers bring it into staging memory while the server generates;
-             our backend verifies and loads it. From the commit until the coordinator knows that it is served.
+             our backend verifies and loads it. From the commit until the registry knows that it is served.
     theirs   pause (requests kept), WeightTransferTrainerFactory's trainer with a ModuleSource sends whole tensors in
              order, the worker loads them as they come; prefix cache reset, resume. vLLM ships no engine for CPUs: the
              smallest one with gloo is registered on both sides (benchmarks/peers/vllm_gloo.py).
@@ -84,7 +84,7 @@ class Ours:
     def join(self) -> str:
         """URL of the engine, once it serves a first version."""
         sync = self._job.sync
-        self.actor.join(sync.coordinator_address, self._job.epoch, self._job.token)
+        self.actor.join(sync.registry_address, self._job.epoch, self._job.token)
         self._publish()
         return self.actor.engine_url
 

@@ -3,7 +3,7 @@
     python benchmarks/weight_sync_bandwidth.py --json
 
     share_of_socket               GB/s of the tcp transport ÷ GB/s of a bare socket, same bytes. The transport's time
-                                  begins when the actor accepts the offer and ends when the version has been staged,
+                                  begins when the actor asks for it and ends when the version has been staged,
                                   verified and copied into the actor's tensors. The bare socket moves bytes from one
                                   process's memory into another's (recv_into), and does nothing with them.
     times_faster_than_broadcast   what stock trainer sides do ÷ ours, two trainer ranks that hold half of every tensor:
@@ -43,29 +43,30 @@ from benchmarks.bare_socket import BareSocket  # noqa: E402
 from benchmarks.small_trainer import Job, copying_engine  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.receiver import Receiver  # noqa: E402
+from torchtitan.weight_sync.pull.actor import Actor  # noqa: E402
+from torchtitan.weight_sync.pull.handshake import ACTOR as ACTOR_ROLE  # noqa: E402
+from torchtitan.weight_sync.pull.handshake import role_key  # noqa: E402
 
-BARS = {"share_of_socket": (">=", 0.6), "times_faster_than_broadcast": (">=", 2.0)}
+BARS = {"share_of_socket": (">=", 0.8), "times_faster_than_broadcast": (">=", 2.5)}
 ACTOR = "actor"
 TRAINER_RANKS = 2
 TURN_SECONDS = 60.0
-# Two ranks and an actor on one machine: nothing is gained by a third slot.
-CONFIG = WeightSyncConfig(num_slots=2)
+CONFIG = WeightSyncConfig()
 
 
 class Transport:
-    """A trainer in this process, its courier and an actor."""
+    """A trainer in this process, its shard server and an actor."""
 
     def __init__(self, sizes: list[tuple[int, ...]], folder: Path, stack: contextlib.ExitStack):
         parameters = {f"p{i}": torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
         self.job = Job(parameters, folder, CONFIG, dtype="bfloat16")
         stack.callback(self.job.sync.close)
-        stack.callback(self.job.receiver(ACTOR, sorted(os.sched_getaffinity(0))).close)
+        stack.callback(self.job.actor(ACTOR, sorted(os.sched_getaffinity(0))).close)
         self.from_commit: list[float] = []
         self.parts: dict[str, list[float]] = {"transfer_s": [], "apply_s": []}
 
     def turn(self) -> float:
-        """Seconds from the accepted offer to the applied version, as the actor measured them."""
+        """Seconds from the actor's request to the applied version, as the actor measured them."""
         sync = self.job.sync
         common.wait_for(lambda: sync.has_free_slot, TURN_SECONDS, "a free slot")
         begun = time.perf_counter()
@@ -153,10 +154,10 @@ def trainer_turns(
     options |= {"rank": rank, "world_size": TRAINER_RANKS}
     if rank == 0:
         sync = WeightSync(CONFIG, parameters, **options)
-        address = [sync.coordinator_address]
+        address = [sync.registry_address]
     dist.broadcast_object_list(address, src=0)
     if rank != 0:
-        sync = WeightSync(CONFIG, parameters, coordinator_address=address[0], **options)
+        sync = WeightSync(CONFIG, parameters, registry=address[0], **options)
     stack.callback(sync.close)
     version = -1
 
@@ -182,12 +183,13 @@ def trainer_turns(
 def actor_turns(
     sizes: list[tuple[int, ...]], to_actor: dist.ProcessGroup, stack: contextlib.ExitStack
 ) -> dict[str, Callable[[], None]]:
-    """What the actor does: its receiver works by itself."""
+    """What the actor does: it pulls by itself."""
     address: list[Any] = [None]
     dist.broadcast_object_list(address, src=0)
-    receiver = Receiver(address[0], ACTOR, "1-benchmark", "token", copying_engine(os.cpu_count() or 1))
-    receiver.start()
-    stack.callback(receiver.close)
+    key = role_key("token", ACTOR_ROLE, ACTOR)
+    actor = Actor(address[0], ACTOR, "1-benchmark", key, copying_engine(os.cpu_count() or 1))
+    actor.start()
+    stack.callback(actor.close)
     served = [torch.zeros(shape, dtype=torch.bfloat16) for shape in sizes]
 
     def broadcast() -> None:

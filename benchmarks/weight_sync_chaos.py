@@ -3,7 +3,7 @@
     python benchmarks/weight_sync_chaos.py --faults 200 --seed 1 --json
 
 Each transport of --transport gets its share of the faults, in one run with one trainer process. Faults: an actor, the
-courier or the coordinator is killed or stopped for a while, a connection is reset, a byte corrupted, a link slow, a
+shard server or the registry is killed or stopped for a while, a connection is reset, a byte corrupted, a link slow, a
 disk full, a file truncated. A fault counts when it has struck. The seed decides what comes when; what it meets there
 depends on the machine.
 
@@ -11,7 +11,7 @@ depends on the machine.
                            and what it had come to is reported
     torn_or_unknown_tokens tokens not drawn from exactly one published version, or tagged with another
     leaked_slots           slots that hold something else than the newest version when all is quiet again
-    leaked_descriptors     files that trainer, courier, coordinator and actors have open then, and had not at the start
+    leaked_descriptors     files that trainer, shard server, registry and actors hold then, and did not at the start
     memory_growth_mb       of the trainer's process, from the first tenth of the faults to the end
 """
 
@@ -44,8 +44,8 @@ from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa:
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import faults, launch  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key  # noqa: E402
 from torchtitan.weight_sync.states.slot import SlotState  # noqa: E402
-from torchtitan.weight_sync.wire import TOKEN_VARIABLE  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
@@ -69,14 +69,14 @@ LARGEST = ("longest_stall_s", "memory_growth_mb")
 KINDS = {
     "tcp": {
         "kill actor": 4, "stop actor": 5, "reset": 4, "corrupt": 4, "slow link": 3, "delay": 1,
-        "kill courier": 2, "kill coordinator": 2, "stop courier": 1, "stop coordinator": 1,
+        "kill server": 2, "kill registry": 2, "stop server": 1, "stop registry": 1,
     },
     "disk": {
         "full disk": 5, "corrupt": 3, "truncated file": 3, "kill actor": 2, "stop actor": 3, "reset": 2,
-        "kill courier": 1, "kill coordinator": 1,
+        "kill server": 1, "kill registry": 1,
     },
 }  # fmt: skip
-_ACTOR_PHASES = ("offer", "receive", "staged", "apply", "applied")
+_ACTOR_PHASES = ("pull", "receive", "staged", "apply", "applied")
 
 
 class TrainingStopped(Exception):
@@ -84,7 +84,7 @@ class TrainingStopped(Exception):
 
 
 class Run:
-    """One trainer with its courier and coordinator, three actors, and the faults of one transport."""
+    """One trainer with its shard server and registry, three actors, and the faults of one transport."""
 
     def __init__(self, folder: Path, transport: str, seed: int, options: dict[str, Any]):
         self.folder, self.transport = folder, transport
@@ -95,7 +95,7 @@ class Run:
         self.parameters = {f"p{index}": parameter_values(0, index) for index in range(len(SHAPES))}
         config = WeightSyncConfig(
             transport=transport, bucket_bytes=BUCKET_BYTES, max_restarts=1000,
-            offer_timeout_s=1.5, progress_timeout_s=1.5, apply_timeout_s=2.0, **options,
+            progress_timeout_s=1.5, apply_timeout_s=2.0, **options,
         )  # fmt: skip
         self.epoch, self.token = f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.sync = WeightSync(config, self.parameters, epoch=self.epoch, token=self.token, run_dir=folder)
@@ -184,7 +184,8 @@ class Run:
 
     def start_actor(self, name: str) -> None:
         arguments = {
-            "coordinator": self.sync.coordinator_address,
+            "registry": self.sync.registry_address,
+            "key": role_key(self.token, ACTOR, name),
             "actor": name,
             "epoch": self.epoch,
             "log": str(self.folder / f"{name}.jsonl"),
@@ -193,7 +194,7 @@ class Run:
             self.actors[name] = subprocess.Popen(
                 [sys.executable, str(REPOSITORY / "benchmarks" / "weight_sync_chaos_actor.py"), json.dumps(arguments)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=REPOSITORY,
-                env={**os.environ, TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
             )  # fmt: skip
 
     def start_actors_that_died(self) -> None:
@@ -228,9 +229,9 @@ class Run:
 
     @property
     def _supervised(self) -> dict[str, launch.SupervisedProcess]:
-        courier, coordinator = self.sync._courier, self.sync._coordinator
-        assert isinstance(courier, launch.SupervisedProcess) and coordinator is not None
-        return {"courier": courier, "coordinator": coordinator.supervised}
+        publication = self.sync._publication
+        assert publication.registry is not None
+        return {"server": publication.shard_server.supervised, "registry": publication.registry.supervised}
 
     def _strike(self, kind: str, actor: str, number: int) -> bool:
         processes = self._supervised
@@ -251,7 +252,7 @@ class Run:
     def _text(self, kind: str, actor: str) -> str:
         bucket = self.random.randrange(self._buckets)
         if kind == "reset":
-            phase = self.random.choice(("offer", "send", "receive", "staged", "applied"))
+            phase = self.random.choice(("pull", "send", "receive", "staged", "applied"))
             return f"reset:phase={phase},actor={actor}" + (f",bucket={bucket}" if phase in ("send", "receive") else "")
         if kind == "corrupt":
             if self.transport == "disk":
@@ -287,7 +288,7 @@ class Run:
 
     def tokens(self) -> tuple[int, int]:
         """(all tokens, those of torn or unknown weights)."""
-        lines = (self.folder / "weight_sync" / "coordinator.jsonl").read_text().splitlines()
+        lines = (self.folder / "weight_sync" / "registry.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if record["event"] == "publish"]
         published = {(record["version"], record["digest"]) for record in records}
         count = wrong = 0
@@ -379,7 +380,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
     arguments = parser.parse_args()
     # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
-    launch.LOOK_SECONDS, launch.FROZEN_LOOKS, launch.HEALTHY_SECONDS = 0.5, 8, 2.0
+    launch.HEALTHY_SECONDS = 2.0
     torch.set_num_threads(1)
     options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
     transports = arguments.transport.split(",")

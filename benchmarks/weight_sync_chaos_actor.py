@@ -1,6 +1,6 @@
-"""An actor of weight_sync_chaos.py: a real receiver, and an engine whose tokens say which version they were drawn from.
+"""An actor of weight_sync_chaos.py: the real code, and an engine whose tokens say which version they were drawn from.
 
-    python benchmarks/weight_sync_chaos_actor.py '{"coordinator": ..., "actor": ..., "epoch": ..., "log": ...}'
+    python benchmarks/weight_sync_chaos_actor.py '{"registry": ..., "actor": ..., "epoch": ..., "log": ...}'
 
 The engine generates all the time. A token is drawn from elements of several parameters; each element shows its version,
 so that a token of torn or unknown weights cannot pass for another. A line of the log is what was generated under one
@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.pull.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.wire import TOKEN_VARIABLE
 
 SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())
 ELEMENTS_PER_TOKEN = 6
@@ -53,7 +52,7 @@ class Engine:
         self._random = random.Random(os.getpid())
         self._log = log.open("a", buffering=1)
         self._tokens = self._torn = 0
-        self.receiver: Receiver | None = None
+        self.actor: Actor | None = None
 
     def apply(self, staged: StagedVersion) -> float:
         """Between two steps, one parameter after the other."""
@@ -72,7 +71,7 @@ class Engine:
         while not stop.wait(STEP_SECONDS):
             with self._step:
                 # A poisoned engine must not serve, and one without weights cannot.
-                if self._tag is None or self.receiver is None or self.receiver.poisoned:
+                if self._tag is None or self.actor is None or self.actor.puller.poisoned:
                     continue
                 self._tokens += 1
                 self._torn += any(self._draw() != self._tag[1] for _ in range(ELEMENTS_PER_TOKEN))
@@ -99,15 +98,14 @@ def main() -> None:
     arguments: dict[str, Any] = json.loads(sys.argv[1])
     epoch = arguments["epoch"]
     engine = Engine(epoch, Path(arguments["log"]))
-    engine.receiver = Receiver(
-        arguments["coordinator"], arguments["actor"], epoch, os.environ[TOKEN_VARIABLE], engine.apply
-    )
-    engine.receiver.start()
+    names = (arguments[name] for name in ("registry", "actor", "epoch", "key"))
+    engine.actor = Actor(*names, engine.apply, relay_host="127.0.0.1")
+    engine.actor.start()
     stop = threading.Event()
     threading.Thread(target=engine.generate, args=(stop,), daemon=True).start()
     sys.stdin.read()  # until the benchmark closes it or dies
     stop.set()
-    engine.receiver.close()
+    engine.actor.close()
 
 
 if __name__ == "__main__":

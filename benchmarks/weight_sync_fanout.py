@@ -1,9 +1,13 @@
-"""What a version costs the trainer when the actors are many: bytes that leave the couriers, with relay and without.
+"""What a version costs the trainer when the actors are many: bytes that leave it, with relay and without.
 
     python benchmarks/weight_sync_fanout.py [--json]
 
-Real couriers, coordinator and receivers; the receivers have no engine, several live in one process. Every version waits
-until all actors have applied it. Bytes are counted at the couriers' sockets, all attempts and frame headers included.
+Real shard server, registry and actors; the actors have no engine, several live in one process. Every version waits
+until all actors have applied it. Bytes are those that actors have received from the trainer, or from the actor that
+passed them on, of transfers that were finished.
+
+    relay_depth_cost    seconds until the last of 16 actors has a version ÷ seconds until one alone has it, where every
+                        connection is as slow as the others
 """
 
 from __future__ import annotations
@@ -29,33 +33,33 @@ import torch
 
 from benchmarks import common
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import WeightSync
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 
-BARS = {"egress_growth_4_to_16": ("<=", 1.1)}
+BARS = {"egress_growth_4_to_16": ("<=", 1.1), "relay_depth_cost": ("<=", 2.0)}
 EPOCH = "e1-fanout"
-RECEIVERS_PER_PROCESS = 4
+ACTORS_PER_PROCESS = 4
 # The first version finds actors that are still connecting.
 FIRST_COUNTED_VERSION = 2
+LINK_BYTES_PER_S = 4_000_000
 
 
 def serve(arguments: dict[str, Any]) -> None:
-    """In a child: receivers until the benchmark kills them."""
+    """In a child: actors until the benchmark kills them."""
     torch.set_num_threads(1)
-    receivers = [
-        Receiver(arguments["coordinator"], name, EPOCH, arguments["token"], lambda _staged: None)
-        for name in arguments["names"]
-    ]
-    for receiver in receivers:
-        receiver.start()
-    common.say({"receivers": len(receivers)})
+    for name in arguments["names"]:
+        key = role_key(arguments["token"], ACTOR, name)
+        Actor(arguments["registry"], name, EPOCH, key, lambda _staged: None, relay_host="127.0.0.1").start()
+    common.say({"actors": len(arguments["names"])})
     sys.stdin.read()
 
 
 def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, folder: Path) -> dict[str, float]:
     """Mean bytes that leave the trainer and the busiest actor per version, and the median seconds until all have it."""
     run_dir = folder / f"{actors}-{'relay' if relay else 'direct'}"
-    config = WeightSyncConfig(relay=relay, bucket_bytes=1 << 20, offer_timeout_s=20, progress_timeout_s=20)
+    config = WeightSyncConfig(relay=relay, bucket_bytes=1 << 20, progress_timeout_s=20)
     weights = {f"layer{index}": torch.zeros(megabytes << 17, dtype=torch.float32) for index in range(2)}
     token = secrets.token_urlsafe(16)
     seconds = []
@@ -63,18 +67,16 @@ def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, 
         sync = WeightSync(config, weights, epoch=EPOCH, token=token, run_dir=run_dir)
         closing.callback(sync.close)
         names = [f"actor-{number}" for number in range(actors)]
-        for first in range(0, actors, RECEIVERS_PER_PROCESS):
+        for first in range(0, actors, ACTORS_PER_PROCESS):
             arguments = {
-                "coordinator": sync.coordinator_address,
+                "registry": sync.registry_address,
                 "token": token,
-                "names": names[first : first + RECEIVERS_PER_PROCESS],
+                "names": names[first : first + ACTORS_PER_PROCESS],
             }
             child = common.Child(Path(__file__), arguments)
             closing.callback(child.close)
             child.answer()
-        common.wait_for(
-            lambda: sum(actor.state == "READY" for actor in sync.actors().values()) == actors, 60, "actors join"
-        )
+        common.wait_for(lambda: len(sync.actors()) == actors, 60, "actors join")
         for version in range(FIRST_COUNTED_VERSION + versions):
             sync.reserve()
             sync.fence()
@@ -100,24 +102,24 @@ def egress_per_version(actors: int, relay: bool, versions: int, megabytes: int, 
 
 
 def _sent(run_dir: Path, versions: int) -> dict[str, int]:
-    """Bytes by sender over the counted versions, once all of them have been reported."""
-    path = run_dir / "weight_sync" / "coordinator.jsonl"
-
-    def records() -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in path.read_text().splitlines()]
-        return [record for record in found if record["event"] == "sent"]
-
-    def whole() -> bool:
-        applied = path.read_text().count('"event": "applied"')
-        return len({(record["version"], record["actor"]) for record in records()}) >= applied
-
-    common.wait_for(whole, 20, "the couriers' reports")
+    """Bytes by sender over the counted versions."""
+    lines = (run_dir / "weight_sync" / "registry.jsonl").read_text().splitlines()
     egress: dict[str, int] = {}
-    for record in records():
-        if FIRST_COUNTED_VERSION <= record["version"] < versions:
-            sender = "trainer" if "rank" in record else record["source"]
-            egress[sender] = egress.get(sender, 0) + record["bytes"]
+    for record in map(json.loads, lines):
+        if record["event"] == "applied" and FIRST_COUNTED_VERSION <= record["version"] < versions:
+            figures = record["figures"]
+            egress["trainer"] = egress.get("trainer", 0) + figures["bytes_full"]
+            egress[figures["source"]] = egress.get(figures["source"], 0) + figures["bytes_relayed"]
     return egress
+
+
+def depth_cost(versions: int, megabytes: int, folder: Path) -> float:
+    """Seconds of 16 actors ÷ seconds of one, over links of the same speed."""
+    links = [f"throttle:phase={phase},bytes_per_s={LINK_BYTES_PER_S}" for phase in ("send", "relay")]
+    os.environ[faults.VARIABLE] = ";".join(links)
+    seconds = [egress_per_version(actors, True, versions, megabytes, folder)["seconds"] for actors in (16, 1)]
+    del os.environ[faults.VARIABLE]
+    return seconds[0] / seconds[1]
 
 
 def main() -> int:
@@ -144,7 +146,10 @@ def main() -> int:
                 figures[f"seconds_{name}"] = measured["seconds"]
                 if relay:
                     figures[f"busiest_actor_mb_{name}"] = measured["busiest_actor"] / 1e6
+        common.progress("16 actors and one, over slow links")
+        cost = depth_cost(2 if options.quick else 4, options.megabytes, Path(folder) / "links")
     growth = {
+        "relay_depth_cost": cost,
         "egress_growth_4_to_16": figures["egress_mb_relay_16"] / figures["egress_mb_relay_4"],
         "egress_growth_4_to_16_without_relay": figures["egress_mb_direct_16"] / figures["egress_mb_direct_4"],
     }

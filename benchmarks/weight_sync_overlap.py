@@ -37,7 +37,8 @@ import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from benchmarks.namespaces import slow_network  # noqa: E402
-from benchmarks.small_trainer import Job, Trainer, start_receiver  # noqa: E402
+from benchmarks.small_trainer import Job, Trainer, start_actor  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 
 BARS = {
     "share_of_ideal": (">=", 0.95),
@@ -75,10 +76,10 @@ def run_trainer(arguments: dict[str, Any]) -> None:
     trainer = Trainer(arguments["width"], arguments["blocks"], arguments["rows"])
     with tempfile.TemporaryDirectory() as folder:
         with common.running_on(arguments["other_core"]):
-            job = Job(trainer.parameters, Path(folder), host=arguments["host"], dtype="bfloat16")
+            job = Job(trainer.parameters, Path(folder), WeightSyncConfig(host=arguments["host"]), dtype="bfloat16")
         try:
             common.run_on(arguments["trainer_core"])
-            common.say({"coordinator": job.sync.coordinator_address, "epoch": job.epoch, "token": job.token})
+            common.say({"registry": job.sync.registry_address, "epoch": job.epoch, "token": job.token})
             sys.stdin.readline()
             job.publish(not job.sync.reserve())
             job.applied_everywhere(len(ACTORS), APPLY_SECONDS)
@@ -113,16 +114,8 @@ def main() -> None:
         stack.callback(trainer.close)
         job = trainer.answer()
         for actor in ACTORS:
-            receiver = start_receiver(
-                job["coordinator"],
-                job["epoch"],
-                job["token"],
-                actor,
-                [other_core],
-                network.prefix(actor),
-                network.addresses[actor],
-            )
-            stack.callback(receiver.close)
+            known = (job["registry"], job["epoch"], job["token"])
+            stack.callback(start_actor(*known, actor, [other_core], network.prefix(actor)).close)
         trainer.tell({"actors": "started"})
         while (answer := trainer.answer())["condition"] != "end":
             seconds[answer["condition"]].append(answer["seconds"])

@@ -49,6 +49,7 @@ from benchmarks.small_policy import PolicyTrainer  # noqa: E402
 from benchmarks.small_trainer import Job, Trainer  # noqa: E402
 from benchmarks.vllm_actor import VLLMActor  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.weight_sync.facade import GONE  # noqa: E402
 
 BARS = {
     "frozen_step_ratio": ("<=", 1.03),
@@ -82,9 +83,9 @@ class Actor(Protocol):
         """End it."""
 
 
-def start_receivers(job: Job, names: list[str], core: int) -> dict[str, Actor]:
+def start_actors(job: Job, names: list[str], core: int) -> dict[str, Actor]:
     """Actors without an engine."""
-    return {name: job.receiver(name, [core]) for name in names}
+    return {name: job.actor(name, [core]) for name in names}
 
 
 def start_vllm(job: Job, names: list[str], core: int, folder: Path, stack: contextlib.ExitStack) -> dict[str, Actor]:
@@ -94,7 +95,7 @@ def start_vllm(job: Job, names: list[str], core: int, folder: Path, stack: conte
         options = ["--max-length", "256", "--max-sequences", "4", "--memory-gb", "0.1"]
         actor = VLLMActor(folder.parent, name, folder, "float32", options)
         stack.callback(actor.close)
-        actor.join(job.sync.coordinator_address, job.epoch, job.token)
+        actor.join(job.sync.registry_address, job.epoch, job.token)
         actor.pin(core)
         actors[name] = actor
         common.progress(f"{name} is up")
@@ -102,7 +103,7 @@ def start_vllm(job: Job, names: list[str], core: int, folder: Path, stack: conte
 
 
 class Frozen:
-    """Keeps one actor stopped: lets it go on only when it was evicted, until it has joined again."""
+    """Keeps one actor stopped: lets it go on only when its connection was given up, until it has joined again."""
 
     def __init__(self, job: Job, name: str, actor: Actor):
         self._job, self._name, self._actor = job, name, actor
@@ -112,7 +113,7 @@ class Frozen:
     def look(self) -> None:
         """Between two steps."""
         status = self._job.sync.actors()[self._name]
-        if not self.stopped and status.state != "EVICTED":
+        if not self.stopped and status.state not in GONE:
             self._actor.send_signal(signal.SIGSTOP)
             self.stopped, self._evictions = True, status.evictions
         elif self.stopped and status.evictions > self._evictions:
@@ -233,7 +234,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=4, help="of the model: 16.8 million parameters")
     parser.add_argument("--rows", type=int, default=160, help="of a batch")
-    parser.add_argument("--backend", choices=("receiver", "vllm"), default="receiver", help="what the actors are")
+    parser.add_argument("--backend", choices=("none", "vllm"), default="none", help="the actors' engine")
     parser.add_argument("--transport", choices=("tcp", "nccl", "disk"), default="tcp", help="weight_sync.transport")
     arguments = parser.parse_args()
     if arguments.backend == "vllm":
@@ -256,8 +257,8 @@ def main() -> None:
             settings = WeightSyncConfig(transport=arguments.transport)
             job = Job(trainer.parameters, folder, settings)
             stack.callback(job.sync.close)
-            if arguments.backend == "receiver":
-                actors = start_receivers(job, names, other_core)
+            if arguments.backend == "none":
+                actors = start_actors(job, names, other_core)
                 for actor in actors.values():
                     stack.callback(actor.close)
         if arguments.backend == "vllm":

@@ -31,7 +31,8 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
     # pulled; dropped: serials that will never be published
     "live": {"newest": _NUMBER, "lanes": _LIST, "dropped": _LIST},
-    # Registry -> actor. servers: one address per rank; room: whether another lane may begin
+    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; relay: from which key
+    # those of the actors follow that may pull from this one
     "model": {"layout_id": _TEXT, "layout": _OBJECT},
     "servers": {"servers": _LIST},
     "newest": {
@@ -44,6 +45,7 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "lanes": {"lanes": _LIST, "room": bool},
     "pinned": {"version": _MAYBE_NUMBER},
+    "relay": {"key": _TEXT},
     # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
     "pulling": {"serial": _NUMBER, "version": _NUMBER},
     "progress": {"bytes": _NUMBER},

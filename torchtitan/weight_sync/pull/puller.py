@@ -198,6 +198,8 @@ class Puller:
             self._lanes, self._room = set(message["lanes"]), message["room"]
         elif kind == "pinned":
             self._pinned = message.get("version")
+        elif kind == "relay" and self._relay is not None:
+            self._relay.key = message["key"]
         else:
             raise ProtocolError(f"a registry does not send {kind!r} to an actor")
         self._consider()
@@ -255,8 +257,6 @@ class Puller:
             self._paused = False
         self._newest = message["serial"], manifest
         self._offered_peer = message.get("source")
-        if self._relay is not None:
-            self._relay.children = dict(message.get("children") or {})
         self._lanes, self._room = set(message["lanes"]), message["room"]
 
     # Pulling
@@ -461,6 +461,7 @@ class Puller:
             "transfer_s": self._runtime.now() - pull.begun,
             "bytes_full": pull.bytes - relayed,
             "bytes_relayed": relayed,
+            "source": "trainer" if self._peer is None else str(self._peer["name"]),
         }
         self._staged = pull.manifest, figures
         self._consider()

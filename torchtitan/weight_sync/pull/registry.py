@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, conte
 from torchtitan.weight_sync.pull.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
-from torchtitan.weight_sync.pull.relay import family
+from torchtitan.weight_sync.pull.relay import relay_sources
 from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
 
@@ -308,23 +309,27 @@ class Registry:
         self.lanes.publish(serial, self._runtime.now())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
-        newest, kin = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._family()
+        newest, sources = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._relay_sources()
         for name, actor in self.actors.items():
             if actor.channel is not None:
-                actor.channel.send({**newest, **kin.get(name, {})})
+                actor.channel.send({**newest, "source": sources.get(name)})
         self._tell_live(actors=False)
 
-    def _family(self) -> dict[str, Message]:
-        """Who pulls from whom: an actor's source, and the keys of its children. The fast ones come first."""
+    def _relay_sources(self) -> dict[str, Message]:
+        """Who pulls from which other actor. The fast ones come first."""
         fanout = self.settings.relay_fanout
         able = [
             name
             for name, actor in self.actors.items()
             if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
         ]
-        able.sort(key=lambda name: (self.actors[name].figures.get("transfer_s", float("inf")), name))
+        able.sort(key=lambda name: (_speed_class(self.actors[name].figures.get("transfer_s")), name))
         addresses = {name: self.actors[name].address for name in able}
-        return family(addresses, fanout, lambda pair: role_key(self._token, PEER, pair))
+        return relay_sources(addresses, fanout, self._relay_key)
+
+    def _relay_key(self, name: str) -> str:
+        """By which an actor knows the keys of all that may pull from it."""
+        return role_key(self._token, PEER, name)
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         self._gathering.pop(serial, None)
@@ -376,6 +381,8 @@ class Registry:
             channel.send({"type": "model", "layout_id": self._layout_id, "layout": self._model})
         channel.send(self._servers())
         channel.send({"type": "pinned", "version": self._pinned})
+        if actor.address:
+            channel.send({"type": "relay", "key": self._relay_key(name)})
         if self.newest is not None:
             channel.send({**self._newest_message, **self._lanes_message(), "type": "newest"})
         self._changed()
@@ -515,3 +522,8 @@ class Registry:
         channels += [actor.channel for actor in self.actors.values() if actor.channel is not None]
         for channel in [*channels, *([self._trainer] if self._trainer is not None else [])]:
             channel.close("the registry ends")
+
+
+def _speed_class(transfer_s: float | None) -> float:
+    """So coarse that actors of like speed keep their places from one version to the next, and their connections."""
+    return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))

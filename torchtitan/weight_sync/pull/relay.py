@@ -1,6 +1,6 @@
 """An actor that passes a version on while it is still arriving: a bucket leaves as soon as it is verified.
 
-The registry says who may pull from whom, and gives both the key. An actor that is let down by another one goes on at
+The registry says who pulls from whom, and gives the key for it. An actor that is let down by another one goes on at
 the trainer.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.pull.handshake import PEER
+from torchtitan.weight_sync.pull.handshake import PEER, role_key
 from torchtitan.weight_sync.pull.readers import Readers
 from torchtitan.weight_sync.pull.runtime import Runtime
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
@@ -19,19 +19,18 @@ from torchtitan.weight_sync.wire import Message
 TICK_SECONDS = 1.0
 
 
-def family(addresses: Mapping[str, str], fanout: int, key_of: Callable[[str], str]) -> dict[str, Message]:
-    """Who pulls from whom: an actor's source, and the keys of its children.
+def relay_sources(addresses: Mapping[str, str], fanout: int, relay_key: Callable[[str], str]) -> dict[str, Message]:
+    """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out.
 
     addresses: by actor, in the order in which they are to have it; fanout: how many pull from the trainer, and from
-    each actor; key_of("parent/child"): what a pair shares.
+    each actor; relay_key(name): what that actor knows of those who pull from it (see Relay.key).
     """
     names = list(addresses)
-    found: dict[str, Message] = {name: {"children": {}} for name in names}
+    found: dict[str, Message] = {}
     for number, child in enumerate(names[fanout:] if fanout else []):
         parent = names[number // fanout]
-        key = key_of(f"{parent}/{child}")
-        found[child]["source"] = {"name": parent, "address": addresses[parent], "key": key}
-        found[parent]["children"][child] = key
+        key = role_key(relay_key(parent), PEER, child)
+        found[child] = {"name": parent, "address": addresses[parent], "key": key}
     return found
 
 
@@ -43,11 +42,14 @@ class Relay:
         self._layout: Layout | None = None
         self._transfer: Transfer | None = None
         self._closed = False
-        self.children: dict[str, str] = {}
-        """Name -> key of those that may pull from here"""
+        self.key = ""
+        """From which the keys of those follow that may pull from here; the registry says it to this actor alone"""
         roles = frozenset((PEER,))
-        self.readers = Readers(runtime, epoch, roles, lambda _role, name: self.children.get(name), self, "relay")
+        self.readers = Readers(runtime, epoch, roles, self._key_of, self, "relay")
         self._stop_listening: Callable[[], None] = lambda: None
+
+    def _key_of(self, _role: str, name: str) -> str | None:
+        return role_key(self.key, PEER, name) if self.key else None
 
     def start(self, listener: Any) -> None:
         """Begin to accept other actors."""
