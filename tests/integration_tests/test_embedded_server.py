@@ -24,9 +24,12 @@ from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.pull.publication import Publication
+from torchtitan.weight_sync.pull.puller import Served
+from torchtitan.weight_sync.pull.registry import Settings
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
-from torchtitan.weight_sync.states.receiver import Served
 
 TOKEN = "a-token-for-tests"
 MAX_LENGTH = 4000
@@ -39,6 +42,33 @@ def body(max_tokens: int = 6, name: str = "a", **sampling: Any) -> dict[str, Any
 def endless(name: str = "a") -> dict[str, Any]:
     """Eight sequences that run for seconds: from this prompt the most likely token is never the end."""
     return GenerateRequest(name, [4, 9, 3], SamplingParameters(MAX_LENGTH - 3, 8, 0.0)).to_json()
+
+
+class Trainer:
+    """Publishes versions of a checkpoint's weights: all of them times 1 + version / 100."""
+
+    def __init__(self, checkpoint: Path, folder: Path, epoch: str = "e"):
+        self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
+        self.live = {name: one.clone() for name, one in self.base.items()}
+        self.publication = Publication(
+            self.live, Settings(world_size=1), epoch=epoch, token=TOKEN, folder=folder, bucket_bytes=1 << 16
+        )
+        key, registry = role_key(TOKEN, ACTOR, "actor-0"), self.publication.registry_address
+        self.connect = {"registry": registry, "actor": "actor-0", "epoch": epoch, "key": key}
+        """Body of /weights/connect"""
+
+    def publish(self, version: int) -> None:
+        while not self.publication.boundary.reserve():
+            time.sleep(0.01)
+        for name, tensor in self.live.items():
+            tensor.copy_(self.base[name] * (1 + version / 100))
+        assert self.publication.boundary.commit(version, 0)
+        self.publication.publisher.fence()
+
+    def actor(self) -> dict[str, Any]:
+        """What the trainer is told of it."""
+        assert self.publication.watcher is not None
+        return dict(self.publication.watcher.status()["actors"].get("actor-0", {}))
 
 
 class Client:
@@ -155,7 +185,7 @@ async def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[st
         assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
         status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
         assert status == 400 and "token ids" in answer["error"]
-        status, answer = await client.call("POST", "/weights/connect", json={"coordinator": "x"})
+        status, answer = await client.call("POST", "/weights/connect", json={"registry": "x"})
         assert status == 400 and "epoch" in answer["error"]
         status, answer = await client.call("GET", "/nowhere")
         assert status == 404 and "/nowhere" in answer["error"]
@@ -284,44 +314,71 @@ def test_versions_arrive_between_steps_and_failed_ones_poison(tiny_checkpoint: C
     in_process(tiny_checkpoint(), scenario, require_version=True)
 
 
-def test_connects_to_a_coordinator_and_replaces_the_connection(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_connects_to_a_registry_and_replaces_the_connection(tiny_checkpoint: Callable[..., Path]) -> None:
     async def scenario(server: EngineServer, client: Client) -> None:
         assert (await client.call("GET", "/weights"))[1] == {"weights": None}
-        with socket.create_server(("127.0.0.1", 0)) as coordinator:
-            address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as registry:
+            address = f"127.0.0.1:{registry.getsockname()[1]}"
             for epoch in ("first", "second"):
-                connect = {"coordinator": address, "actor": "actor-0", "epoch": epoch}
+                connect = {"registry": address, "actor": "actor-0", "epoch": epoch, "key": "its key"}
                 status, answer = await client.call("POST", "/weights/connect", json=connect)
                 assert status == 200 and answer["weights"]["connected"] is False
-                coordinator.settimeout(PATIENCE_S)
-                connection, _ = await asyncio.to_thread(coordinator.accept)
+                registry.settimeout(PATIENCE_S)
+                connection, _ = await asyncio.to_thread(registry.accept)
                 connection.close()
-        status, answer = await client.call("POST", "/weights/connect", json={**connect, "coordinator": "nonsense"})
+        status, answer = await client.call("POST", "/weights/connect", json={**connect, "registry": "nonsense"})
         assert status == 400 and "nonsense" in answer["error"]
 
     in_process(tiny_checkpoint(), scenario)
 
 
-def test_a_replaced_receiver_no_longer_changes_the_weights(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_second_job_is_refused_while_the_first_ones_registry_is_in_reach(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    async def scenario(server: EngineServer, client: Client) -> None:
+        trainers = [await asyncio.to_thread(Trainer, tiny_checkpoint(), tmp_path / epoch, epoch) for epoch in "ab"]
+        try:
+            first, second = (trainer.connect for trainer in trainers)
+            assert (await client.call("POST", "/weights/connect", json=first))[0] == 200
+            await client.until(lambda health: health["weights"]["connected"])
+            status, answer = await client.call("POST", "/weights/connect", json=second)
+            assert status == 409 and f"job a, whose registry is at {first['registry']}" in answer["error"]
+            # The same job may connect anew.
+            assert (await client.call("POST", "/weights/connect", json=first))[0] == 200
+            await client.until(lambda health: health["weights"]["connected"])
+            await asyncio.to_thread(trainers.pop(0).publication.close)
+            await client.until(lambda health: not health["weights"]["connected"])
+            assert (await client.call("POST", "/weights/connect", json=second))[0] == 200
+            await asyncio.to_thread(trainers[0].publish, 0)
+            health = await client.until(lambda health: health["version"] == 0)
+            assert health["epoch"] == "b"
+        finally:
+            for trainer in trainers:
+                await asyncio.to_thread(trainer.publication.close)
+
+    in_process(tiny_checkpoint(), scenario)
+
+
+def test_what_a_replaced_connection_brings_no_longer_changes_the_weights(tiny_checkpoint: Callable[..., Path]) -> None:
     weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
 
     async def scenario(server: EngineServer, client: Client) -> None:
-        async def connect(epoch: str) -> Receiver:
-            body = {"coordinator": "127.0.0.1:1", "actor": "actor-0", "epoch": epoch}
+        async def connect(epoch: str) -> Actor:
+            body = {"registry": "127.0.0.1:1", "actor": "actor-0", "epoch": epoch, "key": "its key"}
             assert (await client.call("POST", "/weights/connect", json=body))[0] == 200
-            assert server._receiver is not None
-            return server._receiver
+            assert server._weights is not None
+            return server._weights
 
         old = await connect("e")
-        await asyncio.to_thread(old._apply, StagedVersion("e", 1, "d1", weights))
-        old._machine.served = Served("e", 1, "d1")
+        await asyncio.to_thread(server.apply, 1, StagedVersion("e", 1, "d1", weights))
+        old.puller.serving = Served("e", 1, "d1")
         middle = await connect("e")
         assert middle.served == Served("e", 1, "d1")
-        with pytest.raises(WeightsRefused, match="another receiver"):
-            await asyncio.to_thread(old._apply, StagedVersion("e", 2, "d2", weights))
+        with pytest.raises(WeightsRefused, match="another connection"):
+            await asyncio.to_thread(server.apply, 1, StagedVersion("e", 2, "d2", weights))
         assert server.engine.version == 1 and not server.engine.poisoned
-        # An apply whose end the closed receiver did not see: the next one must not claim the version before.
-        await asyncio.to_thread(middle._apply, StagedVersion("e", 2, "d2", weights))
+        # An apply whose end the closed connection did not see: the next one must not claim the version before.
+        await asyncio.to_thread(server.apply, 2, StagedVersion("e", 2, "d2", weights))
         assert (await connect("e")).served is None
         assert (await client.call("GET", "/health"))[1]["version"] == 2
 

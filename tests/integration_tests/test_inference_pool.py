@@ -27,7 +27,7 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.utils.events import EventLog
 
-VERSION = 7  # the fake takes the coordinator's port for its version
+VERSION = 7  # the fake takes the registry's port for its version
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ async def running(config: JobConfig, run_dir: Path, connect: bool = True) -> Asy
     await pool.start()
     try:
         if connect:
-            await pool.connect_weights(f"coordinator:{VERSION}")
+            await pool.connect_weights(f"registry:{VERSION}")
         yield pool
     finally:
         await asyncio.wait_for(pool.close(), 30)
@@ -97,7 +97,7 @@ async def test_requests_wait_for_weights_and_then_spread_over_the_actors(
         waiting = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
         await eventually(lambda: list(pool.actors.values()) == ["joining"] * 2)
         assert not any(task.done() for task in waiting)
-        await pool.connect_weights(f"coordinator:{VERSION}")
+        await pool.connect_weights(f"registry:{VERSION}")
         results = await asyncio.gather(*waiting)
         assert all(len(completions) == 2 for completions in results)
         assert results[0][0].spans[0].version == VERSION
@@ -107,7 +107,7 @@ async def test_requests_wait_for_weights_and_then_spread_over_the_actors(
         waiting = [asyncio.ensure_future(pool.generate(request(i), VERSION + 1)) for i in range(6)]
         await asyncio.sleep(0.3)
         assert not any(task.done() for task in waiting)
-        await pool.connect_weights(f"coordinator:{VERSION + 1}")
+        await pool.connect_weights(f"registry:{VERSION + 1}")
         results = await asyncio.gather(*waiting)
         assert {completions[0].spans[0].version for completions in results} == {VERSION + 1}
         # whichever actor had the version first, the other got its half
@@ -358,7 +358,7 @@ async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
         lost.touch()
         await eventually(lambda: not lost.exists())
         (event,) = events(tmp_path, "actor_weights_lost")
-        assert event["reason"] == "no coordinator for 60 s"
+        assert event["reason"] == "no registry for 60 s"
         assert await pool.generate(request(0))
         assert pool.statistics["evictions"] == 0
 
@@ -376,7 +376,7 @@ async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_
         await eventually(lambda: pool.actors["actor-0"] == "joining")
         await asyncio.sleep(0.5)
         assert not events(tmp_path, "actor_join_timeout"), "nobody has told it where weights come from"
-        await pool.connect_weights(f"coordinator:{VERSION}")
+        await pool.connect_weights(f"registry:{VERSION}")
         await eventually(lambda: bool(events(tmp_path, "actor_restarting")))
         assert len(events(tmp_path, "actor_join_timeout")) == 3
         assert "join_timeout_s = 0.3 s: no weights" in events(tmp_path, "actor_evicted")[0]["reason"]

@@ -12,33 +12,13 @@ import pytest
 import torch
 
 import torchtitan.inference.embedded.verification as verification
-from tests.integration_tests.test_embedded_server import TOKEN, Client, body
+from tests.integration_tests.test_embedded_server import TOKEN, Client, Trainer, body
 from tests.patience import eventually
-from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models import load_policy
 from torchtitan.weight_sync.digest import differing_parameters
-from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.staging import StagedVersion
-
-
-class Trainer:
-    """Publishes versions of a checkpoint's weights: all of them times 1 + version / 100."""
-
-    def __init__(self, checkpoint: Path, run_dir: Path):
-        self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
-        self.live = {name: one.clone() for name, one in self.base.items()}
-        self.sync = WeightSync(
-            WeightSyncConfig(bucket_bytes=1 << 16), self.live, epoch="e", token=TOKEN, run_dir=run_dir, host="127.0.0.1"
-        )
-
-    def publish(self, version: int) -> None:
-        assert self.sync.reserve()
-        for name, tensor in self.live.items():
-            tensor.copy_(self.base[name] * (1 + version / 100))
-        assert self.sync.commit(version, 0) != "skipped"
-        self.sync.fence()
 
 
 def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:
@@ -48,12 +28,11 @@ def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:
         trainer = await asyncio.to_thread(Trainer, checkpoint, run_dir)
         try:
             async with Client(f"http://127.0.0.1:{port}") as client:
-                connect = {"coordinator": trainer.sync.coordinator_address, "actor": "actor-0", "epoch": "e"}
-                assert (await client.call("POST", "/weights/connect", json=connect))[0] == 200
+                assert (await client.call("POST", "/weights/connect", json=trainer.connect))[0] == 200
                 await scenario(server, client, trainer)
         finally:
             await server.close()
-            await asyncio.to_thread(trainer.sync.close)
+            await asyncio.to_thread(trainer.publication.close)
 
     asyncio.run(inside())
 
@@ -92,12 +71,11 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         status, answer = await running
         assert status == 503 and "version 1 as it was sent: model.layers.1.self_attn.k_proj.weight" in answer["error"]
 
-        def evicted() -> bool:
-            return any(one.evictions for one in trainer.sync.actors().values())
+        def told() -> str:
+            return (tmp_path / "registry.jsonl").read_text()
 
-        await eventually(evicted)
-        journal = (tmp_path / "weight_sync" / "coordinator.jsonl").read_text()
-        (line,) = [line for line in journal.splitlines() if '"evict"' in line]
+        await eventually(lambda: '"poisoned"' in told())
+        (line,) = [line for line in told().splitlines() if '"poisoned"' in line]
         assert "model.layers.1.self_attn.k_proj.weight" in line
         # The same version again, whole this time.
         health = await client.until(
@@ -142,8 +120,8 @@ def test_generation_goes_on_during_the_look_and_the_next_version_waits_for_it(
             # The next one is there, and ordered to be applied, while this one is looked at.
             await client.until(lambda health, version=version: health["version"] == version)
         await client.until(lambda health: health["verified"]["whole"] == 3 and health["verified"]["version"] == 2)
-        status = next(iter(trainer.sync.actors().values()))
-        assert status.version == 2 and status.evictions == 0
+        await eventually(lambda: trainer.actor()["version"] == 2)
+        assert trainer.actor()["evictions"] == 0
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

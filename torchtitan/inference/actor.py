@@ -73,7 +73,7 @@ ABSENT = (ActorState.STARTING, ActorState.EVICTED, ActorState.GAVE_UP)
 class Actor:
     """Supervises one actor: a process of ours, or a server at `url` that runs already.
 
-    `changed()` is called after everything that may let a waiting request go on.
+    key: its own at the weight registry. `changed()` is called after everything that may let a waiting request go on.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Actor:
         name: str,
         config: JobConfig,
         epoch: str,
+        key: str,
         events: EventLog,
         make_client: Callable[[str], ActorClient],
         changed: Callable[[], None],
@@ -112,7 +113,7 @@ class Actor:
         # Times on time.monotonic(), 0.0 where it is not so.
         self._evicted_at = self._ready_at = self._not_serving_since = self._suspect_since = 0.0
         self._memory = ActorMemory(config.inference, self._write)
-        self._weights = WeightConnection(name, config, epoch, self._write)
+        self._weights = WeightConnection(name, config, epoch, key, self._write)
         self._probe_now = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -125,9 +126,9 @@ class Actor:
     def serves(self, min_version: int) -> bool:
         return self.state is ActorState.READY and self.version is not None and self.version >= min_version
 
-    def connect(self, coordinator: str) -> None:
-        """Fetch weights from this coordinator from now on."""
-        self._weights.use(coordinator)
+    def connect(self, registry: str) -> None:
+        """Pull weights from the trainer with this registry (host:port) from now on."""
+        self._weights.use(registry)
         self.probe_now()
 
     def probe_now(self) -> None:
@@ -208,7 +209,7 @@ class Actor:
             self._write("actor_stays_asleep", level=logging.WARNING, reason=reason)
 
     def lost_from_sync(self, reason: str) -> None:
-        """The weight coordinator has evicted it: what it works on is redone elsewhere, and it gets no prompts before a
+        """The weight synchronisation has lost it: what it works on is redone elsewhere, and it gets no prompts before a
         probe has shown that it lives. Does nothing where it is out already."""
         # One that finishes requests before a version comes is joining, and has work.
         if self.state is not ActorState.READY and not (self.state is ActorState.JOINING and self._requests):

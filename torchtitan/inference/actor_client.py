@@ -12,15 +12,11 @@ from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 
 
 class ActorClient(abc.ABC):
-    """Talks to the actor at `url`, authorised by `token`. Every method has a deadline and raises ActorError.
+    """Talks to the actor at `url`, authorised by `token`. Every method has a deadline and raises ActorError. Belongs to
+    one asyncio loop."""
 
-    The server authorises itself at the weight coordinator by `job_token`, where that is not the same one. Belongs to
-    one asyncio loop.
-    """
-
-    def __init__(self, url: str, token: str, job_token: str | None = None):
+    def __init__(self, url: str, token: str):
         self.client = JsonClient(url, token)
-        self._job_token = token if job_token is None else job_token
 
     @property
     def url(self) -> str:
@@ -44,9 +40,12 @@ class ActorClient(abc.ABC):
         """All that /health says."""
         return await self.client.call_object("health", "GET", "/health", timeout_s)
 
-    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
-        """Have the actor fetch its weights from this coordinator under this name; replaces an earlier connection."""
-        body = {"coordinator": coordinator, "actor": actor, "epoch": epoch, "token": self._job_token}
+    async def connect_weights(
+        self, registry: str, actor: str, epoch: str, key: str, relay: bool, timeout_s: float
+    ) -> None:
+        """Have the actor pull its weights from the trainer with this registry (host:port), under this name and with its
+        key; replaces an earlier connection. relay: it passes them on to other actors, too."""
+        body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
         await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
 
     async def pause(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server of one actor: who may ask, pause and sleep, weights from a coordinator, health and errors.
+"""The HTTP server of one actor: who may ask, pause and sleep, weights from a trainer, health and errors.
 
 What stands behind it is an engine in this process (embedded/server.py) or another server (agent/server.py).
 """
@@ -21,7 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import Tag
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.pull.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 logger = logging.getLogger(__name__)
@@ -37,27 +37,31 @@ class WrongRequest(ValueError):
     """The request cannot be served by any actor: the message says what is wrong."""
 
 
+class OtherJob(Exception):
+    """Another job that lives gives this server its weights: the message says which."""
+
+
 class ActorServer:
     """The routes that all actors have. A subclass says what they do to its engine; those methods may block, each is
     called in a thread.
 
     Args:
-        token: what clients must send as `Authorization: Bearer …`, and what the weight coordinator gets unless a
-            connection names another one; None lets everybody in.
-        data_host: address on which weights are received.
+        token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+        relay_host: address on which versions are passed on to other actors, where the trainer wants that.
     """
 
     body_limit: ClassVar[int] = 1024 * 1024
-    statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400}
+    statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400, OtherJob: 409}
     """The HTTP status of what a request may raise; anything else is a defect and 500"""
 
-    def __init__(self, token: str | None, data_host: str):
-        self._token, self._data_host = token, data_host
+    def __init__(self, token: str | None, relay_host: str):
+        self._token, self._relay_host = token, relay_host
         self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
-        self._receiver: Receiver | None = None
+        self._weights: Actor | None = None
+        """Brings the weights of the trainer that was named last"""
         self._lost: str | None = None
-        """Why the receiver that is there has to be replaced"""
+        """Why that has to be replaced"""
         self._runner: web.AppRunner | None = None
 
     # What a subclass says
@@ -76,8 +80,8 @@ class ActorServer:
     def wake(self, tags: list[Tag]) -> None:
         raise NotImplementedError
 
-    def new_receiver(self) -> int:
-        """A number for a receiver: what `apply` gets from older ones is refused from here on."""
+    def new_connection(self) -> int:
+        """A number for a connection to a trainer: what `apply` gets from older ones is refused from here on."""
         raise NotImplementedError
 
     @property
@@ -85,16 +89,12 @@ class ActorServer:
         """(epoch, version) that the engine certainly holds whole."""
         raise NotImplementedError
 
-    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
-        """Called by receiver number `receiver` in a thread of its own; returns what it cost, in seconds."""
+    def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
+        """Called for this connection in a thread of its own; returns what it cost, in seconds."""
         raise NotImplementedError
 
-    def receiver_options(self) -> dict[str, Any]:
-        """Options of its Receiver."""
-        return {}
-
-    def connected(self, receiver: Receiver, actor: str, epoch: str, token: str) -> None:
-        """A receiver has begun."""
+    def connected(self, weights: Actor) -> None:
+        """A connection has begun."""
 
     def status(self) -> tuple[str, str | None]:
         """One word, ok or why nothing is served, and the reason as a sentence."""
@@ -120,21 +120,21 @@ class ActorServer:
         return int(self._runner.addresses[0][1])
 
     async def close(self) -> None:
-        """Stop receiving and listening."""
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.close, SHUTDOWN_SECONDS)
+        """Stop pulling and listening."""
+        if self._weights is not None:
+            await asyncio.to_thread(self._weights.close, SHUTDOWN_SECONDS)
         if self._runner is not None:
             await self._runner.cleanup()
 
     def routes(self) -> list[web.RouteDef]:
-        """All routes. Errors are {"error": reason} with status 400, 401, 404, 500, or those of `statuses`."""
+        """All routes. Errors are {"error": reason} with status 400, 401, 404, 409, 500, or those of `statuses`."""
         return [
             web.post("/pause", self._pause),
             web.post("/resume", self._resume),
             web.post("/sleep", self._sleep),
             web.post("/wake", self._wake),
             web.post("/weights/connect", self._connect),
-            web.get("/weights", self._weights),
+            web.get("/weights", self._show_weights),
             web.get("/health", self._health),
         ]
 
@@ -162,8 +162,8 @@ class ActorServer:
         """What /health says."""
         status, reason = self.status()
         weights = None
-        if self._receiver is not None:
-            weights = self._receiver.status().to_json()
+        if self._weights is not None:
+            weights = self._weights.status().to_json()
             weights["failure"] = self._lost or weights["failure"]
         return {"status": status, "reason": reason, "pid": os.getpid(), "weights": weights, **self.details()}
 
@@ -192,47 +192,46 @@ class ActorServer:
         return answer(self.state())
 
     async def _connect(self, request: web.Request) -> web.Response:
-        """{"coordinator": "host:port", "actor", "epoch"}: fetch weights from there from now on."""
+        """{"registry": "host:port", "actor", "epoch", "key"}: pull weights from there from now on, under this name and
+        with its key (handshake.role_key). {"relay": true}: and pass them on to other actors."""
         body = parse_object(await request.read())
-        values = [body.get(name) for name in ("coordinator", "actor", "epoch")]
+        values = [body.get(field) for field in ("registry", "actor", "epoch", "key")]
         if not all(isinstance(value, str) and value for value in values):
-            raise WrongRequest("coordinator (host:port), actor and epoch must be non-empty strings")
-        coordinator, actor, epoch = (str(value) for value in values)
-        token = body.get("token", self._token)
-        if not isinstance(token, str):
-            without = "this server runs without a token: send the job's as token"
-            raise WrongRequest(without if self._token is None else "token must be a string")
+            raise WrongRequest("registry (host:port), actor, epoch and key must be non-empty strings")
+        registry, name, epoch, key = (str(value) for value in values)
         try:
-            wire.parse_address(coordinator)
+            wire.parse_address(registry)
         except wire.ProtocolError as error:
             raise WrongRequest(str(error)) from None
         # In their order, and without a thread for each that waits. The other lock: one that was cancelled goes on.
         async with self._turn:
-            await asyncio.to_thread(self._replace_receiver, coordinator, actor, epoch, token)
+            relay_host = self._relay_host if body.get("relay") else ""
+            await asyncio.to_thread(self._replace_weights, registry, name, epoch, key, relay_host)
         return answer(self.state())
 
-    def _replace_receiver(self, coordinator: str, actor: str, epoch: str, token: str) -> None:
+    def _replace_weights(self, registry: str, name: str, epoch: str, key: str, relay_host: str) -> None:
         with self._connecting:
-            old = self._receiver
+            old = self._weights
             if old is not None:
+                if old.connected and (old.registry, old.epoch) != (registry, epoch):
+                    theirs = f"job {old.epoch}, whose registry is at {old.registry}"
+                    raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
                 old.close()
-            number = self.new_receiver()
+            number = self.new_connection()
             served = None if old is None else old.served
             if served is not None and (served.epoch, served.version) != self.holds:
-                # An apply outlasted the old receiver: it does not know what the engine holds now.
+                # An apply outlasted the old connection: it does not know what the engine holds now.
                 served = None
-            receiver = Receiver(
-                coordinator, actor, epoch, token, functools.partial(self.apply, number),
-                host=self._data_host, served=served, **self.receiver_options(),
-            )  # fmt: skip
-            self._receiver, self._lost = receiver, None
-            receiver.start()
-            self.connected(receiver, actor, epoch, token)
+            apply = functools.partial(self.apply, number)
+            weights = Actor(registry, name, epoch, key, apply, served=served, relay_host=relay_host)
+            self._weights, self._lost = weights, None
+            weights.start()
+            self.connected(weights)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return answer(self.state())
 
-    async def _weights(self, _request: web.Request) -> web.Response:
+    async def _show_weights(self, _request: web.Request) -> web.Response:
         return answer({"weights": self.state()["weights"]})
 
 

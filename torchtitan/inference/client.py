@@ -8,8 +8,8 @@ from typing import Any
 from torchtitan.inference.types import Tag
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
-# States of a weight receiver with a version on its way; the coordinator has deadlines for them.
-UPDATING = ("RECEIVING", "STAGED", "APPLYING")
+# States of an actor's weights with a version on its way; the registry has deadlines for them.
+UPDATING = ("PULLING", "APPLYING")
 
 
 class ActorError(Exception):
@@ -90,9 +90,9 @@ class ActorHealth:
     reason: str | None = None
     """Why it does not serve"""
     weights_state: str | None = None
-    """Of its weight receiver (RECEIVING, …); None where it has none"""
+    """Of its weights (PULLING, …); None where no trainer gives it any"""
     weights_failure: str | None = None
-    """Why its weight receiver has given up"""
+    """Why no weights come any more"""
     engine_age_s: float = 0.0
     """Seconds without progress of an engine that has work"""
     answered_age_s: float = 0.0

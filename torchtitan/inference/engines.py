@@ -9,17 +9,15 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor_client import ActorClient
 
 
-def make_client(backend: str, url: str, token: str, job_token: str) -> ActorClient:
-    """A client of the actor at `url`; the server authorises itself at the weight coordinator by `job_token`."""
+def make_client(backend: str, url: str, token: str) -> ActorClient:
+    """A client of the actor at `url`."""
     if backend == "embedded":
         from torchtitan.inference.embedded.client import EmbeddedClient
 
-        return EmbeddedClient(url, token, job_token)
+        return EmbeddedClient(url, token)
     from torchtitan.inference.agent.client import AgentClient
 
-    return AgentClient(
-        importlib.import_module(f"torchtitan.inference.{backend}.dialect").DIALECT, url, token, job_token
-    )
+    return AgentClient(importlib.import_module(f"torchtitan.inference.{backend}.dialect").DIALECT, url, token)
 
 
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:

@@ -23,6 +23,7 @@ from torchtitan.inference.engines import make_client as make_engine_client
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.events import EventLog
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,11 @@ class InferencePool:
         token: str,
         run_dir: Path,
         events: EventLog,
-        make_client: Callable[[str, str, str], ActorClient] | None = None,
+        make_client: Callable[[str, str], ActorClient] | None = None,
     ):
-        """`token` authorises us at the actors that we start, and all actors at the weight coordinator; servers that run
-        already let us in with the one in the environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one.
-        make_client: of another engine than inference.backend names."""
+        """`token` authorises us at the actors that we start; servers that run already let us in with the one in the
+        environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one. For the weights each actor gets its own key,
+        which is derived from `token`. make_client: of another engine than inference.backend names."""
         self._config, self._epoch, self._job_token = config, epoch, token
         self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
         self._run_dir, self._events = run_dir, events
@@ -109,8 +110,9 @@ class InferencePool:
                     name,
                     self._config,
                     self._epoch,
+                    role_key(self._job_token, ACTOR, name),
                     self._events,
-                    make_client=lambda url: self._make_client(url, self._token, self._job_token),
+                    make_client=lambda url: self._make_client(url, self._token),
                     changed=self._dispatch,
                     process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir, i),
                     url=servers[i] if servers else "",
@@ -121,10 +123,11 @@ class InferencePool:
         self._guard = asyncio.create_task(self._parity.run(self._actors))
         self._tasks = [*(asyncio.create_task(actor.supervise()) for actor in self._actors), self._guard]
 
-    async def connect_weights(self, coordinator: str) -> None:
-        """Have all actors, also those that (re)join later, fetch their weights from `coordinator` (host:port)."""
+    async def connect_weights(self, registry: str) -> None:
+        """Have all actors, also those that (re)join later, pull their weights from the trainer with this registry
+        (host:port)."""
         for actor in self._actors:
-            actor.connect(coordinator)
+            actor.connect(registry)
 
     async def redo_elsewhere(self, actor: str, reason: str) -> None:
         """Weight synchronisation has given an actor up: its requests go to others, and a probe decides about itself."""

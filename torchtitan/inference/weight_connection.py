@@ -1,4 +1,4 @@
-"""The connection of one actor to the weight coordinator: made, made anew where it is lost or brings no weights."""
+"""The connection of one actor to the trainer's weights: made, made anew where it is lost or brings none."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ ATTEMPTS = 3
 
 
 class WeightConnection:
-    """write(kind, level, …) writes an event of the actor `name`."""
+    """key: of the actor `name` (handshake.role_key). write(kind, level, …) writes an event of it."""
 
-    def __init__(self, name: str, config: JobConfig, epoch: str, write: Callable[..., None]):
-        self._name, self._epoch, self._write = name, epoch, write
+    def __init__(self, name: str, config: JobConfig, epoch: str, key: str, write: Callable[..., None]):
+        self._name, self._epoch, self._key, self._write = name, epoch, key, write
+        self._relay = config.weight_sync.relay
         self._timeout_s, self._join_timeout_s = config.inference.health_timeout_s, config.weight_sync.join_timeout_s
-        self._coordinator: str | None = None
+        self._registry: str | None = None
         self.connected = False
         self._fruitless = 0
         self._waiting_since = 0.0
@@ -31,9 +32,9 @@ class WeightConnection:
         """Whether connecting anew has not helped several times."""
         return self._fruitless >= ATTEMPTS
 
-    def use(self, coordinator: str) -> None:
-        """Fetch weights from this coordinator (host:port) from now on."""
-        self._coordinator, self.connected = coordinator, False
+    def use(self, registry: str) -> None:
+        """Pull weights from the trainer with this registry (host:port) from now on."""
+        self._registry, self.connected = registry, False
 
     def stop_waiting(self, success: bool) -> None:
         """Weights have come (success), or are not expected now."""
@@ -51,9 +52,10 @@ class WeightConnection:
         if self.connected and health.weights_failure is not None:
             self.connected = False
             self._write("actor_weights_lost", level=logging.WARNING, reason=health.weights_failure)
-        if self._coordinator is None or self.connected or not may_connect:
+        if self._registry is None or self.connected or not may_connect:
             return health
-        await client.connect_weights(self._coordinator, self._name, self._epoch, self._timeout_s)
+        names = self._registry, self._name, self._epoch, self._key
+        await client.connect_weights(*names, self._relay, self._timeout_s)
         self.connected = True
         return await client.health(self._timeout_s)
 

@@ -3,7 +3,7 @@
 Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
 The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,
 and 17 makes it answer nonsense. While the file that FAKE_HANG names exists, its engine hangs; with FAKE_DEAF it has no
-use for connections to a coordinator; with FAKE_LOST its weight receiver has given up, until it is connected anew. The
+use for connections to a registry; with FAKE_LOST its weights have given up, until it is connected anew. The
 process whose number stands in the file FAKE_POISONED holds half a version, drops what runs and serves nothing. While
 there is FAKE_DEAD, the engine beside it is dead since then, which it does not say.
 """
@@ -59,7 +59,7 @@ class FakeActor:
     async def health(self, request: web.Request) -> web.Response:
         status = "poisoned" if poisoned() else "not_ready" if self.version is None else "ok"
         age = 60.0 if flag("FAKE_HANG") else 0.0
-        weights = {"state": "READY", "failure": "no coordinator for 60 s" if flag("FAKE_LOST") else None}
+        weights = {"state": "READY", "failure": "no registry for 60 s" if flag("FAKE_LOST") else None}
         answer = {"status": status, "epoch": self.epoch, "version": self.version}
         if flag("FAKE_DEAD"):
             answer["answered_age_s"] = age_of_flag("FAKE_DEAD")
@@ -93,7 +93,7 @@ class FakeActor:
         flag("FAKE_LOST", lower=True)
         if flag("FAKE_DEAF"):
             return web.json_response({})
-        self.epoch, self.version = body["epoch"], int(body["coordinator"].rpartition(":")[2])
+        self.epoch, self.version = body["epoch"], int(body["registry"].rpartition(":")[2])
         return web.json_response({})
 
 

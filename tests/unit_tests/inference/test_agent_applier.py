@@ -88,7 +88,7 @@ def staged(version: int) -> StagedVersion:
 def made(**options: Any) -> tuple[Engine, Applier]:
     engine = Engine()
     applier = Applier(engine, engine, 5.0, **options)  # type: ignore[arg-type]
-    applier.new_receiver()
+    applier.new_connection()
     return engine, applier
 
 
@@ -102,7 +102,7 @@ def test_a_version_is_loaded_while_the_engine_stands() -> None:
 
 def test_an_older_receiver_is_refused_and_touches_nothing() -> None:
     engine, applier = made()
-    assert applier.new_receiver() == 2
+    assert applier.new_connection() == 2
     with pytest.raises(WeightsRefused, match="another receiver"):
         applier.apply(1, staged(3))
     assert engine.calls == [] and applier.holds is None

@@ -103,7 +103,7 @@ def test_merged_files_are_what_peft_makes_of_our_export(
     loader = FileLoader(options, read_files)
     applier = Applier(control, loader, 5.0, base=BaseWeights(directory))
     version = staged(policy)
-    applier.apply(applier.new_receiver(), version)
+    applier.apply(applier.new_connection(), version)
     loader.close()
 
     def logits(model: Any) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Liar:
     async def capabilities(self, timeout_s: float) -> Capabilities:
         return self.able
 
-    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
+    async def connect_weights(self, *_: object) -> None:
         self.connections += 1
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:

@@ -52,7 +52,7 @@ class Sleeper:
     async def capabilities(self, timeout_s: float) -> Capabilities:
         return self.able
 
-    async def connect_weights(self, coordinator: str, actor: str, epoch: str, timeout_s: float) -> None:
+    async def connect_weights(self, *_: object) -> None:
         self.orders.append("connect")
         if "weights" in self.asleep:
             self.wrong.append("connected while its weights were away")
@@ -362,7 +362,7 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
     async def work() -> None:
         sleeper, process = Slow(), Process()
         config = make_config(sleep_timeout_s=0.3)
-        one = actor.Actor("a", config, "e", events, lambda _: sleeper, lambda: None, process)
+        one = actor.Actor("a", config, "e", "key", events, lambda _: sleeper, lambda: None, process)
         one.connect("127.0.0.1:9")
         supervision = asyncio.ensure_future(one.supervise())
         await until(lambda: one.state.value == READY)

@@ -41,7 +41,7 @@ class Applier:
         self._timeout_s, self._drain_timeout_s = timeout_s, drain_timeout_s
         self._activity = activity or ActivityLog()
         self._lock = threading.Lock()
-        self._receivers = 0
+        self._connections = 0
         self.busy = False
         """A version is being applied"""
         self.draining = False
@@ -64,11 +64,12 @@ class Applier:
         """Whether the engine has to stand still, also after a version has come."""
         return self.paused or self.poisoned is not None or bool(self.asleep)
 
-    def new_receiver(self) -> int:
-        """A number for a receiver; older ones are refused from here on. Waits for an apply that has begun."""
+    def new_connection(self) -> int:
+        """A number for a connection to a trainer: what older ones bring is refused from here on. Waits for an apply
+        that has begun."""
         with self._lock:
-            self._receivers += 1
-            return self._receivers
+            self._connections += 1
+            return self._connections
 
     def find_lost_weights(self) -> str | None:
         """Why the engine does not hold what it was given, where its label says so and nothing is being applied; then
@@ -159,16 +160,16 @@ class Applier:
         finally:
             self._lock.release()
 
-    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
-        """Called by receiver number `receiver` in a thread of its own; returns what it cost, in seconds.
+    def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
+        """Called for this connection in a thread of its own; returns what it cost, in seconds.
 
         Raises WeightsRefused where the engine is as it was, also where its weights are asleep; anything else means that
         it may hold half a version: then it stands still until a version has been applied whole.
         """
         label = make_label(staged.epoch, staged.version)
         with self._lock:
-            if receiver != self._receivers:
-                raise WeightsRefused("another receiver has taken this one's place")
+            if connection != self._connections:
+                raise WeightsRefused("another connection has taken this one's place")
             if "weights" in self.asleep:
                 raise WeightsRefused("the engine is asleep")
             self.busy = True

@@ -38,8 +38,8 @@ def reachable_url(engine: str, agent: str) -> str:
 class AgentClient(ActorClient):
     """Talks to the agent at `url`, and to the engine whose address the agent says in /health."""
 
-    def __init__(self, dialect: Dialect, url: str, token: str, job_token: str | None = None):
-        super().__init__(url, token, job_token)
+    def __init__(self, dialect: Dialect, url: str, token: str):
+        super().__init__(url, token)
         self._dialect, self._token = dialect, token
         self._engine: JsonClient | None = None
         self._capabilities: Capabilities | None = None

@@ -13,7 +13,7 @@ from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import TAGS, Tag
-from torchtitan.weight_sync.receiver import Receiver
+from torchtitan.weight_sync.pull.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 
@@ -44,10 +44,10 @@ class AgentServer(ActorServer):
         loader: WeightLoader,
         applier: Applier,
         token: str,
-        data_host: str,
+        relay_host: str,
         timeout_s: float,
     ):
-        super().__init__(token, data_host)
+        super().__init__(token, relay_host)
         self._place, self._loader, self._applier, self._timeout_s = place, loader, applier, timeout_s
         self._watch = Watch(control, applier, self._weights_lost)
 
@@ -80,24 +80,19 @@ class AgentServer(ActorServer):
     def wake(self, tags: list[Tag]) -> None:
         self._applier.wake(tags)
 
-    def new_receiver(self) -> int:
-        return self._applier.new_receiver()
+    def new_connection(self) -> int:
+        return self._applier.new_connection()
 
     @property
     def holds(self) -> tuple[str, int] | None:
         return self._applier.holds
 
-    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
-        return self._applier.apply(receiver, staged)
+    def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
+        return self._applier.apply(connection, staged)
 
-    def receiver_options(self) -> dict[str, Any]:
-        trusts = self._applier.holds is not None
-        return {"workers": self._loader.workers, "workers_timeout_s": self._timeout_s, "trust_workers": trusts}
-
-    def connected(self, receiver: Receiver, actor: str, epoch: str, token: str) -> None:
-        leader = receiver.workers_address if self._loader.workers else ""
+    def connected(self, weights: Actor) -> None:
         try:
-            self._loader.connected(leader, actor, epoch, token)
+            self._loader.connected("", weights.name, weights.epoch, weights.key)
         except EngineError as error:
             self._lost = f"the engine could not be connected: {error}"
             raise

@@ -35,7 +35,7 @@ class EngineServer(ActorServer):
         token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         threads: of the engine; 0 leaves torch's choice.
         require_version: answer 503 until a first version was applied.
-        data_host: address on which weights are received.
+        relay_host: see ActorServer.
         drain_timeout_s: so long may what runs finish before weights change; 0: they change in flight.
         activity_file: gets notes of when the engine worked.
         verify_every: versions from one check of the weights in use to the next; 0 checks none.
@@ -51,12 +51,12 @@ class EngineServer(ActorServer):
         token: str | None,
         threads: int = 0,
         require_version: bool = False,
-        data_host: str = "127.0.0.1",
+        relay_host: str = "127.0.0.1",
         drain_timeout_s: float = 0.0,
         activity_file: Path | None = None,
         verify_every: int = 1,
     ):
-        super().__init__(token, data_host)
+        super().__init__(token, relay_host)
         self.engine, self.model = engine, model
         self._event_loop = asyncio.get_running_loop()
         self.stopped = asyncio.Event()
@@ -64,7 +64,7 @@ class EngineServer(ActorServer):
         activity = ActivityLog(activity_file)
         self.loop = EngineLoop(engine, threads, require_version, self._engine_failed, drain_timeout_s, activity)
         self.verifier = Verifier(verify_every, engine.weights.live, self._found_torn)
-        self._receivers = 0
+        self._connections = 0
         self._applying = threading.Lock()
         self._numbers = itertools.count()
         self._begun = time.monotonic()
@@ -146,27 +146,24 @@ class EngineServer(ActorServer):
 
     # Weights
 
-    def new_receiver(self) -> int:
+    def new_connection(self) -> int:
         def count() -> int:
-            self._receivers += 1
-            return self._receivers
+            self._connections += 1
+            return self._connections
 
-        # Counted in the engine's thread: what an older receiver orders from here on is refused there.
+        # Counted in the engine's thread: what an older connection orders from here on is refused there.
         return self.loop.do(count)
 
     @property
     def holds(self) -> tuple[str, int] | None:
         return None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
 
-    def receiver_options(self) -> dict[str, Any]:
-        return {"where": str(self.engine.device)}
-
-    def apply(self, receiver: int, staged: StagedVersion) -> dict[str, float]:
+    def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
         def check() -> None:
-            if receiver != self._receivers:
-                raise WeightsRefused("another receiver has taken this one's place")
+            if connection != self._connections:
+                raise WeightsRefused("another connection has taken this one's place")
 
-        # A receiver may still apply while another takes its place.
+        # An old connection may still apply while another takes its place.
         with self._applying:
             self.verifier.finish()
             cost = self.loop.apply(staged.epoch, staged.version, staged.tensors, check)
@@ -176,9 +173,9 @@ class EngineServer(ActorServer):
     def _found_torn(self, epoch: str, version: int, reason: str, in_a_row: int) -> None:
         """Called by the verifier: nothing more is sampled with these weights, and everybody is told."""
         self.loop.poison(epoch, version, reason)
-        receiver = self._receiver
-        if receiver is not None and receiver.epoch == epoch:
-            receiver.found_torn(version, reason)
+        weights = self._weights
+        if weights is not None and weights.epoch == epoch:
+            weights.found_torn(version, reason)
         if in_a_row >= MOST_TORN:
             # Whoever supervises this process starts a fresh one.
             logger.error("%d versions in a row did not arrive whole: this process ends", in_a_row)

@@ -11,12 +11,14 @@ half a version: the actor is poisoned until a version has been applied.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.checksums import bucket_checksum
@@ -35,6 +37,25 @@ from torchtitan.weight_sync.wire import Message
 logger = logging.getLogger(__name__)
 
 ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
+
+
+@dataclass
+class ActorStatus:
+    """What an actor's health route can show."""
+
+    state: str
+    connected: bool
+    poisoned: bool
+    epoch: str | None
+    version: int | None
+    digest: str | None
+    versions_applied: int
+    versions_refused: int
+    failure: str | None
+    """Why nothing is pulled any more, if so (the registry was out of reach for too long)"""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
 
 
 class StagingEngine:
@@ -90,7 +111,8 @@ class StagingEngine:
 class Actor:
     """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
     (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
-    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere.
+    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
+    a wildcard, others are told the address by which the registry is reached.
     """
 
     def __init__(
@@ -108,15 +130,15 @@ class Actor:
         relay_host: str = "",
     ):
         wire.parse_address(registry)
-        self.name = name
+        self.registry, self.name, self.epoch, self.key = registry, name, epoch, key
         self._runtime = SocketRuntime()
-        self.failure = ""
+        self._failure = ""
         engine, relay, address = StagingEngine(apply, boxes), None, ""
         self._listener: socket.socket | None = None
         if relay_host and boxes is None:
             family = socket.AF_INET6 if ":" in relay_host else socket.AF_INET
             self._listener = socket.create_server((relay_host, 0), family=family)
-            address = wire.format_address(relay_host, self._listener.getsockname()[1])
+            address = wire.format_address(reachable_host(relay_host, registry), self._listener.getsockname()[1])
             relay = Relay(self._runtime, epoch, engine.memory)
         self._relay = relay
         self.puller = Puller(
@@ -147,12 +169,36 @@ class Actor:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
         self._runtime.loop.call_from_thread(lambda: self.puller.found_torn(version, reason))
 
+    @property
+    def connected(self) -> bool:
+        """Whether the registry is in reach."""
+        return self._thread.is_alive() and self.puller.registry.connected
+
+    def status(self) -> ActorStatus:
+        """A snapshot for health routes and logs."""
+        puller, served = self.puller, self.puller.serving
+        return ActorStatus(
+            state=puller.state,
+            connected=self.connected,
+            poisoned=puller.poisoned,
+            epoch=None if served is None else served.epoch,
+            version=None if served is None else served.version,
+            digest=None if served is None else served.digest,
+            versions_applied=puller.applied,
+            versions_refused=puller.refused,
+            failure=self._failure or puller.registry.failure or None,
+        )
+
     def close(self, timeout: float = 5.0) -> None:
-        """Stop pulling. Waits up to `timeout` seconds for the thread."""
+        """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun: `served` tells
+        what came of it."""
+        deadline = time.monotonic() + timeout
         self._runtime.loop.call_from_thread(self.puller.close)
         self._runtime.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._runtime.finish_work("apply", deadline)
 
     def _run(self) -> None:
         try:
@@ -161,5 +207,20 @@ class Actor:
             self.puller.start()
             self._runtime.run()
         except Exception as error:
-            self.failure = f"the thread that pulls weights has ended: {error!r}"
+            self._failure = f"the thread that pulls weights has ended: {error!r}"
             logger.exception("%s: pulling weights has failed", self.name)
+
+
+def reachable_host(host: str, peer: str) -> str:
+    """What to say to others of a listener on `host`: that, or where it is a wildcard, the address by which `peer`
+    (host:port) is reached."""
+    try:
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+        address = wire.parse_address(peer)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except (ValueError, OSError):
+        return host

@@ -232,6 +232,7 @@ class SocketRuntime:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self._queues: dict[str, queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]] = {}
+        self._threads: dict[str, threading.Thread] = {}
 
     def now(self) -> float:
         return time.monotonic()
@@ -253,7 +254,9 @@ class SocketRuntime:
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(self._queues[lane],), name=lane, daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(self._queues[lane],), name=lane, daemon=True)
+            self._threads[lane] = thread
+            thread.start()
         self._queues[lane].put((function, done))
 
     def _work(self, waiting: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]) -> None:
@@ -265,6 +268,13 @@ class SocketRuntime:
             except BaseException as raised:  # Whatever was raised: somebody waits for the word of this thread.
                 error = raised
             self.loop.call_from_thread(partial(done, result, error))
+
+    def finish_work(self, lane: str, deadline: float) -> None:
+        """After run(): wait until `deadline` (time.monotonic()) for what has begun there, and say what came of it."""
+        thread = self._threads.get(lane)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.loop.run_leftover_calls()
 
     def listen(self, where: socket.socket, accept: Callable[[Channel], None]) -> Callable[[], None]:
         where.setblocking(False)
