@@ -144,7 +144,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl"])
 def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport)
     actors = [job.actor("actor-0"), job.actor("actor-1")]

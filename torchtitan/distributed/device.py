@@ -295,6 +295,13 @@ class _CudaStream:
 REACHED: Fence = _Reached()
 
 
+def use(where: torch.device) -> None:
+    """Right at the start of every thread that is to touch `where`: without it the first touch of a thread makes another
+    context of about 0.5 GB, on the first GPU."""
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+
+
 def side_stream(where: torch.device) -> SideStream:
     """A stream of its own on `where`; on the CPU one thread for the whole process."""
     return _CudaStream(where) if where.type == "cuda" else _cpu_stream()

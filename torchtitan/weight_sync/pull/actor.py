@@ -20,15 +20,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
+import torch
+
+from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.checksums import bucket_checksum
+from torchtitan.weight_sync.checksums import checksum_function, reads_devices
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
+from torchtitan.weight_sync.pull.fetching import Fetcher
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
 from torchtitan.weight_sync.pull.puller import Puller, Served
 from torchtitan.weight_sync.pull.relay import Relay
-from torchtitan.weight_sync.pull.shared_files import SharedFiles
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.pull.transfer import BucketKey
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
@@ -61,10 +64,17 @@ class ActorStatus:
 class StagingEngine:
     """Staging memory, and the engine's function that takes it from there."""
 
-    def __init__(self, apply: ApplyFunction, boxes: Mapping[str, Box] | None = None):
-        self._apply, self._boxes = apply, boxes
+    def __init__(
+        self,
+        apply: ApplyFunction,
+        boxes: Mapping[str, Box] | None,
+        where: str,
+        post: Callable[[Callable[[], None]], None],
+    ):
+        self._apply, self._boxes, self._where = apply, boxes, where
         self._staging: Staging | None = None
-        self._files = SharedFiles()
+        self._fetcher = Fetcher(post)
+        self.linked = self._fetcher.linked
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
@@ -72,7 +82,9 @@ class StagingEngine:
         """See puller.Engine."""
         needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
         try:
-            self._staging = Staging(layout, self._boxes)
+            # Only checksums of kind "sum" are computed on a device.
+            where = self._where if reads_devices(layout.checksum) else "cpu"
+            self._staging, self._fetcher.where = Staging(layout, self._boxes, where), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
         return needs
@@ -91,9 +103,11 @@ class StagingEngine:
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
         """See puller.Engine."""
-        target = self.bucket(key)
-        self._files.copy(reference, target)
-        return bucket_checksum(target)
+        assert self._staging is not None
+        self._written += 1
+        target = self._staging.bucket(key)
+        self._fetcher.copy(reference, target)
+        return checksum_function(self._staging.layout.checksum)(target)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See puller.Engine."""
@@ -113,6 +127,7 @@ class Actor:
     (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
     relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
     a wildcard, others are told the address by which the registry is reached.
+    where: the device of staging memory (ipc, nccl).
     """
 
     def __init__(
@@ -128,12 +143,13 @@ class Actor:
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
         relay_host: str = "",
+        where: str = "cpu",
     ):
         wire.parse_address(registry)
         self.registry, self.name, self.epoch, self.key = registry, name, epoch, key
-        self._runtime = SocketRuntime()
+        self._runtime = SocketRuntime(lambda: device.use(torch.device(where)))
         self._failure = ""
-        engine, relay, address = StagingEngine(apply, boxes), None, ""
+        engine, relay, address = StagingEngine(apply, boxes, where, self._runtime.post), None, ""
         self._listener: socket.socket | None = None
         if relay_host and boxes is None:
             family = socket.AF_INET6 if ":" in relay_host else socket.AF_INET

@@ -70,7 +70,12 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         lease_s=arguments["lease_s"],
         refer=REFERENCES[arguments["transport"]](slots),
     )
-    bell = socket.socket(fileno=arguments["bell_fd"])
+    bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
+    serve(runtime, server, bell, listener)
+
+
+def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, listener: socket.socket) -> None:
+    """Run a shard server until the runtime is stopped, or the trainer has closed its end of the bell."""
     bell.setblocking(False)
 
     def rung(_events: int) -> None:
@@ -82,7 +87,7 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         server.look()
 
     runtime.loop.watch(bell, selectors.EVENT_READ, rung)
-    server.start(socket.socket(fileno=arguments["listen_fd"]))
+    server.start(listener)
     runtime.run()
 
 

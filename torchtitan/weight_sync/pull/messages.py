@@ -59,6 +59,10 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "granted": {"pull": _NUMBER},
     "gone": {"pull": _NUMBER},
     "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
+    # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
+    # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
+    "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
+    "credit": {"link": _TEXT},
     # Trainer (rank 0) <-> registry
     "pin": {"version": _MAYBE_NUMBER},
     "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.pull.server_thread import ShardServerThread
 from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess, numeric, towards
 from torchtitan.weight_sync.pull.watcher import Watcher
 from torchtitan.weight_sync.states.boundary import Boundary
+
+# These have their slots where the parameters are.
+ON_DEVICE = frozenset({"ipc", "nccl"})
 
 
 class Publication:
@@ -37,13 +42,21 @@ class Publication:
         host: str = "127.0.0.1",
         port: int = 0,
         max_restarts: int = 5,
+        chunk_bytes: int = 4 << 20,
+        chunk_timeout_s: float = 1.0,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         host = numeric(host) if registry is None else towards(registry)
         # One slot is written, one holds the newest version, the others are lanes.
         slots = 2 + settings.lanes
         self.publisher = Publisher(
-            parameters, rank=rank, dtype=dtype, num_slots=slots, bucket_bytes=bucket_bytes, folder=folder
+            parameters,
+            rank=rank,
+            dtype=dtype,
+            num_slots=slots,
+            bucket_bytes=bucket_bytes,
+            folder=folder,
+            on_device=transport in ON_DEVICE,
         )
         self.boundary = Boundary(self.publisher)
         self.registry: RegistryServer | None = None
@@ -53,18 +66,14 @@ class Publication:
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
-        self.shard_server = ShardServerProcess(
-            self.publisher,
-            epoch,
-            token,
-            registry,
-            settings.lease_s,
-            transport,
-            folder,
-            host,
-            port + 1 + local_rank if port else 0,
-            max_restarts,
-        )
+        self.shard_server: ShardServerProcess | ShardServerThread
+        common = self.publisher, epoch, token, registry, settings.lease_s
+        where = host, port + 1 + local_rank if port else 0, max_restarts
+        if isinstance(self.publisher.slots, DeviceSlots) or transport == "nccl":
+            chunks = (chunk_bytes, chunk_timeout_s) if transport == "nccl" else None
+            self.shard_server = ShardServerThread(*common, chunks, *where)
+        else:
+            self.shard_server = ShardServerProcess(*common, transport, folder, *where)
 
     @property
     def failure(self) -> str:

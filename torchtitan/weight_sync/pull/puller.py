@@ -20,7 +20,7 @@ from torchtitan.weight_sync.pull.handshake import PEER, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
 from torchtitan.weight_sync.pull.relay import Relay
-from torchtitan.weight_sync.pull.runtime import Runtime
+from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.pull.source import Source
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError
@@ -53,8 +53,14 @@ class Engine(Protocol):
     def bucket(self, key: BucketKey) -> memoryview:
         """The staging memory of a bucket."""
 
+    def linked(self, channel: Channel, message: Message) -> None:
+        """An entry of a link has come; see source.Wanted. Called on the loop's thread."""
+
     def fetch(self, key: BucketKey, reference: Message) -> str:
-        """Copy what a reference points to into the bucket's staging memory; the checksum of the copy."""
+        """Copy what a reference points to into the bucket's staging memory; the checksum of the copy.
+
+        Raises ConnectionError where only the way was broken, and its channel is closed.
+        """
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """Serve what is staged, from between two steps on. Returns figures.
@@ -384,18 +390,28 @@ class Puller:
         """Verify it, or fetch and verify what it refers to."""
         pull = self._pull
         if pull is None or not self._is_current(message):
+            if "link" in message.get("reference", ()):
+                # It is on its way all the same, and would be taken for the next one.
+                source.drop("a bucket of a pull that is over")
+                source.ask()
             return
         key = message["rank"], message["bucket"]
         version, actor = pull.manifest.version, self._identity.name
         asked = faults.at("receive", version=version, actor=actor, rank=key[0], bucket=key[1])
         if "reference" in message:
-            self._fetch(source, self._checked_key(source, message, pull), message["reference"], pull)
+            if "drop" not in asked:
+                key = self._checked_key(source, message, pull)
+                self._fetch(source, key, message["reference"], pull, "corrupt" in asked)
             return
         found = pull.placing.pop(key).hexdigest()
         if "drop" not in asked:
             self._verify(source, key, found if "corrupt" not in asked else "corrupt")
 
-    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: Transfer) -> None:
+    def linked(self, channel: Channel, message: Message) -> None:
+        """See source.Wanted."""
+        self._engine.linked(channel, message)
+
+    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: Transfer, corrupt: bool) -> None:
         pull.placing[key] = None
         self._writers += 1
 
@@ -403,9 +419,12 @@ class Puller:
             self._writers -= 1
             if pull is self._pull:
                 del pull.placing[key]
+                if isinstance(error, ConnectionError):
+                    self._ask_again(source, pull, key[1])
+                    return
                 pull.bytes += self._bucket_bytes(key)
                 pull.moved_at = self._runtime.now()
-                self._verify(source, key, found if error is None else repr(error))
+                self._verify(source, key, "corrupt" if corrupt else found if error is None else repr(error))
             else:
                 self._consider()
 
@@ -438,8 +457,11 @@ class Puller:
         elif self._peer is not None:
             self._leave_peer()
         else:
-            again = {"pull": pull.number, "serial": pull.serial, "buckets": [[bucket, bucket + 1]]}
-            source.tell({"type": "open", **again})
+            self._ask_again(source, pull, bucket)
+
+    def _ask_again(self, source: Source, pull: Transfer, bucket: int) -> None:
+        again = {"pull": pull.number, "serial": pull.serial, "buckets": [[bucket, bucket + 1]]}
+        source.tell({"type": "open", **again})
 
     def lost(self, rank: int) -> None:
         """A channel is over: what was half here has to come again."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.needs import needs_from_json
@@ -38,6 +38,20 @@ class Store(Protocol):
         """Its bytes. They stay as they are until end_what_is_gone() has closed all that read them."""
 
 
+class Link(Protocol):
+    """The way to one worker of an actor, for a transport that sends bytes otherwise than over its channel."""
+
+    def heard(self, message: Message) -> None:
+        """An entry or a credit has come. Raises ProtocolError where it makes no sense."""
+
+    def send(self, memory: Any, sent: Callable[[], None]) -> Message:
+        """Queue the bytes of a bucket; what tells the actor where they come. Calls `sent` once nothing reads them any
+        more, also where they have not arrived: then it has closed the channel."""
+
+    def close(self) -> None:
+        """The channel is over: what is under way is given up."""
+
+
 @dataclass
 class Reader:
     """An actor's channel, and the lease that it has."""
@@ -51,11 +65,14 @@ class Reader:
     waiting: deque[int] = field(default_factory=deque)
     """Buckets that it has asked for"""
     sending: int | None = None
-    """Serial of the snapshot that its socket is reading"""
+    """Serial of the snapshot that its socket or link is reading"""
+    link: Link | None = None
 
 
 class Readers:
-    """phase: of fault injection. refer(serial, rank, bucket): where a bucket is, for transports that send no bytes."""
+    """phase: of fault injection. refer(reader, bucket): where a bucket is, for transports that send no bytes over the
+    channel. make_link(channel, actor): the way that it takes, where one is needed for each channel; then sent(reader)
+    has to be called when the bucket has gone."""
 
     def __init__(
         self,
@@ -65,9 +82,11 @@ class Readers:
         key_of: Callable[[str, str], str | None],
         store: Store,
         phase: str,
-        refer: Callable[[int, int, int], Message] | None = None,
+        refer: Callable[[Reader, int], Message] | None = None,
+        make_link: Callable[[Channel, str], Link] | None = None,
     ):
         self._runtime, self._epoch, self._store, self._phase, self._refer = runtime, epoch, store, phase, refer
+        self._make_link = make_link
         self.gate = Gate(runtime, roles, key_of, self.admit, self._enter)
         self.channels: dict[Channel, Reader] = {}
         self.sent_bytes = 0
@@ -88,11 +107,15 @@ class Readers:
         return {"rank": rank}
 
     def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
-        self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
+        reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
         channel.on_message, channel.on_close = self._on_message, self._on_lost
+        if self._make_link is not None:
+            reader.link = self._make_link(channel, identity.name)
 
     def _on_lost(self, channel: Channel, _reason: str) -> None:
-        del self.channels[channel]
+        link = self.channels.pop(channel).link
+        if link is not None:
+            link.close()
 
     def _on_message(self, channel: Channel, message: Message) -> None:
         reader = self.channels[channel]
@@ -102,6 +125,8 @@ class Readers:
             if message["pull"] == reader.pull:
                 reader.waiting.clear()
                 reader.serial = -1
+        elif message["type"] in ("entry", "credit") and reader.link is not None:
+            reader.link.heard(message)
         else:
             raise ProtocolError(f"who pulls does not send {message['type']!r}")
 
@@ -143,7 +168,8 @@ class Readers:
             return  # as if the network had lost it
         message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
         if self._refer is not None:
-            reader.channel.send({**message, "reference": self._refer(reader.serial, reader.rank, bucket)})
+            reader.sending = None if reader.link is None else reader.serial
+            reader.channel.send({**message, "reference": self._refer(reader, bucket)})
             return
         data = self._store.read(reader.serial, reader.rank, bucket)
         self.sent_bytes += len(data)
@@ -151,11 +177,13 @@ class Readers:
             faults.bytes_per_second, self._phase, version=version, actor=reader.actor, rank=reader.rank
         )
         reader.sending = reader.serial
-        reader.channel.send(message, faults.damaged(data) if "corrupt" in asked else data, partial(self._sent, reader))
+        reader.channel.send(message, faults.damaged(data) if "corrupt" in asked else data, partial(self.sent, reader))
 
-    def _sent(self, reader: Reader) -> None:
+    def sent(self, reader: Reader) -> None:
+        """A bucket has gone: on to the next one."""
         reader.sending, reader.asked_at = None, self._runtime.now()
-        self._send_next(reader)
+        if not reader.channel.closed:
+            self._send_next(reader)
 
     def end_what_is_gone(self) -> None:
         """Right after snapshots have ended: nothing reads them when this returns."""

@@ -50,7 +50,8 @@ def towards(address: str) -> str:
             raise UserError(f"{socket.gethostname()} has no way to weight_sync.host = {host}: {error}") from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any. Raises UserError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -68,7 +69,7 @@ class RegistryServer:
     def __init__(
         self, epoch: str, token: str, settings: Settings, folder: Path, host: str, port: int, max_restarts: int
     ):
-        self._listener = _listen(host, port)
+        self._listener = listen(host, port)
         self._pulse = Pulse.create("weight-sync-pulse", folder)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
         descriptors = [self._listener.fileno(), self._pulse.descriptor]
@@ -126,7 +127,7 @@ class ShardServerProcess:
     ):
         slots = publisher.slots
         assert isinstance(slots, SharedSlots)
-        self._listener = _listen(host, port)
+        self._listener = listen(host, port)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
         layout_file = folder / f"layout-rank{publisher.rank}.json"
         layout_file.write_text(json.dumps(publisher.layout.to_json()))

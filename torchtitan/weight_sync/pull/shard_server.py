@@ -15,9 +15,9 @@ from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity, role_key
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
-from torchtitan.weight_sync.pull.readers import Readers
+from torchtitan.weight_sync.pull.readers import Link, Reader, Readers
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
-from torchtitan.weight_sync.pull.runtime import Runtime
+from torchtitan.weight_sync.pull.runtime import Channel, Runtime
 from torchtitan.weight_sync.states.slot import Words
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
@@ -41,15 +41,16 @@ class Slots(Protocol):
     def failed(self) -> list[tuple[int, int]]:
         """(serial, version) of snapshots that this rank could not take, the oldest first."""
 
-    def slot(self, index: int) -> memoryview:
-        """A slot's bytes."""
+    def slot(self, index: int) -> Any:
+        """A slot's bytes: a memoryview, or a tensor on a device. Both are cut with [start:end]."""
 
     def beat(self) -> None:
         """A sign of life for the parent."""
 
 
 class ShardServer:
-    """refer(slot, start, end): where transports that do not send bytes say that a bucket is, None for tcp."""
+    """refer(slot, start, end): where transports that do not send bytes say that a bucket is; make_link(channel, actor):
+    the way that they take, where they do not take the channel. None of both for tcp."""
 
     def __init__(
         self,
@@ -65,13 +66,14 @@ class ShardServer:
         identity: Identity,
         lease_s: float,
         refer: Callable[[int, int, int], Message] | None = None,
+        make_link: Callable[[Channel, str], Link] | None = None,
     ):
         self._runtime, self._slots, self._layout = runtime, slots, layout
         self.rank, self.epoch = rank, epoch
         self._lease_s, self._refer = lease_s, refer
         self.live = LiveSlots(slots.state_words)
-        roles, reference = frozenset((ACTOR,)), None if refer is None else self._reference
-        self.readers = Readers(runtime, epoch, roles, partial(role_key, token), self, "send", reference)
+        roles, reference = frozenset((ACTOR,)), self._reference if refer or make_link else None
+        self.readers = Readers(runtime, epoch, roles, partial(role_key, token), self, "send", reference, make_link)
         self._checksum = checksum_function(layout.checksum)
         self._checksums: dict[int, list[str]] = {}
         self._hashing: int | None = None
@@ -140,7 +142,7 @@ class ShardServer:
         # The newest first: after a restart, what was published of the others is known to be older then.
         return max(serials)
 
-    def _hash(self, memory: memoryview, version: int) -> list[str]:
+    def _hash(self, memory: Any, version: int) -> list[str]:
         faults.at("checksum", version=version, rank=self.rank)
         sums = []
         for start in range(0, len(memory), self._layout.bucket_bytes):
@@ -193,14 +195,23 @@ class ShardServer:
         """A snapshot is there as a whole."""
         return True
 
-    def read(self, serial: int, rank: int, bucket: int) -> memoryview:
+    def read(self, serial: int, rank: int, bucket: int) -> Any:
         """From the slot."""
         start, end = self._layout.bucket_range(0, bucket)
         return self._slots.slot(self.live.filled()[serial][0])[start:end]
 
-    def _reference(self, serial: int, _rank: int, bucket: int) -> Message:
-        assert self._refer is not None
-        return self._refer(self.live.filled()[serial][0], *self._layout.bucket_range(0, bucket))
+    def _reference(self, reader: Reader, bucket: int) -> Message:
+        serial = reader.serial
+        if reader.link is None:
+            assert self._refer is not None
+            return self._refer(self.live.filled()[serial][0], *self._layout.bucket_range(0, bucket))
+
+        def sent() -> None:
+            self.live.let_go(serial)
+            self.readers.sent(reader)
+
+        self.live.hold(serial)
+        return reader.link.send(self.read(serial, self.rank, bucket), sent)
 
     def _end_what_is_gone(self) -> None:
         self.readers.end_what_is_gone()

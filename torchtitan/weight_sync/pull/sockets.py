@@ -227,10 +227,14 @@ class SocketChannel(Channel):
 
 
 class SocketRuntime:
-    """Runs on the thread that calls run(). `stop` may be called from any thread."""
+    """Runs on the thread that calls run(). `stop` and `post` may be called from any thread.
 
-    def __init__(self) -> None:
+    begin_thread(): what each of its threads for long work does first.
+    """
+
+    def __init__(self, begin_thread: Callable[[], None] = lambda: None) -> None:
         self.loop = EventLoop()
+        self._begin_thread = begin_thread
         self._queues: dict[str, queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]] = {}
         self._threads: dict[str, threading.Thread] = {}
 
@@ -251,6 +255,10 @@ class SocketRuntime:
     def stop(self) -> None:
         self.loop.stop()
 
+    def post(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop's thread soon."""
+        self.loop.call_from_thread(callback)
+
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
         if lane not in self._queues:
             self._queues[lane] = queue.SimpleQueue()
@@ -260,6 +268,7 @@ class SocketRuntime:
         self._queues[lane].put((function, done))
 
     def _work(self, waiting: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]) -> None:
+        self._begin_thread()
         while (item := waiting.get()) is not None:
             function, done = item
             result, error = None, None

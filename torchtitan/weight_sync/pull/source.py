@@ -33,6 +33,9 @@ class Wanted(Protocol):
     def bucket(self, source: Source, message: Message) -> None:
         """A bucket is there, or a reference to it. May raise ProtocolError."""
 
+    def linked(self, channel: Channel, message: Message) -> None:
+        """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
+
     def troubled(self, source: Source) -> bool:
         """It could not be reached, or has closed the channel. True where the source has been moved elsewhere."""
 
@@ -138,5 +141,7 @@ class Source:
             self._wanted.bucket(self, message)
         elif kind == "gone":
             self._wanted.gone(message)
+        elif kind == "entry":
+            self._wanted.linked(channel, message)
         elif kind != "granted":
             raise ProtocolError(f"a shard server does not send {kind!r} to an actor")
