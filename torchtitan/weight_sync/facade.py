@@ -121,6 +121,8 @@ class WeightSync:
                 host=config.host,
                 port=config.port,
                 max_restarts=config.max_restarts,
+                chunk_bytes=config.chunk_bytes,
+                chunk_timeout_s=config.chunk_timeout_s,
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error

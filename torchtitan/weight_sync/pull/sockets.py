@@ -328,12 +328,16 @@ class SocketRuntime:
             on_failure(reason)
 
         def cancel() -> None:
+            nonlocal sock
             timer.cancel()
-            if sock is not None:
-                self.loop.forget(sock)
-                sock.close()
+            # Not a second time: its number may be another file's by then.
+            ended, sock = sock, None
+            if ended is not None:
+                self.loop.forget(ended)
+                ended.close()
 
         def connected(_events: int) -> None:
+            nonlocal sock
             assert sock is not None
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -346,6 +350,7 @@ class SocketRuntime:
             except OSError as error:
                 fail(f"the connection to {address} ended at once: {error}")
                 return
+            sock = None
             on_open(channel)
 
         timer = self.loop.call_later(timeout, lambda: fail(f"{address} did not answer within {timeout:g} s"))
