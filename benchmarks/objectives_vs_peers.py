@@ -32,7 +32,8 @@ from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.trajectory import Branch, Given
+from torchtitan.inference.types import Completion, FinishReason, VersionSpan
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.rollout.types import Sample
 from torchtitan.trainer.packing import MicroBatch, micro_batches, trained_tokens
@@ -382,15 +383,11 @@ class Ours:
     def _sample(self, number: int) -> Sample:
         kept = self.batch["mask"][number].bool()
         tokens = self.batch["tokens"][number][kept].tolist()
-        return Sample(
-            prompt_ids=[2],
-            completion_ids=tokens,
-            log_probs=self.batch["behaviour"][number][kept].tolist(),
-            spans=[VersionSpan("e", 0, 0, len(tokens))],
-            finish_reason="stop" if self.batch["ended"][number] else "length",
-            reward=0.0,
-            advantage=self.batch["advantages"][number].item(),
-        )
+        ended: FinishReason = "stop" if self.batch["ended"][number] else "length"
+        log_probs = self.batch["behaviour"][number][kept].tolist()
+        completion = Completion(tokens, log_probs, ended, [VersionSpan("e", 0, 0, len(tokens))])
+        branch = Branch([Given([2]), completion])
+        return Sample([branch], ended, 0.0, advantage=self.batch["advantages"][number].item())
 
     def rows(self, padded: torch.Tensor) -> torch.Tensor:
         """From [B, T, ...] to the active tokens."""

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.distributed_launcher import run_distributed
+from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
@@ -39,7 +40,7 @@ def record(run_dir: Path) -> None:
             for _ in range(4):
                 length = rng.randint(1, 20)
                 samples.append(
-                    Sample(
+                    single_turn(
                         prompt_ids=prompt,
                         completion_ids=[rng.randrange(128) for _ in range(length)],
                         # Near what the policy says, or every sequence would be masked.

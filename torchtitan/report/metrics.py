@@ -134,12 +134,12 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder)
 def describe_tokens(sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
     """The first tokens of a sample one by one: text, the engine's log-prob, and the trainer's where it is known."""
     ids = sample.completion_ids[:DETAILED_TOKENS]
-    known = sample.trainer_log_probs
-    trainer = [] if known is None else known[: len(ids)].tolist()
+    known = [branch.trainer_log_probs for branch in sample.branches]
+    trainer = [] if any(one is None for one in known) else [value for one in known for value in one.tolist()]
     return {
         "token_texts": token_texts(ids, tokenizer),
         "log_probs": [round(value, 4) if math.isfinite(value) else None for value in sample.log_probs[: len(ids)]],
-        "trainer_log_probs": [round(value, 4) if math.isfinite(value) else None for value in trainer],
+        "trainer_log_probs": [round(value, 4) if math.isfinite(value) else None for value in trainer[: len(ids)]],
     }
 
 

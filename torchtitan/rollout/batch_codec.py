@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy
 
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.trajectory import Branch, Given, Segment, sampled_segments
+from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
 
-FORMAT = 1
+FORMAT = 2
 
 
 def encode_batch(batch: Batch) -> bytes:
     """One line of JSON, without its newline.
 
     Raises:
-        ValueError: a group without samples, or whose samples have different prompts.
+        ValueError: a group without samples.
     """
     return json.dumps(batch_to_json(batch), separators=(",", ":")).encode()
 
@@ -34,24 +35,29 @@ def decode_batch(data: bytes) -> Batch:
 
 
 def batch_to_json(batch: Batch) -> dict[str, Any]:
-    for group in batch.groups:
-        if not group.samples or any(sample.prompt_ids != group.samples[0].prompt_ids for sample in group.samples):
-            raise ValueError(f"group {group.prompt_index} is empty or mixes prompts")
+    if empty := [group.prompt_index for group in batch.groups if not group.samples]:
+        raise ValueError(f"group {empty[0]} is empty")
     samples = batch.samples
-    epochs = sorted({span.epoch for sample in samples for span in sample.spans})
+    completions = [one for sample in samples for one in sampled_segments(sample.branches)]
+    epochs = sorted({span.epoch for one in completions for span in one.spans})
     number = {epoch: i for i, epoch in enumerate(epochs)}
-    spans = [(number[span.epoch], span.version, span.start, span.end) for sample in samples for span in sample.spans]
-    prompts = [group.samples[0].prompt_ids for group in batch.groups]
+    spans = [(number[span.epoch], span.version, span.start, span.end) for one in completions for span in one.spans]
+    # A group's samples begin with the same prompt: what was given is written once, however often it was.
+    given: dict[tuple[int, ...], int] = {}
+    branches = [
+        [[_segment_to_json(segment, given) for segment in branch.segments] for branch in sample.branches]
+        for sample in samples
+    ]
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": batch.version,
         "statistics": batch.statistics,
         "groups": [[group.prompt_index, len(group.samples)] for group in batch.groups],
-        "prompt_lengths": [len(prompt) for prompt in prompts],
-        "prompts": _pack(list(itertools.chain.from_iterable(prompts)), "<i4"),
-        "lengths": [[len(sample.completion_ids), len(sample.log_probs), len(sample.spans)] for sample in samples],
-        "completions": _pack([token for sample in samples for token in sample.completion_ids], "<i4"),
-        "log_probs": _pack_floats([value for sample in samples for value in sample.log_probs]),
+        "given_lengths": [len(tokens) for tokens in given],
+        "given": _pack(list(itertools.chain.from_iterable(given)), "<i4"),
+        "branches": branches,
+        "completions": _pack([token for one in completions for token in one.token_ids], "<i4"),
+        "log_probs": _pack_floats([value for one in completions for value in one.log_probs]),
         "epochs": epochs,
         "spans": _pack(list(itertools.chain.from_iterable(spans)), "<i8"),
         "finish_reasons": [sample.finish_reason for sample in samples],
@@ -60,44 +66,60 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
     }
     if any(sample.advantage for sample in samples):
         data["advantages"] = [sample.advantage for sample in samples]
-    if any(sample.kept_token_ids is not None for sample in samples):
-        data["kept"] = [
-            None if sample.kept_token_ids is None else _pack_kept(sample.kept_token_ids) for sample in samples
-        ]
+    if any(one.kept_token_ids is not None for one in completions):
+        data["kept"] = [None if one.kept_token_ids is None else _pack_kept(one.kept_token_ids) for one in completions]
     return data
+
+
+def _segment_to_json(segment: Segment, given: dict[tuple[int, ...], int]) -> int | list[Any]:
+    """The number of a given text, or of what was sampled its tokens, its spans and how it ended."""
+    if isinstance(segment, Given):
+        return given.setdefault(tuple(segment.token_ids), len(given))
+    return [len(segment.token_ids), len(segment.spans), segment.finish_reason]
 
 
 def batch_from_json(data: dict[str, Any]) -> Batch:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("not a recorded batch of this format")
-    prompts = iter(_unpack(data["prompts"], "<i4"))
-    tokens = iter(_unpack(data["completions"], "<i4"))
-    log_probs = iter(_unpack_floats(data["log_probs"]))
-    spans = iter(_unpack(data["spans"], "<i8"))
-    epochs = data["epochs"]
-    number = itertools.count()
-    groups = []
-    for (prompt_index, size), prompt_length in zip(data["groups"], data["prompt_lengths"], strict=True):
-        prompt_ids = list(itertools.islice(prompts, prompt_length))
-        samples = []
-        for i in itertools.islice(number, size):
-            token_count, log_prob_count, span_count = data["lengths"][i]
-            flat = list(itertools.islice(spans, 4 * span_count))
-            samples.append(
-                Sample(
-                    prompt_ids=prompt_ids,
-                    completion_ids=list(itertools.islice(tokens, token_count)),
-                    log_probs=list(itertools.islice(log_probs, log_prob_count)),
-                    spans=[VersionSpan(epochs[flat[k]], *flat[k + 1 : k + 4]) for k in range(0, len(flat), 4)],
-                    finish_reason=data["finish_reasons"][i],
-                    reward=data["reward"][i],
-                    rewards=data["rewards"][i],
-                    kept_token_ids=_unpack_kept(data["kept"][i]) if data.get("kept") else None,
-                    advantage=data["advantages"][i] if data.get("advantages") else 0.0,
-                )
-            )
-        groups.append(Group(prompt_index, samples))
+    read = _Reader(data)
+    samples = iter(
+        Sample(
+            branches=[Branch([read.segment(one) for one in segments]) for segments in branches],
+            finish_reason=data["finish_reasons"][i],
+            reward=data["reward"][i],
+            rewards=data["rewards"][i],
+            advantage=data["advantages"][i] if data.get("advantages") else 0.0,
+        )
+        for i, branches in enumerate(data["branches"])
+    )
+    groups = [Group(index, list(itertools.islice(samples, size))) for index, size in data["groups"]]
     return Batch(data["version"], groups, data["statistics"])
+
+
+class _Reader:
+    """Takes segments, in their order, from the arrays that hold those of a whole batch."""
+
+    def __init__(self, data: dict[str, Any]):
+        given = iter(_unpack(data["given"], "<i4"))
+        self._given = [list(itertools.islice(given, length)) for length in data["given_lengths"]]
+        self._tokens = iter(_unpack(data["completions"], "<i4"))
+        self._log_probs = iter(_unpack_floats(data["log_probs"]))
+        self._spans = iter(_unpack(data["spans"], "<i8"))
+        self._epochs = data["epochs"]
+        self._kept = iter(data["kept"]) if data.get("kept") else itertools.repeat(None)
+
+    def segment(self, entry: int | list[Any]) -> Segment:
+        if isinstance(entry, int):
+            return Given(self._given[entry])
+        tokens, spans, finish_reason = entry
+        flat = list(itertools.islice(self._spans, 4 * spans))
+        return Completion(
+            token_ids=list(itertools.islice(self._tokens, tokens)),
+            log_probs=list(itertools.islice(self._log_probs, tokens)),
+            finish_reason=finish_reason,
+            spans=[VersionSpan(self._epochs[flat[k]], *flat[k + 1 : k + 4]) for k in range(0, len(flat), 4)],
+            kept_token_ids=_unpack_kept(next(self._kept)),
+        )
 
 
 def _pack(values: Sequence[int], dtype: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -61,16 +62,9 @@ class GroupMaker:
 
 
 def make_sample(prompt: Prompt, completion: Completion, reward: float, rewards: dict[str, float | None]) -> Sample:
-    return Sample(
-        prompt_ids=prompt.token_ids,
-        completion_ids=completion.token_ids,
-        log_probs=completion.log_probs,
-        spans=completion.spans,
-        finish_reason=completion.finish_reason,
-        reward=reward,
-        rewards=rewards,
-        kept_token_ids=completion.kept_token_ids,
-    )
+    branches: list[Branch] = []
+    add_turn(branches, prompt.token_ids, completion)
+    return Sample(branches, completion.finish_reason, reward, rewards)
 
 
 def _seed(job_seed: int, index: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.inference.trajectory import Branch, joined_spans, sampled_segments
 from torchtitan.inference.types import VersionSpan
 
 
@@ -24,20 +25,44 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One completion with everything that training needs to know about it."""
+    """One trajectory with everything that training needs to know about it.
 
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    log_probs: list[float]
-    spans: list[VersionSpan]
+    A prompt and its completion, or a conversation of many turns: see inference/trajectory.py, which makes the branches.
+    """
+
+    branches: list[Branch]
     finish_reason: str
+    """`length` where a limit has cut it off, else `stop`"""
     reward: float
     """Weighted sum of the reward functions"""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    kept_token_ids: list[list[int]] | None = None
     advantage: float = 0.0
-    trainer_log_probs: Any = None
-    """The tokens' log-probs before the batch's first optimizer step (a tensor), where this process computed them"""
+    """Of all its sampled tokens, in every branch"""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What was given before anything was sampled."""
+        return self.branches[0].segments[0].token_ids
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything that was sampled, in the order of branches and turns: what is trained."""
+        return [token for completion in sampled_segments(self.branches) for token in completion.token_ids]
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Of completion_ids: the behaviour policy's."""
+        return [value for completion in sampled_segments(self.branches) for value in completion.log_probs]
+
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """The versions that sampled completion_ids."""
+        return joined_spans(sampled_segments(self.branches))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all branches, given and sampled: what goes through the policy."""
+        return sum(len(branch) for branch in self.branches)
 
 
 @dataclass

@@ -233,7 +233,7 @@ class Controller:
     ) -> None:
         """Write down a trained batch; say so where the trainer's log-probs and the engine's are too far apart."""
         step_s = figures["time/step_s"]
-        tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in batch.samples)
+        tokens = sum(sample.num_tokens for sample in batch.samples)
         rate = {"tokens_per_s": tokens / step_s} if step_s else {}
         states = {name: f"{status.state} v{status.version}" for name, status in self.weights.actors().items()}
         row = {"policy_version": version} | batch.statistics | dict(figures) | rate

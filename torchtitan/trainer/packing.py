@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.grpo.objectives import Objective
+from torchtitan.inference.trajectory import Branch
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.rollout.types import Batch, Sample
@@ -55,8 +56,8 @@ def minibatches(batch: Batch, count: int) -> list[list[Sample]]:
 class MicroBatch:
     """Packed sequences: inputs are tokens [0, L-1) of each, which predict its tokens [1, L).
 
-    Everything but token_ids [T] has one entry per active position [A], one whose prediction is a trained completion
-    token: the head computes nothing for prompts.
+    Everything but token_ids [T] has one entry per active position [A], one whose prediction is a sampled token: the
+    head computes nothing for what was given.
     """
 
     token_ids: torch.Tensor
@@ -74,10 +75,10 @@ class MicroBatch:
     weights: torch.Tensor
     """[A] the objective's token weights, normalised over the whole minibatch of all ranks"""
     same_version: torch.Tensor
-    """[A] bool: of a completion that the version that this batch is trained on has sampled from end to end"""
+    """[A] bool: of a trajectory that the version that this batch is trained on has sampled from end to end"""
     kept: KeptTokens | None
-    trained: list[Sample]
-    """Whose completions the active positions predict, in their order"""
+    trained: list[Branch]
+    """Whose sampled tokens the active positions predict, in their order"""
 
     @property
     def num_sequences(self) -> int:
@@ -85,14 +86,14 @@ class MicroBatch:
 
 
 def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
-    """How many of a sample's tokens enter the loss: all of them, or none."""
+    """How many of a sample's tokens enter the loss: all that were sampled, or none."""
     return 0 if mask_truncated and sample.finish_reason == "length" else len(sample.completion_ids)
 
 
 def pack(
-    samples: list[Sample], weights: list[float], version: int, mask_truncated: bool, device: torch.device
+    rows: list[tuple[Sample, Branch]], weights: list[float], version: int, mask_truncated: bool, device: torch.device
 ) -> MicroBatch:
-    """One micro-batch of whole samples; without samples, a single inert token (a rank must join every collective)."""
+    """One micro-batch of whole branches; without any, a single inert token (a rank must join every collective)."""
     tokens: list[int] = []
     targets: list[int] = []
     lengths: list[int] = []
@@ -103,25 +104,25 @@ def pack(
     token_weights: list[float] = []
     same: list[bool] = []
     kept: list[list[int]] = []
-    trained: list[Sample] = []
-    for number, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
-        whole = sample.prompt_ids + sample.completion_ids
-        start = len(tokens) + len(sample.prompt_ids) - 1
+    trained: list[Branch] = []
+    for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
+        start, whole = len(tokens), branch.token_ids
         tokens += whole[:-1]
         lengths.append(len(whole) - 1)
-        count = trained_tokens(sample, mask_truncated)
-        if not count:
+        places = branch.sampled_at
+        if not trained_tokens(sample, mask_truncated) or not places:
             continue
-        trained.append(sample)
-        active += range(start, start + count)
-        targets += sample.completion_ids
-        kept += sample.kept_token_ids or [[]] * count
-        sequence += [number] * count
-        advantages += [sample.advantage] * count
-        behaviour += sample.log_probs
-        token_weights += [weight] * count
+        trained.append(branch)
+        active += [start + place - 1 for place in places]
+        targets += [whole[place] for place in places]
+        for completion in branch.sampled:
+            kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
+            behaviour += completion.log_probs
+        sequence += [number] * len(places)
+        advantages += [sample.advantage] * len(places)
+        token_weights += [weight] * len(places)
         # What follows tokens of an older version may have been sampled with its KV cache.
-        same += [all(span.version == version for span in sample.spans)] * count
+        same += [all(span.version == version for span in sample.spans)] * len(places)
     if not lengths:
         tokens, lengths = [0], [1]
     return MicroBatch(
@@ -151,18 +152,25 @@ def micro_batches(
     ranks: int,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """This rank's share of a minibatch. Every rank gets the same number of micro-batches."""
-    active = [trained_tokens(sample, mask_truncated) for sample in samples]
-    weights = objective.token_weights(active, max_completion_tokens)
-    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
-    bins = split_for_ranks(first_fit_decreasing(lengths, budget), ranks) if samples else [[] for _ in range(ranks)]
+    """This rank's share of a minibatch. Every rank gets the same number of micro-batches.
+
+    The branches of a trajectory are sequences by themselves; their tokens weigh what the whole trajectory's do.
+    """
+    by_sample = objective.token_weights(
+        [trained_tokens(sample, mask_truncated) for sample in samples], max_completion_tokens
+    )
+    rows = [(sample, branch) for sample in samples for branch in sample.branches]
+    weights = [weight for sample, weight in zip(samples, by_sample, strict=True) for _ in sample.branches]
+    bins = split_for_ranks(first_fit_decreasing([len(branch) - 1 for _, branch in rows], budget), ranks)
+    bins = bins or [[] for _ in range(ranks)]
     if objective.local:
         # Micro-batches count the same, whatever is in them.
+        active = [len(branch.sampled_at) if trained_tokens(sample, mask_truncated) else 0 for sample, branch in rows]
         for members in bins:
             own = objective.token_weights([active[i] for i in members], max_completion_tokens)
             for i, weight in zip(members, own, strict=True):
                 weights[i] = weight / len(bins)
     return [
-        pack([samples[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
+        pack([rows[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
         for members in bins[rank::ranks]
     ]

@@ -280,9 +280,9 @@ class _Totals:
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
         # What is logged of the batch shows them beside the engine's; they stay on the device until then.
-        lengths = [len(sample.completion_ids) for sample in micro_batch.trained]
-        for sample, of_sample in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
-            sample.trainer_log_probs = of_sample
+        lengths = [len(branch.sampled_at) for branch in micro_batch.trained]
+        for branch, of_branch in zip(micro_batch.trained, log_probs.split(lengths), strict=True):
+            branch.trainer_log_probs = of_branch
         # KL(μ ‖ π), estimated from samples of μ.
         divergence = k3(micro_batch.behaviour_log_probs, log_probs)
         same = micro_batch.same_version

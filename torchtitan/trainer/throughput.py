@@ -27,7 +27,7 @@ def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> f
     twice to save memory does not count, nor do gradients of weights that stay as they are."""
     query = args.num_attention_heads * args.head_dim
     # The last token of a sequence is predicted, and goes in nowhere.
-    lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
+    lengths = [len(branch) - 1 for sample in samples for branch in sample.branches]
     completions = sum(len(sample.completion_ids) for sample in samples)
     by_weights = {
         name: args.num_hidden_layers * rows * columns * sum(lengths)

@@ -12,13 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, TokenLoss
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.trajectory import Branch, Given
+from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.packing import (
     MicroBatch,
@@ -43,7 +45,7 @@ def make_sample(rng: random.Random, prompt: int, completion: int, version: int =
         "reward": rng.random(),
         "advantage": rng.uniform(-2, 2),
     }
-    return Sample(**{**fields, **changes})
+    return single_turn(**{**fields, **changes})
 
 
 def make_samples(seed: int, count: int) -> list[Sample]:
@@ -56,10 +58,10 @@ def settings_of(low: float = 0.0, high: float = 0.0) -> LossSettings:
     return LossSettings(OBJECTIVES["dapo"], ObjectiveOptions(ClipRange(0.2, 0.28)), bounds=bounds)
 
 
-def pack_all(samples: list[Sample], mask_truncated: bool = False) -> list[MicroBatch]:
+def pack_all(samples: list[Sample], mask_truncated: bool = False, objective: str = "dapo") -> list[MicroBatch]:
     return micro_batches(
         samples,
-        OBJECTIVES["dapo"],
+        OBJECTIVES[objective],
         version=3,
         budget=500,
         max_completion_tokens=LONGEST,
@@ -212,7 +214,8 @@ def test_minibatches_hold_whole_groups() -> None:
 def test_packed_positions_point_at_completion_tokens() -> None:
     samples = make_samples(3, 4)
     samples[1].finish_reason = "length"
-    samples[2].spans = [VersionSpan("e", 2, 0, 1), VersionSpan("e", 3, 1, len(samples[2].completion_ids))]
+    mixed = completion_of(samples[2])
+    mixed.spans = [VersionSpan("e", 2, 0, 1), VersionSpan("e", 3, 1, len(mixed.token_ids))]
     (packed,) = pack_all(samples, mask_truncated=True)
     trained = [sample for i, sample in enumerate(samples) if i != 1]
     assert packed.targets.tolist() == [token for sample in trained for token in sample.completion_ids]
@@ -220,3 +223,33 @@ def test_packed_positions_point_at_completion_tokens() -> None:
     assert packed.token_ids.tolist() == inputs
     assert packed.weights.sum().item() == pytest.approx(1.0)
     assert (~packed.same_version).sum().item() == len(samples[2].completion_ids)
+
+
+def test_a_branched_trajectory_trains_what_was_sampled_and_nothing_else() -> None:
+    """Two branches and a plain sample: only sampled tokens are targets, each of them weighs what those of any other
+    sample do, and all carry the advantage of their trajectory."""
+    spans = [VersionSpan("e", 3, 0, 2)]
+    turns = [Completion([token, token + 1], [-token / 8, -token / 4], "stop", spans) for token in (10, 20, 30)]
+    branches = [
+        Branch([Given([1, 2]), turns[0], Given([3]), turns[1]]),
+        Branch([Given([1, 2, 10]), turns[2]]),
+    ]
+    agent = Sample(branches, "stop", 1.0, advantage=2.0)
+    plain = make_sample(random.Random(0), 2, 3, advantage=-1.0)
+    for name, weight in (("dapo", 1 / 9), ("grpo", 1 / 12), ("dr_grpo", 1 / (2 * LONGEST))):
+        whole, *rest = pack_all([agent, plain], objective=name)
+        assert not rest and whole.num_sequences == 3
+        columns = (whole.targets, whole.behaviour_log_probs, whole.advantages, whole.weights)
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        pairs = [pair for turn in turns for pair in zip(turn.token_ids, turn.log_probs, strict=True)]
+        assert sorted(row[:2] for row in rows if row[2] == 2.0) == sorted(pairs)
+        assert [row[3] for row in rows if row[2] == 2.0] == [pytest.approx(weight)] * 6
+        # What predicts a token is the one in front of it, in its own branch.
+        for branch, begin in zip((*branches, plain.branches[0]), (0, 6, 10), strict=True):
+            ids = branch.token_ids
+            assert whole.token_ids.tolist()[begin : begin + len(ids) - 1] == ids[:-1]
+            active = [place - begin for place in whole.active.tolist() if begin <= place < begin + len(ids) - 1]
+            assert active == [place - 1 for place in branch.sampled_at]
+    agent.finish_reason = "length"
+    (masked,) = pack_all([agent, plain], mask_truncated=True)
+    assert masked.targets.tolist() == plain.completion_ids

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trajectories import single_turn
 from torchtitan.config.tables.grpo import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.errors import UserError
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
@@ -47,7 +48,7 @@ def make_samples(seed: int, count: int = 7) -> list[Sample]:
     for _ in range(count):
         length = rng.randint(1, LONGEST)
         samples.append(
-            Sample(
+            single_turn(
                 prompt_ids=[1] * rng.randint(1, 4),
                 completion_ids=[rng.randrange(30) for _ in range(length)],
                 log_probs=[-3 * rng.random() for _ in range(length)],

@@ -15,6 +15,7 @@ import numpy
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import VersionSpan
@@ -27,7 +28,7 @@ from torchtitan.report.metrics import (
     cut_after,
     token_texts,
 )
-from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.rollout.types import Batch, Group
 from torchtitan.utils.events import EventLog
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -49,7 +50,8 @@ def make_config(**settings: object) -> JobConfig:
 
 def make_batch() -> Batch:
     spans = [VersionSpan("e1-x", 3, 0, 1), VersionSpan("e1-x", 4, 1, 2)]
-    samples = [Sample([1, 2], [3, 4], [0, 0], spans, "stop", float(i), {"exact": i, "fails": None}) for i in range(5)]
+    rewards = [{"exact": float(i), "fails": None} for i in range(5)]
+    samples = [single_turn([1, 2], [3, 4], [0, 0], spans, "stop", float(i), one) for i, one in enumerate(rewards)]
     samples[0].advantage = -0.5
     return Batch(version=5, groups=[Group(0, samples)])
 
@@ -124,8 +126,9 @@ def test_completions_in_words(tmp_path: Path, limit: int, expected: int) -> None
 def test_tokens_with_both_log_probs(tmp_path: Path) -> None:
     batch = make_batch()
     sample = batch.samples[0]
-    sample.completion_ids, sample.log_probs = [5] * 1000, [-0.123456] * 1000
-    sample.trainer_log_probs = numpy.array([math.nan] + [-0.5] * 999)
+    completion = completion_of(sample)
+    completion.token_ids, completion.log_probs = [5] * 1000, [-0.123456] * 1000
+    sample.branches[0].trainer_log_probs = numpy.array([math.nan] + [-0.5] * 999)
     logger = MetricsLogger(make_config(), tmp_path)
     logger.log_completions(6, batch, Words())
     logger.close()

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.trajectories import completion_of, single_turn
 from torchtitan.errors import UserError
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.trajectory import Branch, Given
+from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, read_records
 from torchtitan.rollout.types import Batch, Group, Sample
@@ -23,22 +25,32 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
-def samples(draw: st.DrawFn, prompt: list[int]) -> Sample:
+def completions(draw: st.DrawFn) -> Completion:
     length = draw(st.integers(0, 5))
     values = float32 if draw(st.booleans()) else st.floats(allow_nan=False)
     spans = [
         VersionSpan(draw(st.sampled_from(["e1", "e2", "ü"])), draw(st.integers(0, 2**40)), i, i + 1)
         for i in range(draw(st.integers(0, 3)))
     ]
-    return Sample(
-        prompt_ids=prompt,
-        completion_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
+    return Completion(
+        token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
         log_probs=draw(st.lists(values, min_size=length, max_size=length)),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
         spans=spans,
+        kept_token_ids=draw(st.none() | st.lists(tokens, max_size=3)),
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn, prompt: list[int]) -> Sample:
+    """Of a turn or several, in a branch or several, which all begin with the group's prompt."""
+    later = st.lists(completions() | tokens.map(Given), max_size=4)
+    branches = [Branch([Given(prompt), *draw(later)]) for _ in range(draw(st.integers(1, 3)))]
+    return Sample(
+        branches=branches,
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         reward=draw(finite),
         rewards=draw(st.dictionaries(st.text(max_size=4), st.none() | finite, max_size=3)),
-        kept_token_ids=draw(st.none() | st.lists(tokens, max_size=3)),
         advantage=draw(st.just(0.0) | finite),
     )
 
@@ -65,14 +77,14 @@ def test_batches_survive_the_trip_to_the_last_bit(batch: Batch) -> None:
 
 
 def make_batch(version: int) -> Batch:
-    sample = Sample([1, 2], [3], [-0.25], [VersionSpan("e", version, 0, 1)], "stop", 1.0, {"r": 1.0})
+    sample = single_turn([1, 2], [3], [-0.25], [VersionSpan("e", version, 0, 1)], "stop", 1.0, {"r": 1.0})
     return Batch(version, [Group(version * 2, [sample, sample])], {"reward/mean": 1.0})
 
 
 def test_log_probs_of_float32_take_four_bytes() -> None:
     def size(value: float, count: int) -> int:
         batch = make_batch(0)
-        batch.groups[0].samples[0] = Sample([1, 2], [3] * count, [value] * count, [], "stop", 1.0)
+        batch.groups[0].samples[0] = single_turn([1, 2], [3] * count, [value] * count, [], "stop", 1.0)
         return len(json.loads(encode_batch(batch))["log_probs"][1])
 
     assert size(-0.1, 3001) == 2 * size(-0.25, 3001)  # base64 of 8 and of 4 bytes each
@@ -84,11 +96,18 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         decode_batch(data)
 
 
-def test_groups_must_be_whole() -> None:
-    batch = make_batch(0)
-    batch.groups[0].samples[1] = Sample([9], [3], [-0.25], [], "stop", 1.0)
-    with pytest.raises(ValueError, match="mixes prompts"):
-        encode_batch(batch)
+def test_what_was_given_is_written_once() -> None:
+    """A group's prompt may be long, and every branch of a trajectory may repeat it."""
+    turn = completion_of(make_batch(0).samples[0])
+    sample = Sample([Branch([Given(list(range(1000))), turn])] * 2, "stop", 1.0)
+    batch = Batch(0, [Group(0, [sample] * 8)])
+    assert decode_batch(encode_batch(batch)) == batch
+    assert len(encode_batch(batch)) < 2 * len(encode_batch(Batch(0, [Group(0, [sample])])))
+
+
+def test_groups_must_have_samples() -> None:
+    with pytest.raises(ValueError, match="group 7 is empty"):
+        encode_batch(Batch(0, [Group(7, [])]))
 
 
 def record_run(run_dir: Path, steps: int) -> None:

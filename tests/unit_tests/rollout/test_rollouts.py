@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
+from tests.trajectories import single_turn
 from tests.unit_tests.rollout.test_datasets import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -25,7 +26,7 @@ from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.staleness import Pace, sample_version
-from torchtitan.rollout.types import Batch, Group, Prompt, Sample
+from torchtitan.rollout.types import Batch, Group, Prompt
 
 GROUP_SIZE, BATCH_GROUPS = 2, 4
 
@@ -253,7 +254,7 @@ def group_of(*rewards: dict[str, float | None]) -> Group:
     samples = []
     for one in rewards:
         total = sum(value for value in one.values() if value is not None)
-        samples.append(Sample([1], [2], [0.0], [VersionSpan("e", 0, 0, 1)], "stop", total, one))
+        samples.append(single_turn([1], [2], [0.0], [VersionSpan("e", 0, 0, 1)], "stop", total, one))
     return Group(0, samples)
 
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
+from tests.trajectories import single_turn
 from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.tables.grpo import LOSS_TYPES
@@ -26,7 +27,7 @@ from torchtitan.inference.types import VersionSpan
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.rollout.types import Batch, Group, Sample
+from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -56,7 +57,7 @@ def make_batch(seed: int) -> Batch:
         for _ in range(3):
             length = rng.randint(1, LONGEST)
             samples.append(
-                Sample(
+                single_turn(
                     prompt_ids=prompt,
                     completion_ids=[rng.randrange(128) for _ in range(length)],
                     log_probs=[rng.uniform(-7.0, -3.0) for _ in range(length)],

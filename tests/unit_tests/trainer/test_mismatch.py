@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trajectories import completion_of
 from tests.unit_tests.trainer.test_gradient_independence import make_batch
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, inner_steps, run_config
 from torchtitan.config.job_config import JobConfig
@@ -26,8 +27,9 @@ def sampled_by(trainer: PolicyTrainer, engine: Decoder, seed: int, version: int,
     own, trainer.policy = trainer.policy, engine
     for sample in batch.samples:
         scored = trainer.score(sample.prompt_ids + sample.completion_ids)
-        sample.log_probs = scored[len(sample.prompt_ids) - 1 :]
-        sample.spans = [VersionSpan("e", version, 0, len(sample.completion_ids))]
+        completion = completion_of(sample)
+        completion.log_probs = scored[len(sample.prompt_ids) - 1 :]
+        completion.spans = [VersionSpan("e", version, 0, len(sample.completion_ids))]
     trainer.policy = own
     return batch
 

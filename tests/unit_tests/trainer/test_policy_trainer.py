@@ -100,17 +100,17 @@ def test_samples_keep_their_log_probs_from_before_the_batch(
     untrained = build_policy(config, trainer.dims)
     batch = make_batch(0)
     trainer.train_batch(batch)
-    assert {sample.trainer_log_probs is None for sample in batch.samples} == {False, True}
+    assert {sample.branches[0].trainer_log_probs is None for sample in batch.samples} == {False, True}
     for sample in batch.samples:
         tokens = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
         with torch.no_grad():
             expected, _ = untrained(tokens[:-1], PackedLayout([len(tokens) - 1]), tokens[1:])
         if trained_tokens(sample, mask_truncated=True):
-            found = sample.trainer_log_probs
+            found = sample.branches[0].trainer_log_probs
             torch.testing.assert_close(found, expected[-len(sample.completion_ids) :], atol=1e-4, rtol=1e-4)
             assert not found.requires_grad
         else:
-            assert sample.trainer_log_probs is None
+            assert sample.branches[0].trainer_log_probs is None
 
 
 def train_with_everything(checkpoint: str) -> dict[str, Any]:

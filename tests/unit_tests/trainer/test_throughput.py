@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.trajectories import single_turn
 from tests.unit_tests.trainer.test_gradient_independence import make_batch
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.config.job_config import Lora
@@ -88,7 +89,7 @@ def test_a_public_model_by_hand() -> None:
         family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
     )  # fmt: skip
-    sample = Sample([1] * 1025, [1] * 3072, [], [], "stop", 0.0)
+    sample = single_turn([1] * 1025, [1] * 3072, [], [], "stop", 0.0)
     weights = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288) * 4096 + 151936 * 4096 * 3072
     trained = model_flops(args, [sample], Passes(1))
     assert trained == 6 * weights + attention_flops(args, [sample], 3)
