@@ -21,6 +21,10 @@ FIRST_LENGTH = 64
 # Layers' keys, then their values, lie in blocks of so many: few tensors, so that rows move cheaply, and yet several,
 # so that growing one after the other takes little memory beside a large model's cache.
 BLOCK = 8
+# Tokens of one sequence that attention extends it by at a time: bounds the mask.
+EXTENSION_TOKENS = 256
+# Queries of one attention that batch_invariance.py has looked at.
+MOST_QUERIES = 16
 
 
 class KeyValueCache:
@@ -109,9 +113,19 @@ class KeyValueCache:
         present = self.rows if length <= self.length else 0
         return min(self.max_rows, max(grown, present))
 
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that may be used beside the rows: as much as they take, within the limit."""
+        own = self.bytes_of(self.rows, self.length)
+        return min(own, self.max_bytes - own) if self.max_bytes else own
+
+    def holds(self, rows: int, length: int) -> bool:
+        """Whether there is room for so many rows of up to `length` tokens without growing."""
+        return rows <= self.rows and length <= self.length
+
     def reserve(self, rows: int, length: int, used_rows: int) -> None:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
-        if rows <= self.rows and length <= self.length:
+        if self.holds(rows, length):
             return
         length = self.key_length(length)
         needed_length = max(length, self.length) if used_rows else length
@@ -177,6 +191,17 @@ class KeyValueCache:
             rows = block.view(-1, self.rows, self.heads, self.length, self.head_dim)
             rows[:, first : first + count, :, :length] = rows[:, source : source + 1, :, :length]
 
+    def read_row(self, row: int, length: int) -> list[torch.Tensor]:
+        """A copy of the first `length` positions of a row: per block [planes, heads, length, head_dim]."""
+        rows = slice(row * self.heads, (row + 1) * self.heads)
+        return [block[:, rows, :length].clone() for block in self._blocks]
+
+    def write_row(self, row: int, copy: list[torch.Tensor], length: int) -> None:
+        """Put the first `length` positions of what `read_row` gave into a row."""
+        rows = slice(row * self.heads, (row + 1) * self.heads)
+        for block, part in zip(self._blocks, copy, strict=True):
+            block[:, rows, :length] = part[:, :, :length]
+
     @torch.inference_mode()
     def move_row(self, source: int, target: int, length: int) -> None:
         """Row `source`, of `length` positions, takes the place of row `target`."""
@@ -210,6 +235,60 @@ class PrefillAttention:
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._cache.write(layer, self._index, k[: self._total], v[: self._total])
         return self._attend(layer, q, k, v)
+
+
+class ExtensionAttention:
+    """Attention of tokens that follow what rows hold already, a few at a time as `DecodeAttention` has one: so they get
+    the bits that the trainer's whole sequence gives them (batch_invariance.py).
+
+    Args:
+        parts: (row, first position, end) of the new tokens, in the order of the pack.
+        padding: tokens after the last part that belong to none; their output is zero.
+    """
+
+    def __init__(self, cache: KeyValueCache, parts: list[tuple[int, int, int]], padding: int):
+        self._cache, self._parts, self._padding = cache, parts, padding
+        positions = torch.cat([torch.arange(start, end) for _, start, end in parts]).to(cache.device)
+        rows = torch.from_numpy(np.repeat([row for row, _, _ in parts], [end - start for _, start, end in parts]))
+        self._index = cache.places(rows.to(cache.device), positions)
+        self._total = len(positions)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer, self._index, k[: self._total], v[: self._total])
+        outputs, first = [], 0
+        for row, start, end in self._parts:
+            for position in range(start, end, EXTENSION_TOKENS):
+                stop = min(position + EXTENSION_TOKENS, end)
+                outputs.append(self._attend(layer, row, position, q[first : first + stop - position]))
+                first += stop - position
+        return F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, self._padding))
+
+    def _attend(self, layer: int, row: int, start: int, q: torch.Tensor) -> torch.Tensor:
+        """q [T, heads, D] at positions start, start + 1, ... of a row -> like q."""
+        cache, (tokens, heads, dim) = self._cache, q.shape
+        group = heads // cache.heads
+        # On CPUs as many queries at a time as were looked at; elsewhere all, and their keys are read once.
+        together = max(1, MOST_QUERIES // group) if cache.device.type == "cpu" else tokens
+        short = -tokens % together
+        # [pieces, key heads, tokens of a piece × heads that share a key head, D]
+        pieces = F.pad(q, (0, 0, 0, 0, 0, short)).view(-1, together, cache.heads, group, dim)
+        queries = pieces.transpose(1, 2).flatten(2, 3)
+        missing = -queries.shape[2] % cache.sizes.queries
+        queries = F.pad(queries, (0, 0, 0, missing))
+        keys_read = cache.key_length(start + tokens)
+        last_seen = (start + torch.arange(tokens + short, device=cache.device)).clamp(max=start + tokens - 1)
+        last_seen = F.pad(last_seen.view(-1, together).repeat_interleave(group, 1), (0, missing))
+        hidden = torch.arange(keys_read, device=cache.device) > last_seen[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+        own = slice(row * cache.heads, (row + 1) * cache.heads)
+        keys, values = (x[layer][own, :keys_read].expand(len(queries), -1, -1, -1) for x in (cache.keys, cache.values))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return (
+            out[:, :, : together * group]
+            .unflatten(2, (together, group))
+            .transpose(1, 2)
+            .reshape(-1, heads, dim)[:tokens]
+        )
 
 
 class DecodeAttention:

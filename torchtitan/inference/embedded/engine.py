@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from torchtitan.inference.embedded.cache import DecodeAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.cache import DecodeAttention, ExtensionAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
@@ -36,6 +37,15 @@ PREFILL_TOKENS = 8192
 Finished = list[tuple[str, list[Completion]]]
 
 
+class Part(NamedTuple):
+    """Tokens of a sequence whose keys and values a forward adds to its row, which has those before `start`."""
+
+    token_ids: np.ndarray
+    """[tokens] int64, the whole sequence"""
+    row: int
+    start: int = 0
+
+
 class Poisoned(Exception):
     """A weight update failed half-way: nothing may be sampled until a whole version was applied."""
 
@@ -51,6 +61,8 @@ class Statistics:
     steps: int = 0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    """Of prompts, which another sequence had computed"""
     finished_requests: int = 0
     aborted_requests: int = 0
     versions_applied: int = 0
@@ -113,6 +125,7 @@ class Engine:
         self._waiting: deque[Running] = deque()
         self._requests: dict[str, Running] = {}
         self._sequences: list[Sequence] = []
+        self._prefixes = PrefixStore()
         self._finished: list[Running] = []
         self._ended: list[tuple[Running, Completion]] = []
         self._failures: dict[str, str] = {}
@@ -239,8 +252,8 @@ class Engine:
         if self.stands:
             return []
         with torch.inference_mode():
-            if self._waiting:
-                self._admit()
+            while self._waiting and self._admit():
+                pass
             if self._sequences:
                 self._decode()
             if self._ended:
@@ -255,44 +268,61 @@ class Engine:
         failures, self._failures = self._failures, {}
         return failures
 
-    def _admit(self) -> None:
-        """Give waiting samples rows, compute their prompts (each prompt once) and sample their first tokens."""
+    def _admit(self) -> bool:
+        """Give waiting samples rows, compute their prompts (what several begin with, once) and sample their first
+        tokens. Returns whether more can follow at once: what was computed now is what the next one begins with."""
         first = len(self._sequences)
-        prefill: list[tuple[Running, int]] = []
+        whole: list[tuple[Running, Part]] = []
+        extended: list[tuple[Running, Part]] = []
         copies: list[tuple[int, int, int, int]] = []
         origins: list[tuple[Running, int]] = []
-        tokens = 0
+        begun: list[Prefix] = []
+        tokens, again = 0, False
         while self._waiting:
             running = self._waiting[0]
             if self.held_back and running.next_sample == 0:
                 break
-            prompt, sampling = running.request.prompt_ids, running.request.sampling
+            prompt, sampling = running.prompt, running.request.sampling
             used = len(self._sequences)
             length = len(prompt) + sampling.max_tokens
             count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
             if count <= 0:
                 break
             sibling = next((one for one in running.sequences if one.prefilled_under == self._updates), None)
+            source: Prefix | None = None
+            shared = 0
             if sibling is None:
-                tokens += len(prompt)
-                if prefill and tokens > PREFILL_TOKENS:
+                # The last token is computed in any case: what comes after it is sampled.
+                source, shared = self._prefixes.find(prompt[:-1])
+                again = source is not None and not source.computed
+                tokens += len(prompt) - shared
+                if again or (origins and tokens > PREFILL_TOKENS):
                     break
-                prefill.append((running, used))
+                (extended if shared else whole).append((running, Part(prompt, used, shared)))
                 if count > 1:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
                 copies.append((sibling.row, used, count, len(prompt)))
-            self._cache.reserve(used + count, length, used)
+            self._reserve(used + count, length, used)
             self._start_rows(running, count)
+            if source is not None:
+                self._begin_with(used, source, shared)
+            if sibling is None:
+                own = self._sequences[used]
+                own.prefix = self._prefixes.begin(prompt, own)
+                begun.append(own.prefix)
             origins.append((running, count))
             if running.next_sample == sampling.n:
                 self._waiting.popleft()
         if not origins:
-            return
-        if prefill:
-            logits = self._forward_prompts([(one.request.prompt_ids, row) for one, row in prefill])
-            for (running, _), row_logits in zip(prefill, logits, strict=True):
-                running.prompt_logits = row_logits
+            return False
+        for prefills in (whole, extended):
+            if prefills:
+                logits = self._forward_prompts([part for _, part in prefills])
+                for (running, _), row_logits in zip(prefills, logits, strict=True):
+                    running.prompt_logits = row_logits
+        for prefix in begun:
+            prefix.computed = True
         for copy in copies:
             self._cache.copy_row(*copy)
         new_logits = []
@@ -303,6 +333,21 @@ class Engine:
                 running.prompt_logits = None
         self._sampler = None
         self._emit(first, self._make_sampler(first), torch.cat(new_logits))
+        return again
+
+    def _reserve(self, rows: int, length: int, used: int) -> None:
+        """Room for rows of this length, in which what prefixes take must not stand in the way."""
+        if self._cache.max_bytes and not self._cache.holds(rows, length):
+            self._prefixes.trim(0)
+        self._cache.reserve(rows, length, used)
+
+    def _begin_with(self, row: int, source: Prefix, tokens: int) -> None:
+        """Put so many tokens of another sequence's beginning into a row."""
+        if source.sequence is not None:
+            self._cache.copy_row(source.sequence.row, row, 1, tokens)
+        else:
+            self._cache.write_row(row, source.copy, tokens)
+        self.statistics.reused_tokens += tokens
 
     def _start_rows(self, running: Running, count: int) -> None:
         """The next `count` samples of a request take the rows after the last one in use."""
@@ -319,25 +364,40 @@ class Engine:
         for row in range(begin, begin + count):
             marks = [(self.epoch, self.version, 0)]
             sequence = Sequence(
-                running, running.next_sample, row, marks, self._updates, [] if sampling.truncated else None
-            )
+                running, running.next_sample, row, marks, self._updates, self._updates,
+                [] if sampling.truncated else None,
+            )  # fmt: skip
             running.next_sample += 1
             running.sequences.append(sequence)
             self._sequences.append(sequence)
 
-    def _forward_prompts(self, prompts: list[tuple[list[int], int]]) -> torch.Tensor:
-        """Fill the cache rows of whole sequences (tokens, row) in one packed forward -> logits after each [N, V]."""
-        layout = PackedLayout([len(tokens) for tokens, _ in prompts], self.device)
+    def _forward_prompts(self, parts: list[Part]) -> torch.Tensor:
+        """Fill the cache rows of sequences in one packed forward -> logits after each [N, V].
+
+        Either all of them are whole, or their rows hold something already.
+        """
+        layout = PackedLayout([len(part.token_ids) - part.start for part in parts], self.device)
         padding = self.sizes.padding(layout.total)
-        attention = PrefillAttention(self._cache, layout, [row for _, row in prompts], padding)
-        token_ids = [token for tokens, _ in prompts for token in tokens] + [0] * padding
-        positions = F.pad(layout.positions, (0, padding))
+        attention: PrefillAttention | ExtensionAttention
+        positions = layout.positions
+        if parts[0].start == 0:
+            attention = PrefillAttention(self._cache, layout, [part.row for part in parts], padding)
+        else:
+            ends = [(part.row, part.start, len(part.token_ids)) for part in parts]
+            attention = ExtensionAttention(self._cache, ends, padding)
+            starts = np.repeat([part.start for part in parts], layout.lengths)
+            positions = positions + torch.from_numpy(starts).to(self.device)
+        token_ids = np.concatenate([part.token_ids[part.start :] for part in parts])
+        positions = F.pad(positions, (0, padding))
         hidden = self.policy.model(
-            torch.tensor(token_ids, device=self.device), positions, attention, self._rotary(positions)
+            F.pad(torch.from_numpy(token_ids).to(self.device), (0, padding)),
+            positions,
+            attention,
+            self._rotary(positions),
         )
         self.statistics.prefilled_tokens += layout.total
-        ends = layout.cumulative[1:].long() - 1
-        return self.policy.lm_head(hidden[F.pad(ends, (0, self.sizes.padding(len(ends))))])[: len(prompts)]
+        last = layout.cumulative[1:].long() - 1
+        return self.policy.lm_head(hidden[F.pad(last, (0, self.sizes.padding(len(last))))])[: len(parts)]
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
@@ -419,6 +479,7 @@ class Engine:
         )
         running.completions[sequence.index] = completion
         running.sequences.remove(sequence)
+        self._end_prefix(sequence, reason)
         if row != last:
             moved = self._sequences[last]
             self._cache.move_row(last, row, int(self._lengths[last]))
@@ -438,6 +499,20 @@ class Engine:
             del self._requests[running.request.request_id]
             self._finished.append(running)
 
+    def _end_prefix(self, sequence: Sequence, reason: FinishReason) -> None:
+        """What a sequence that ends has computed is kept for others, unless some of it is of older weights."""
+        if sequence.prefix is not None:
+            self._prefixes.drop(sequence.prefix)
+        if reason == "abort" or sequence.computed_under != self._updates:
+            return
+        length = int(self._lengths[sequence.row])
+        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length))
+        self._prefixes.trim(self._cache.spare_bytes)
+
+    def _tokens_of(self, sequence: Sequence) -> np.ndarray:
+        """[tokens] prompt and what was generated."""
+        return np.concatenate((sequence.owner.prompt, self._tokens[sequence.row, : self._generated[sequence.row]]))
+
     def _rescore(self) -> None:
         ended, self._ended = self._ended, []
         rescore(self.policy, [(one.request.prompt_ids, done, one.request.sampling.temperature) for one, done in ended])
@@ -453,6 +528,7 @@ class Engine:
         if self._requests:
             return False
         if "kv_cache" not in self.asleep:
+            self._prefixes.clear()
             self._cache.release()
         if level == 2:
             self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
@@ -487,6 +563,7 @@ class Engine:
         begin = time.perf_counter()
         change = self.weights.plan(tensors)
         self.poisoned = True
+        self._prefixes.clear()
         with torch.no_grad():
             change()
         self.epoch, self.version = epoch, version
@@ -506,17 +583,16 @@ class Engine:
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Keys and values of all rows anew, under the weights in use."""
-        batch: list[tuple[list[int], int]] = []
+        batch: list[Part] = []
         total = 0
         for sequence in self._sequences:
-            row = sequence.row
             # The last token is not in the cache yet: the next step puts it there.
-            made = self._tokens[row, : self._generated[row] - 1].tolist()
-            tokens = sequence.owner.request.prompt_ids + made
+            tokens = self._tokens_of(sequence)[:-1]
             if batch and total + len(tokens) > PREFILL_TOKENS:
                 self._forward_prompts(batch)
                 batch, total = [], 0
-            batch.append((tokens, row))
+            batch.append(Part(tokens, sequence.row))
             total += len(tokens)
+            sequence.computed_under = self._updates
         if batch:
             self._forward_prompts(batch)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from torchtitan.errors import UserError
+from torchtitan.inference.embedded.prefixes import Prefix
 from torchtitan.inference.embedded.sampler import stream_keys
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 
@@ -142,6 +143,8 @@ class Running:
     """A request that was accepted and is not finished."""
 
     request: GenerateRequest
+    prompt: np.ndarray
+    """[tokens] int64"""
     stops: frozenset[int]
     keys: np.ndarray
     """[n] uint64, the stream of each sample"""
@@ -157,7 +160,8 @@ class Running:
         """Accept a checked request."""
         n = request.sampling.n
         stops = eos_token_ids | frozenset(request.sampling.stop_token_ids)
-        return cls(request, stops, stream_keys(request.sampling.seed, n), [None] * n, unfinished=n)
+        prompt = np.array(request.prompt_ids, np.int64)
+        return cls(request, prompt, stops, stream_keys(request.sampling.seed, n), [None] * n, unfinished=n)
 
 
 @dataclass(eq=False)
@@ -171,4 +175,8 @@ class Sequence:
     """(epoch, version, first token sampled under it)"""
     prefilled_under: int
     """Count of weight updates when the prompt's keys and values were computed"""
+    computed_under: int
+    """The same of everything in its row; older than the engine's count where some of it is of older weights"""
     kept: list[list[int]] | None
+    prefix: Prefix | None = None
+    """Of the first sample of a prompt that was computed in its row: what others may begin with"""
