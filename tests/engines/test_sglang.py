@@ -139,6 +139,33 @@ def test_requests_in_flight_go_on_under_new_weights(
         check_goes_on(other, trainer, kv)
 
 
+def cached_tokens(actor: Actor, prompt: list[int]) -> tuple[int, float]:
+    """(how many tokens of a prompt were not computed, the log-prob of the one sampled), under a salt of the test's,
+    which the server must not keep."""
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "cache_salt": "mine",
+    }
+    about = actor.engine.call("POST", "/generate", 60, body)["meta_info"]
+    return int(about["cached_tokens"]), float(about["output_token_logprobs"][0][0])
+
+
+def test_a_prefix_is_shared_among_those_of_one_version(
+    agent: Actor, model: Path, beside: Beside, tmp_path: Path
+) -> None:
+    prompt = [2 + i % 50 for i in range(200)]
+    with serving(beside(agent, "prefixes"), model, tmp_path) as trainer:
+        assert cached_tokens(agent, prompt)[0] == 0
+        for _ in range(2):
+            cached, log_prob = cached_tokens(agent, prompt)
+            expected = trainer.log_probs([*prompt, *trainer.greedy(prompt, 1)])[-1]
+            assert cached >= 190 and abs(log_prob - expected) < FP32_TOLERANCE
+            trainer.bring()
+            assert cached_tokens(agent, prompt)[0] == 0
+
+
 def check_goes_on(actor: Actor, trainer: Trainer, kv: str) -> None:
     """A completion that a version interrupts is of the old weights first and of the new ones then."""
     (completion,) = actor.asking(functools.partial(publish_meanwhile, trainer))

@@ -1,4 +1,5 @@
-"""Our part of a foreign engine's own server: our options, a port that is told in a file, a token on every route.
+"""Our part of a foreign engine's own server: our options, a port that is told in a file, a token on every route, and a
+prefix cache for each weights version.
 
 Runs in the engine's Python: standard library only. vLLM's own --api-key leaves most routes open, SGLang says its
 arguments in its log and to its clients; so the token comes by the environment, and neither knows it.
@@ -7,6 +8,9 @@ arguments in its log and to its clients; so the token comes by the environment, 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import hashlib
 import hmac
 import json
 import os
@@ -21,6 +25,13 @@ from torchtitan.inference.parent_watch import end_with_parent
 TOKEN_ENV_VARIABLE = "TORCHTITAN_ENGINE_TOKEN_ENV"
 """Names the environment variable that holds the token, to TokenMiddleware"""
 POLICY_VIOLATION = 1008
+PAUSES, RESUMES = ("/pause", "/pause_generation"), ("/resume", "/continue_generation")
+PREFIX_KEYS = "/prefix_keys"
+"""Says that PrefixKeyMiddleware is there, of which an agent beside a server that it has not started cannot know"""
+LABELS = {"/inference/v1/generate": "/weight_info", "/generate": "/model_info"}
+"""Where tokens are asked for -> where the engine says `weight_version`, the label of what it holds"""
+# No pause is longer: weights come in, or memory is taken again.
+LONGEST_PAUSE_S = 600.0
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -100,7 +111,89 @@ class TokenMiddleware:
 
 
 async def _unauthorized(send: Send) -> None:
-    body = json.dumps({"error": "the bearer token is missing or wrong"}).encode()
+    await _refuse(send, 401, "the bearer token is missing or wrong")
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    await _answer(send, status, {"error": reason})
+
+
+async def _answer(send: Send, status: int, data: dict[str, Any]) -> None:
+    body = json.dumps(data).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class PrefixKeyMiddleware:
+    """ASGI middleware: a request shares what its prompt begins with among those that the same weights serve.
+
+    Engines keep keys and values under the name that a request gives as `cache_salt`. Whoever asks cannot know which
+    weights are going to answer, so the name is put in here: one for the weights that the engine holds. From the
+    order to stand still until it goes on no request gets in; those wait. What is under way by then goes on under its
+    old name, as inference.in_flight_kv says: on keys of older weights, or computed again after everything was dropped.
+    """
+
+    def __init__(self, app: Application):
+        self._app = app
+        self._open = asyncio.Event()
+        self._open.set()
+        self._key: str | None = None
+        """Of the weights in use; None: their label has to be asked for"""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path == PREFIX_KEYS:
+            await _answer(send, 200, {"key": self._key})
+        elif scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif path in LABELS:
+            await self._generate(scope, receive, send)
+        else:
+            # An engine that lets its requests finish first (mode=wait) has new ones wait or sends them away by itself.
+            if path in PAUSES and b"mode=wait" not in scope.get("query_string", b""):
+                self._open.clear()
+            # Any other order may change what it holds.
+            self._key = None
+            await self._app(scope, receive, send)
+            self._key = None
+            if path in RESUMES:
+                self._open.set()
+
+    async def _generate(self, scope: Message, receive: Receive, send: Send) -> None:
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+        try:
+            await asyncio.wait_for(self._open.wait(), LONGEST_PAUSE_S)
+        except asyncio.TimeoutError:
+            await _refuse(send, 503, f"the engine has stood still for {LONGEST_PAUSE_S:g} s")
+            return
+        if self._key is None:
+            label = await self._ask_label(scope, LABELS[scope["path"]])
+            # Not every character of a label may stand in a name there.
+            self._key = hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
+        with contextlib.suppress(ValueError, TypeError):  # the engine says what is wrong with it
+            body = json.dumps(json.loads(body) | {"cache_salt": self._key}).encode()
+        length = [(b"content-length", str(len(body)).encode())]
+        headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app({**scope, "headers": headers + length}, replay, send)
+
+    async def _ask_label(self, scope: Message, path: str) -> str:
+        answer = bytearray()
+
+        async def nothing() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def collect(message: Message) -> None:
+            answer.extend(message.get("body", b""))
+
+        asked = {**scope, "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+        await self._app(asked, nothing, collect)
+        return str(json.loads(answer)["weight_version"])

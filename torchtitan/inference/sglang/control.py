@@ -9,6 +9,7 @@ from typing import Literal
 
 from torchtitan.inference.agent.control import EngineControl, EngineError, EngineFacts, PauseMode
 from torchtitan.inference.client import Capabilities
+from torchtitan.inference.engine_server import PREFIX_KEYS
 from torchtitan.inference.types import TAGS, Tag
 
 
@@ -24,10 +25,11 @@ class SGLangControl(EngineControl):
 
     def describe(self) -> EngineFacts:
         data = self.ask("/server_info")
-        if not data.get("disable_radix_cache"):
-            # It is reset only while no request runs or waits: with requests in flight it would outlive the weights.
+        if not (self.keeps_cache or data.get("disable_radix_cache") or self._forgets_prefixes()):
+            # It is reset only while no request runs or waits: those in flight would find what they had computed.
             raise EngineError(
-                "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache"
+                "it runs with a prefix cache, which would outlive weights: start it --disable-radix-cache, or take "
+                "inference.in_flight_kv = keep (--in-flight-kv)"
             )
         if self.keeps_cache and data.get("disable_overlap_schedule") is False:
             # Standing still in place, it leaves a step under way: that reads weights while they change, and its tokens
@@ -48,6 +50,10 @@ class SGLangControl(EngineControl):
         )
         self._workers = int(data.get("tp_size", 1))
         return EngineFacts(capabilities, self._workers, can_wait=False)
+
+    def _forgets_prefixes(self) -> bool:
+        """Whether it runs with our hook (serve.py), which drops what retracted requests had computed."""
+        return self.client.exchange("GET", PREFIX_KEYS, self.timeout_s)[0] == 200
 
     def version(self) -> str:
         """What it says it is."""
@@ -116,7 +122,8 @@ class SGLangControl(EngineControl):
         self.order("/resume_memory_occupation", {"tags": [tag]})
 
     def reset_prefix_cache(self) -> None:
-        """It has none: see describe()."""
+        """It is not reset: PrefixKeyMiddleware names its parts, and serve.py drops it where running requests are
+        retracted."""
 
     def read_files(self, folder: Path, label: str) -> None:
         # A flush that finds requests running ends SGLang's scheduler: the cache is reset by an order of its own.

@@ -44,6 +44,8 @@ class SGLangDialect:
             "sampling_params": [{**common, "sampling_seed": _seed(sampling.seed, i)} for i in range(sampling.n)],
             "return_logprob": True,
             "return_sampling_mask": sampling.truncated,
+            # See vllm/dialect.py.
+            "cache_salt": request.request_id,
         }
         return [Call("/generate", body)]
 

@@ -50,7 +50,6 @@ class SGLang(ForeignEngine):
             "--skip-server-warmup",
             "--log-level", "info",
             "--log-level-http", "warning",
-            "--disable-radix-cache",  # see control.py
         ]  # fmt: skip
         if options.sleep_level:
             # Without the second one weights that sleep are dropped.

@@ -90,7 +90,7 @@ class VLLMControl(EngineControl):
         done = self.client.call("POST", "/reset_prefix_cache", self.timeout_s)["success"]
         if not done and not self.keeps_cache:
             raise EngineError("the prefix cache could not be reset")
-        # Under "keep" running requests hold on to theirs. No other gets to see it: see the salt in dialect.py.
+        # Under "keep" running requests hold on to theirs. No later one gets to see it: see PrefixKeyMiddleware.
 
     def read_files(self, folder: Path, label: str) -> None:
         self._call_workers("reload_weights", {"weights_path": str(folder)})

@@ -38,8 +38,8 @@ class VLLMDialect:
                 "logprobs": 0,
                 "detokenize": False,
             },
-            # vLLM cannot reset its prefix cache while requests run, and those go on filling it with what the old
-            # weights computed. With a salt of its own a request shares a prefix among its own samples alone.
+            # A request shares a prefix among its own samples alone, unless the server knows a name for the weights
+            # that it holds (PrefixKeyMiddleware): one that it does not know could outlive them.
             "cache_salt": request.request_id,
         }
         return [Call(PATH, body)]

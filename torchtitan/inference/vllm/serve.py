@@ -24,7 +24,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 OWN_OPTIONS = (
-    "--middleware", "torchtitan.inference.engine_server.TokenMiddleware",
+    "--middleware", "torchtitan.inference.engine_server.PrefixKeyMiddleware",
+    "--middleware", "torchtitan.inference.engine_server.TokenMiddleware",  # the last one is asked first
     "--enable-scale-out",  # tokens in, tokens and their weight versions out
     "--logprobs-mode", "processed_logprobs",  # those that the tokens were sampled with
     "--worker-extension-cls", "torchtitan.inference.vllm.extension.WorkerExtension",
