@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.distributed.device import device
+
+
+@dataclass(frozen=True, eq=False)
+class StackPart:
+    """One entry of a stack along its first dimension: a tensor of its own in files, engines and on the wire.
+
+    It is never copied out of the stack for that, and the stack may be sharded in any way.
+    """
+
+    stack: torch.Tensor
+    index: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.dtype
+
+    def local(self) -> torch.Tensor | None:
+        """This rank's part of the entry, a view of its part of the stack; None where it has nothing of it."""
+        first = local_region(self.stack)[0]
+        if not first.start <= self.index < first.stop:
+            return None
+        return local_tensor(self.stack)[self.index - first.start]
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:

@@ -127,6 +127,10 @@ def _product_shapes(args: ModelArgs) -> tuple[tuple[int, int], ...]:
     query, key = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
     shapes = [(hidden, size) for size in (query, key, query + 2 * key, wide, 2 * wide, args.vocab_size)]
     shapes += [(query, hidden), (wide, hidden)]
+    if args.experts is not None:
+        for size in {args.experts.intermediate_size, args.experts.shared_intermediate_size} - {0}:
+            shapes += [(hidden, size), (hidden, 2 * size), (size, hidden)]
+        shapes.append((hidden, args.experts.count))
     return tuple(sorted({(inputs, min(outputs, MOST_OUTPUTS)) for inputs, outputs in shapes}))
 
 

@@ -20,6 +20,7 @@ from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.moe import MISSING, MoE, Routing, expert_rows
 from torchtitan.models.rms_norm import RMSNorm
 from torchtitan.models.swiglu import swiglu
 
@@ -61,11 +62,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, hidden_size: int, intermediate_size: int):
         super().__init__()
-        self.gate_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
         self.fused: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,19 +75,30 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
+def feed_forward(args: ModelArgs, index: int) -> MLP | MoE:
+    """What a layer has behind its attention."""
+    if args.experts is None or index in args.dense_layers:
+        return MLP(args.hidden_size, args.intermediate_size)
+    wide = args.experts.shared_intermediate_size
+    return MoE(args.experts, args.hidden_size, index, MLP(args.hidden_size, wide) if wide else None)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
         self.self_attn = Attention(args, index)
-        self.mlp = MLP(args)
+        self.mlp = feed_forward(args, index)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction, routing: Routing | None = None
+    ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        return x + (self.mlp(normed, routing) if isinstance(self.mlp, MoE) else self.mlp(normed))
 
 
 class DecoderStack(nn.Module):
@@ -105,13 +117,21 @@ class DecoderStack(nn.Module):
         positions: torch.Tensor,
         attend: AttentionFunction,
         rotary: RotaryTables | None = None,
+        routes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary` where the caller has the tables already."""
+        """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary` where the caller has the tables already.
+
+        routes [T, layers, k]: the experts of each token where an engine has chosen them, see moe.Routing.
+        """
         x = self.embed_tokens(token_ids)
         if rotary is None:
             rotary = rotary_tables(self.args, positions, x.dtype)
+        routing = None
+        if self.args.experts is not None:
+            sizes = invariant_sizes(self.args, x.dtype, x.device)
+            routing = Routing(routes, expert_rows(sizes, x.device))
         for layer in self.layers:
-            x = layer(x, rotary, attend)
+            x = layer(x, rotary, attend, routing)
         return self.norm(x)
 
 
@@ -148,18 +168,21 @@ class Decoder(nn.Module):
         kept: KeptTokens | None = None,
         rows: torch.Tensor | None = None,
         objective: TokenObjective | None = None,
+        routes: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """token_ids [T] packed as `layout` says -> logits [T, V]; with targets [T], (log-probs [T], entropy [T]).
 
         rows [n]: positions that the targets [n] (and `kept`) belong to, so that prompts cost the head nothing.
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
+        routes [T, layers, k]: experts that an engine has chosen, see moe.Routing.
         """
         sizes = self.invariant_sizes()
         positions, padding = layout.positions, -len(token_ids) % math.lcm(self.sequence_parts, sizes.rows)
         if padding:
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
-        hidden = self.model(token_ids, positions, PackedAttention(layout, padding))
+            routes = None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, padding), value=MISSING)
+        hidden = self.model(token_ids, positions, PackedAttention(layout, padding), routes=routes)
         output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
 

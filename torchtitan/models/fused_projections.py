@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.attention import rotate
-from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
+from torchtitan.models.decoder import MLP, Attention, Decoder, RotaryTables
 from torchtitan.models.rms_norm import rms_norm
 from torchtitan.models.swiglu import swiglu
 
@@ -71,8 +71,22 @@ class FusedGateUp:
         return swiglu(gate, up)
 
 
-def _layers(policy: Decoder) -> list[DecoderLayer]:
-    return [layer for layer in policy.model.layers if isinstance(layer, DecoderLayer)]
+def _blocks(policy: Decoder) -> list[Attention | MLP]:
+    """What can run with fused projections."""
+    return [module for module in policy.model.modules() if isinstance(module, Attention | MLP)]
+
+
+def _joined(block: Attention | MLP) -> list[nn.Linear]:
+    if isinstance(block, Attention):
+        return [block.q_proj, block.k_proj, block.v_proj]
+    return [block.gate_proj, block.up_proj]
+
+
+def _fuse(block: Attention | MLP) -> None:
+    if isinstance(block, Attention):
+        block.fused = FusedQueryKeyValue(block)
+    else:
+        block.fused = FusedGateUp(block)
 
 
 def _same_bits(projections: list[nn.Linear], rows: int) -> bool:
@@ -99,46 +113,42 @@ def fuse_projections(policy: Decoder) -> None:
     For inference only. Weights may be overwritten in place afterwards; replacing a parameter or moving the policy
     undoes the sharing.
     """
-    layers, rows = _layers(policy), policy.invariant_sizes().rows
-    attention, mlp = layers[0].self_attn, layers[0].mlp
-    fuse_attention = _same_bits([attention.q_proj, attention.k_proj, attention.v_proj], rows)
-    fuse_mlp = _same_bits([mlp.gate_proj, mlp.up_proj], rows)
-    for layer in layers:
-        if fuse_attention:
-            layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
-        if fuse_mlp:
-            layer.mlp.fused = FusedGateUp(layer.mlp)
+    rows = policy.invariant_sizes().rows
+    fits: dict[tuple[torch.Size, ...], bool] = {}
+    for block in _blocks(policy):
+        shapes = tuple(projection.weight.shape for projection in _joined(block))
+        if shapes not in fits:
+            fits[shapes] = _same_bits(_joined(block), rows)
+        if fits[shapes]:
+            _fuse(block)
 
 
-def take_apart(policy: Decoder) -> list[tuple[bool, bool]]:
+def take_apart(policy: Decoder) -> list[bool]:
     """Let go of the fused weights, because all parameters are about to get other memory; `fuse_again` comes after that.
-    Returns which projections of each layer's attention and MLP were fused."""
-    layers = _layers(policy)
-    fused = [(layer.self_attn.fused is not None, layer.mlp.fused is not None) for layer in layers]
-    for layer in layers:
-        layer.self_attn.fused = layer.mlp.fused = None
+    Returns which blocks were fused."""
+    fused = [block.fused is not None for block in _blocks(policy)]
+    for block in _blocks(policy):
+        block.fused = None
     return fused
 
 
 @torch.no_grad()
-def fuse_again(policy: Decoder, fused: list[tuple[bool, bool]]) -> None:
+def fuse_again(policy: Decoder, fused: list[bool]) -> None:
     """Fuse what was; the weights' values do not matter."""
-    for layer, (attention, mlp) in zip(_layers(policy), fused, strict=True):
-        if attention:
-            layer.self_attn.fused = FusedQueryKeyValue(layer.self_attn)
-        if mlp:
-            layer.mlp.fused = FusedGateUp(layer.mlp)
+    for block, was_fused in zip(_blocks(policy), fused, strict=True):
+        if was_fused:
+            _fuse(block)
 
 
 @contextmanager
 def separate_projections(policy: Decoder) -> Iterator[None]:
     """Run `policy` with the trainer's own products inside the block."""
-    layers = _layers(policy)
-    fused = [(layer.self_attn.fused, layer.mlp.fused) for layer in layers]
-    for layer in layers:
-        layer.self_attn.fused = layer.mlp.fused = None
+    blocks = _blocks(policy)
+    fused = [block.fused for block in blocks]
+    for block in blocks:
+        block.fused = None
     try:
         yield
     finally:
-        for layer, functions in zip(layers, fused, strict=True):
-            layer.self_attn.fused, layer.mlp.fused = functions
+        for block, function in zip(blocks, fused, strict=True):
+            block.fused = function

@@ -11,21 +11,19 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.placement import local_region
+from torchtitan.distributed.placement import StackPart, local_region, local_tensor
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import base_parameters, merged_weight
+from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.quantized import QuantizedLinear
 
@@ -72,7 +70,11 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     tensor, for a tensor of another shape, and for tensors that the model has no place for.
     """
     directory = Path(directory)
-    parameters = base_parameters(policy)
+    parameters = {
+        part: (parameter, index)
+        for name, parameter in base_parameters(policy).items()
+        for part, index in policy.args.names_in_files(name)
+    }
     files = tensor_files(directory)
     missing = sorted(set(parameters) - set(files))
     if missing:
@@ -88,18 +90,26 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     for path, names in by_file.items():
         with open_tensors(path) as handle:
             for name in names:
-                _load_tensor(handle, path, name, parameters[name])
+                _load_tensor(handle, path, name, *parameters[name])
 
 
-def _load_tensor(handle: Any, path: Path, name: str, parameter: nn.Parameter | QuantizedLinear) -> None:
+def _load_tensor(
+    handle: Any, path: Path, name: str, parameter: torch.Tensor | QuantizedLinear, index: int | None
+) -> None:
+    """index: the tensor is that entry of the parameter."""
     stored = handle.get_slice(name)
-    found, expected = list(stored.get_shape()), list(parameter.shape)
+    found, expected = list(stored.get_shape()), list(parameter.shape[0 if index is None else 1 :])
     if found != expected:
         raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
-    region = parameter.region() if isinstance(parameter, QuantizedLinear) else local_region(parameter)
-    if any(part.start == part.stop for part in region):
+    local: torch.Tensor | QuantizedLinear | None
+    if isinstance(parameter, QuantizedLinear):
+        region, local = parameter.region(), parameter
+    elif index is None:
+        region, local = local_region(parameter), local_tensor(parameter)
+    else:
+        region, local = local_region(parameter)[1:], StackPart(parameter, index).local()
+    if local is None or any(part.start == part.stop for part in region):
         return
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.copy_(_read(stored, region))
 
 
@@ -140,7 +150,8 @@ def export_policy(
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
         keep = staging is not None and error is None
-        tensors = {name: tensor for name, tensor in _gathered(policy, names) if keep}
+        whole = ((name, tensor.cpu().contiguous()) for name, tensor in whole_weights(policy, names))
+        tensors = {name: tensor for name, tensor in whole if keep}
         if staging is not None and error is None:
             try:
                 save_file(tensors, staging / file_name, metadata={"format": "pt"})
@@ -177,13 +188,8 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _whole_bytes(parameter: nn.Parameter | QuantizedLinear) -> int:
+def _whole_bytes(parameter: torch.Tensor | QuantizedLinear) -> int:
     return math.prod(parameter.shape) * parameter.dtype.itemsize
-
-
-def _gathered(policy: Decoder, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        yield name, merged_weight(policy, name).cpu().contiguous()
 
 
 def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, plan: dict[str, list[str]]) -> Path:
@@ -214,7 +220,8 @@ def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, pla
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:
         total = sum(_whole_bytes(one) for one in base_parameters(policy).values())
-        weight_map = {name: file_name for file_name, names in plan.items() for name in names}
+        parts = policy.args.names_in_files
+        weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return staging

@@ -8,7 +8,7 @@ The embedding is treated as any other weight [V, H]: lora_B [V, rank] is looked 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
@@ -126,6 +126,8 @@ def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
     """The whole parameter `name` of the base model, what adapters add to it included (a collective where sharded)."""
     module_name, _, leaf = name.rpartition(".")
     module = policy.get_submodule(module_name)
+    if (buffer := dict(module.named_buffers(recurse=False)).get(leaf)) is not None:
+        return buffer.detach()
     base: nn.Parameter | QuantizedLinear
     if isinstance(module, QuantizedLinear) and leaf == "weight":
         base, full = module, module.full_weight()
@@ -139,10 +141,32 @@ def merged_weight(policy: Decoder, name: str) -> torch.Tensor:
     return full.to(base.dtype)
 
 
-def base_parameters(policy: Decoder) -> dict[str, nn.Parameter | QuantizedLinear]:
-    """The parameters that the model has without adapters; the module that stands for it where one is quantised."""
-    found: dict[str, nn.Parameter | QuantizedLinear] = {}
-    for name, parameter in policy.named_parameters():
+def weights(policy: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, tied ones once: all that a checkpoint holds and an engine needs."""
+    return {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+
+
+def in_files(policy: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StackPart]:
+    """Parameters by their names -> by those that files and engines have for them, stacks entry by entry."""
+    return {
+        part: tensor if index is None else StackPart(tensor, index)
+        for name, tensor in tensors.items()
+        for part, index in policy.args.names_in_files(name)
+    }
+
+
+def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in files, whole tensor) of these parameters, adapters merged, one gathered at a time: a collective."""
+    for name in names:
+        whole = merged_weight(policy, name)
+        for part, index in policy.args.names_in_files(name):
+            yield part, whole if index is None else whole[index]
+
+
+def base_parameters(policy: Decoder) -> dict[str, torch.Tensor | QuantizedLinear]:
+    """What the model has without adapters, buffers included; the module that stands for it where one is quantised."""
+    found: dict[str, torch.Tensor | QuantizedLinear] = {}
+    for name, parameter in weights(policy).items():
         module_name, _, leaf = name.rpartition(".")
         module = policy.get_submodule(module_name)
         if isinstance(module, QuantizedLinear) and leaf in HELD:
@@ -152,13 +176,14 @@ def base_parameters(policy: Decoder) -> dict[str, nn.Parameter | QuantizedLinear
     return found
 
 
-def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor]:
-    """What actors need of each version: all parameters; with adapters what is trained, alpha, and the base's bits.
+def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor | StackPart]:
+    """What actors need of each version, under the names of checkpoint files: all weights; with adapters what is
+    trained, alpha, and the base's bits.
 
     alpha is a sum of three numbers, so that bfloat16 carries it whole.
     """
     if policy.lora is None:
-        return dict(policy.named_parameters())
+        return in_files(policy, weights(policy))
     trained: dict[str, torch.Tensor] = {n: p for n, p in policy.named_parameters() if p.requires_grad}
     parts, rest = [], policy.lora.alpha
     for _ in range(3):
@@ -169,7 +194,7 @@ def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor]:
     facts = {ALPHA: torch.tensor(parts, device=device)}
     if policy.lora.base_bits != 16:
         facts[BASE_BITS] = torch.tensor([float(policy.lora.base_bits)], device=device)
-    return trained | facts
+    return in_files(policy, trained | facts)
 
 
 @contextmanager

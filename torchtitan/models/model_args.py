@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.models.expert_args import ExpertArgs, expert_config, names_in_files, read_expert_args
 
 # What a family fixes: (architecture name, bias on q/k/v, RMSNorm on the heads of q and k).
 FAMILIES: dict[str, tuple[str, bool, bool]] = {
     "llama": ("LlamaForCausalLM", False, False),
     "qwen2": ("Qwen2ForCausalLM", True, False),
     "qwen3": ("Qwen3ForCausalLM", False, True),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", False, True),
+    "mixtral": ("MixtralForCausalLM", False, False),
 }
 
 # The matrices of a layer; under these names they are modules of the decoder.
@@ -51,6 +54,7 @@ class ModelArgs:
     max_position_embeddings: int = 32768
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
+    experts: ExpertArgs | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -59,6 +63,11 @@ class ModelArgs:
     @property
     def qk_norm(self) -> bool:
         return FAMILIES[self.family][2]
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with an ordinary feed-forward."""
+        return tuple(range(self.num_hidden_layers)) if self.experts is None else self.experts.dense_layers
 
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelArgs:
@@ -106,6 +115,7 @@ class ModelArgs:
             max_position_embeddings=config.get("max_position_embeddings", 32768),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
+            experts=read_expert_args(family, config),
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
@@ -116,7 +126,7 @@ class ModelArgs:
         scaling = None
         if self.rope_scaling is not None:
             scaling = {"rope_type": "llama3", **vars(self.rope_scaling)}
-        return {
+        config = {
             "architectures": [FAMILIES[self.family][0]],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
@@ -140,9 +150,12 @@ class ModelArgs:
             "torch_dtype": dtype,
             "use_cache": True,
         }
+        if self.experts is not None:
+            config |= expert_config(self.family, self.experts, self.num_hidden_layers)
+        return config
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
-        """Weight [out, in] of every projection of a layer."""
+        """Weight [out, in] of every projection of a layer, its feed-forward an ordinary one."""
         hidden, wide = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
@@ -152,12 +165,22 @@ class ModelArgs:
         """Parameters in elements by the name of their module, over all layers. Tied, the head has none of its own."""
         hidden, layers = self.hidden_size, self.num_hidden_layers
         counts = {name: layers * rows * columns for name, (rows, columns) in self.projection_shapes().items()}
+        if (experts := self.experts) is not None:
+            mixed, matrix = layers - len(self.dense_layers), 3 * hidden
+            counts |= {name: counts[name] // layers * len(self.dense_layers) for name in PROJECTIONS[4:]}
+            counts["experts"] = mixed * experts.count * matrix * experts.intermediate_size
+            counts["shared_experts"] = mixed * matrix * experts.shared_intermediate_size
+            counts["gate"] = mixed * experts.count * (hidden + experts.bias)
         for name in PROJECTIONS[:3] if self.qkv_bias else ():
             counts[name] += layers * self.projection_shapes()[name][0]
         counts |= {name: layers * self.head_dim for name in ("q_norm", "k_norm") if self.qk_norm}
         counts |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers * hidden)
         head = 0 if self.tie_word_embeddings else self.vocab_size * hidden
         return counts | {"norm": hidden, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
+
+    def names_in_files(self, name: str) -> list[tuple[str, int | None]]:
+        """See expert_args.names_in_files."""
+        return names_in_files(self.family, self.experts, name)
 
     def num_parameters(self) -> int:
         """Parameters in elements; tied embeddings count once."""

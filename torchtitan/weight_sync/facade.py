@@ -20,6 +20,7 @@ import torch
 
 from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.manifest import DTYPE_BYTES
 from torchtitan.weight_sync.parameters import unique_parameters
@@ -80,7 +81,7 @@ class WeightSync:
     def __init__(
         self,
         config: WeightSyncConfig,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor | StackPart],
         *,
         epoch: str,
         token: str,

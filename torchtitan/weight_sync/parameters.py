@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from torchtitan.distributed.placement import StackPart, local_region
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Placement, PlanError, Sharded
 
+Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)
 
-def placed_parameters(parameters: Mapping[str, torch.Tensor]) -> list[PlacedParameter]:
+
+def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> list[PlacedParameter]:
     """How this rank sees each parameter. Raises PlanError for a placement other than sharded or replicated."""
     # Meshes and placements are few and shared: what was read once is used for all that are placed alike.
     known: dict[tuple[object, ...], Placed] = {}
     placed = []
-    for name, parameter in parameters.items():
+    for name, one in parameters.items():
+        parameter, entry = (one.stack, one.index) if isinstance(one, StackPart) else (one, None)
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        key = (parameter.shape, id(mesh), placements)
+        key = (parameter.shape, id(mesh), placements, entry)
         if key not in known:
-            known[key] = _placed(name, tuple(parameter.shape), mesh, placements)
+            known[key] = replace(_placed(name, tuple(parameter.shape), mesh, placements), entry=entry)
         placed.append(PlacedParameter(name, known[key]))
     return placed
 
@@ -51,7 +57,7 @@ def _placement(name: str, placement: TorchPlacement) -> Placement:
     return Sharded(int(dim), int(getattr(placement, "split_factor", 1)))
 
 
-def unique_parameters(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
     """Without the later names of tied parameters."""
     seen: set[int] = set()
     unique = {}
@@ -63,21 +69,30 @@ def unique_parameters(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 class LocalTensors:
-    """This rank's own elements of some parameters (tensors or DTensors), without a copy.
+    """This rank's own elements of some parameters (tensors, DTensors or parts of stacks), without a copy.
 
     FSDP2 may replace a parameter's local tensor (first forward, loading), so they are looked up for every snapshot: one
     attribute each, which 64,000 of them do not notice.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]):
-        self._parameters = list(parameters)
+    def __init__(self, parameters: Sequence[torch.Tensor | StackPart]):
         self._distributed = all(isinstance(parameter, DTensor) for parameter in parameters)
+        self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
+        self._entries = [
+            (place, one.index - local_region(one.stack)[0].start)
+            for place, one in enumerate(parameters)
+            if isinstance(one, StackPart)
+        ]
+        """(which parameter, its place in what this rank has of the stack)"""
 
     def now(self) -> list[torch.Tensor]:
         """In the order of the parameters. To be copied under no_grad: they may require gradients."""
         if self._distributed:
             return list(map(_local_tensor, self._parameters))
-        return [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]
+        local = [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]
+        for place, entry in self._entries:
+            local[place] = local[place][entry]
+        return local
 
 
 _local_tensor = attrgetter("_local_tensor")

@@ -35,12 +35,21 @@ Placement = Sharded | None
 
 @dataclass(frozen=True)
 class Placed:
-    """A shape on a mesh, as one rank sees it. A rank outside of the mesh has no coordinate."""
+    """A shape on a mesh, as one rank sees it. A rank outside of the mesh has no coordinate.
+
+    entry: what is sent is this entry of it along the first dimension.
+    """
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...] = ()
     coordinate: tuple[int, ...] | None = ()
     placements: tuple[Placement, ...] = ()
+    entry: int | None = None
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Of the parameter as actors know it."""
+        return self.shape if self.entry is None else self.shape[1:]
 
 
 class PlacedParameter(NamedTuple):
@@ -88,7 +97,7 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def local_box(placed: Placed) -> Box | None:
-    """The part of the parameter that this rank holds; None outside of its mesh."""
+    """The part of the parameter that this rank holds; None outside of its mesh, or where it has not that entry."""
     if placed.coordinate is None:
         return None
     offset, shape = [0] * len(placed.shape), list(placed.shape)
@@ -99,7 +108,11 @@ def local_box(placed: Placed) -> Box | None:
         start, length = _chunk(shape[placement.dim], placed.mesh_shape[mesh_dim], placed.coordinate[mesh_dim])
         offset[placement.dim] += start
         shape[placement.dim] = length
-    return Box(tuple(offset), tuple(shape))
+    if placed.entry is None:
+        return Box(tuple(offset), tuple(shape))
+    if not offset[0] <= placed.entry < offset[0] + shape[0]:
+        return None
+    return Box(tuple(offset[1:]), tuple(shape[1:]))
 
 
 def sent_box(placed: Placed, rank: int) -> Box | None:
@@ -129,7 +142,7 @@ def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, buck
     number_of = dict(zip(by_identity, number.tolist(), strict=True))
     which = np.fromiter(map(number_of.__getitem__, identity), np.int64, len(identity))
 
-    kinds, kind = numbered((dtype, placed.shape) for placed in placements)
+    kinds, kind = numbered((dtype, placed.sent_shape) for placed in placements)
     sent: list[Box | None] = []
     for index, placed in enumerate(placements):
         try:

@@ -23,17 +23,18 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
+from torchtitan.distributed.placement import StackPart
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.device_slots import checksum_kind, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters, unique_parameters
+from torchtitan.weight_sync.parameters import LocalTensors, Weight, placed_parameters, unique_parameters
 from torchtitan.weight_sync.plan import plan_rank
 from torchtitan.weight_sync.snapshot import slot_filler
 
 logger = logging.getLogger(__name__)
 
 
-def _device_of(parameters: list[torch.Tensor]) -> torch.device:
+def _device_of(parameters: list[Weight]) -> torch.device:
     local = LocalTensors(parameters[:1]).now()
     return local[0].device if local else torch.device("cpu")
 
@@ -95,7 +96,7 @@ class Publisher:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor | StackPart],
         *,
         rank: int,
         dtype: str,

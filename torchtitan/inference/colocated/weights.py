@@ -12,7 +12,7 @@ from torchtitan.inference.colocated.pool import replica_name
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.types import make_label
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import base_parameters, merged_weight
+from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.weight_sync.facade import ActorStatus
 
 
@@ -58,5 +58,5 @@ class ColocatedWeights:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole model, one gathered parameter at a time (a collective where it is sharded)."""
-        for name in base_parameters(self._policy):
-            yield name, merged_weight(self._policy, name).to(self._dtype)
+        for name, whole in whole_weights(self._policy, base_parameters(self._policy)):
+            yield name, whole.to(self._dtype)

@@ -12,15 +12,25 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from torchtitan.distributed.placement import StackPart
 from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_version, read_adapters
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
+from torchtitan.models.lora import in_files
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.nf4 import rounded
 from torchtitan.weight_sync.staging import WeightsRefused
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
+
+
+def _live(policy: Decoder) -> dict[str, torch.Tensor]:
+    tensors = {**dict(policy.named_parameters(remove_duplicate=False)), **dict(policy.named_buffers())}
+    return {
+        name: one.stack.detach()[one.index] if isinstance(one, StackPart) else one
+        for name, one in in_files(policy, tensors).items()
+    }
 
 
 class AdapterNotApplied(RuntimeError):
@@ -32,8 +42,8 @@ class EngineWeights:
     then while they change. Takes memory for a copy of every parameter that adapters have touched."""
 
     def __init__(self, policy: Decoder, progress: Callable[[], None]):
-        self.live: Mapping[str, torch.Tensor] = dict(policy.named_parameters(remove_duplicate=False))
-        """Name -> the tensor that is computed with; tied weights under all of their names"""
+        self.live: Mapping[str, torch.Tensor] = _live(policy)
+        """Name in checkpoint files -> the tensor that is computed with; tied weights under all of their names"""
         self.figures: dict[str, float] = {}
         """Of the last version, if it was adapters: Frobenius norms of what they are, as sent (adapter_norm), and of
         what they changed in the weights (adapter_applied_norm)"""
@@ -63,6 +73,7 @@ class EngineWeights:
         shapes = [(parameter, parameter.shape) for parameter in self._policy.parameters()]
         # Their storages cannot be shrunk in place: those that were read as numpy arrays refuse that.
         fused = take_apart(self._policy)
+        self.live = {}
         for parameter, _ in shapes:
             parameter.data = parameter.data.new_empty(0)
 
@@ -70,6 +81,7 @@ class EngineWeights:
             for parameter, shape in shapes:
                 parameter.data = parameter.data.new_empty(shape)
             fuse_again(self._policy, fused)
+            self.live = _live(self._policy)
 
         self._take = take
 
@@ -82,8 +94,8 @@ class EngineWeights:
     # A whole version
 
     def _check_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        given = {id(self.live[name]) for name in tensors if name in self.live}
-        missing = [name for name, parameter in self._policy.named_parameters() if id(parameter) not in given]
+        given = {self.live[name].data_ptr() for name in tensors if name in self.live}
+        missing = [name for name, weight in self.live.items() if weight.data_ptr() not in given]
         unknown = [name for name in tensors if name not in self.live]
         wrong = [
             f"{name} {tuple(tensor.shape)} instead of {tuple(self.live[name].shape)}"

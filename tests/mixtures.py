@@ -1,0 +1,56 @@
+"""Tiny random mixtures of experts, as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+# By family: what transformers calls it, and its own switches, none of them at its default. One layer is dense where a
+# family can have that.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"head_dim": 32, "num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+}
+
+
+def make_mixture(directory: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Write a checkpoint whose weights are large enough for logits of several units; norms and biases are random."""
+    import transformers
+
+    name, switches = MIXTURES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **switches, **overrides})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() > 1:
+                tensor.copy_(0.2 * noise)
+            elif isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(1 + 0.2 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    model.save_pretrained(directory)
+    return directory

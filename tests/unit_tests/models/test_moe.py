@@ -1,0 +1,163 @@
+"""Mixtures of experts: against transformers, in files, in the engine, and their grouped products."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.mixtures import MIXTURES, make_mixture
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.types import GenerateRequest, SamplingParameters
+from torchtitan.models import export_policy, load_policy
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.grouped_matmul import grouped_linear, grouped_outer
+from torchtitan.models.hf_checkpoint import read_model_args
+from torchtitan.models.lora import synced_parameters
+from torchtitan.models.moe import MISSING, places_of
+from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
+from torchtitan.weight_sync.plan import plan_rank
+
+LENGTHS = [37, 5, 70]
+
+
+@pytest.fixture(scope="module", params=list(MIXTURES))
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mixture(tmp_path_factory.mktemp("mixtures") / request.param, request.param)
+
+
+def _tokens(seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+
+
+def _theirs(directory: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def _their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([model(one[None]).logits[0] for one in tokens.split(LENGTHS)])
+
+
+def _stacked(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A gradient of theirs under our names: gate and up lie in one stack there."""
+    if not name.endswith("gate_up_proj"):
+        return {name: gradient}
+    gate, up = gradient.chunk(2, dim=1)
+    return {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+
+
+def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_path: Path) -> None:
+    tokens, theirs, policy = _tokens(), _theirs(mixture), load_policy(mixture)
+    expected = _their_logits(theirs, tokens)
+    logits = policy(tokens, PackedLayout(LENGTHS))
+    assert expected.abs().max() > 3
+    assert (logits - expected).abs().max() <= 1e-5
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
+    (expected.log_softmax(-1) * weights).sum().backward()
+    (logits.log_softmax(-1) * weights).sum().backward()
+    wanted = {n: g for name, p in theirs.named_parameters() for n, g in _stacked(name, p.grad).items()}
+    ours = {name: p.grad for name, p in policy.named_parameters()}
+    assert ours.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (ours[name] - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
+
+    export_policy(policy, tmp_path / "exported")
+    original, written = (load_file(folder / "model.safetensors") for folder in (mixture, tmp_path / "exported"))
+    assert original.keys() == written.keys()
+    assert all(torch.equal(original[name], written[name]) for name in original)
+    assert read_model_args(tmp_path / "exported") == policy.args
+    assert (_their_logits(_theirs(tmp_path / "exported"), tokens) - expected).abs().max() == 0
+    assert policy.args.num_parameters() == sum(tensor.numel() for tensor in original.values())
+
+
+def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> None:
+    policy = load_policy(mixture)
+    sent, files = synced_parameters(policy), load_file(mixture / "model.safetensors")
+    assert sent.keys() == files.keys()
+    layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
+    assert {entry.name: entry.shape for entry in layout.parameters} == {n: tuple(t.shape) for n, t in files.items()}
+    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0].shards]).now()
+    for shard, tensor in zip(layout.ranks[0].shards, local, strict=True):
+        assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
+    memory = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory
+
+
+def test_the_engine_samples_with_the_trainers_numbers(mixture: Path, tmp_path: Path) -> None:
+    """Through a new version under the names of files, and a sleep that drops all weights."""
+    trainer = load_policy(make_mixture(tmp_path / "new", mixture.name, seed=1))
+    engine = Engine(load_policy(mixture), max_sequences=8, max_length=64)
+    version = {
+        name: load_file(tmp_path / "new" / "model.safetensors")[name].clone() for name in synced_parameters(trainer)
+    }
+    assert engine.sleep(level=2)
+    engine.wake(["weights", "kv_cache"])
+    engine.apply_weights("epoch", 1, version)
+    prompts = [[3, 4, 5, 6], [7, 8, 9, 10, 11, 12, 13]]
+    requests = [GenerateRequest(str(i), p, SamplingParameters(max_tokens=24, n=3)) for i, p in enumerate(prompts)]
+    exact = not engine.sizes.unmet
+    for prompt, completions in zip(prompts, engine.generate(requests), strict=True):
+        for completion in completions:
+            tokens = torch.tensor(prompt + completion.token_ids)
+            with torch.no_grad():
+                log_probs, _ = trainer(tokens[:-1], PackedLayout([len(tokens) - 1]), tokens[1:])
+            difference = (log_probs[len(prompt) - 1 :] - torch.tensor(completion.log_probs)).abs().max()
+            assert difference <= (0.0 if exact else 1e-5)
+
+
+def test_given_routes_are_followed_and_the_gate_still_learns(mixture: Path) -> None:
+    """Its own routes change nothing; others do; rows that are missing are the router's own."""
+    tokens, policy = _tokens(), load_policy(mixture)
+    layers, chosen = policy.args.num_hidden_layers, {}
+    mixed = [layer.mlp for index, layer in enumerate(policy.model.layers) if index not in policy.args.dense_layers]
+    for one in mixed:
+        one.record = lambda index, experts: chosen.__setitem__(index, experts)
+    layout = PackedLayout(LENGTHS)
+    expected = policy(tokens, layout)
+    routes = torch.zeros(len(chosen[0]), layers, 2, dtype=torch.int16)
+    for index, experts in chosen.items():
+        routes[:, index] = experts.to(torch.int16)
+    routes = routes[: len(tokens)]
+    for one in mixed:
+        one.record = None
+    assert torch.equal(policy(tokens, layout, routes=routes), expected)
+    other = (routes + 1) % policy.args.experts.count
+    assert (policy(tokens, layout, routes=other) - expected).abs().max() > 0.1
+    some = torch.where(torch.arange(len(tokens))[:, None, None] < LENGTHS[0], MISSING, other)
+    logits = policy(tokens, layout, routes=some)
+    assert torch.equal(logits[: LENGTHS[0]], expected[: LENGTHS[0]])
+    assert (logits[LENGTHS[0] :] - expected[LENGTHS[0] :]).abs().max() > 0.1
+    policy(tokens, layout, routes=other).square().sum().backward()
+    assert mixed[0].gate.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("step", [1, 4])
+def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
+    """An expert without rows, rows left over at the end, and what torch.compile makes of it in one graph."""
+    generator = torch.Generator().manual_seed(0)
+    expert = torch.tensor([3, 0, 3, 1, 3, 0, 1, 3, 3])
+    x = torch.randn(len(expert), 16, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 8, 16, generator=generator, dtype=dtype, requires_grad=True)
+    places = places_of(expert, 4, step)
+    assert places.counts.tolist() == [2, 2, 0, 5] and (places.ends % step == 0).all()
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x.new_zeros(places.rows, 16).index_copy(0, places.place, x)
+        return grouped_linear(rows, weight, places.ends).index_select(0, places.place)
+
+    expected = torch.stack([weight[e] @ row for e, row in zip(expert.tolist(), x, strict=True)])
+    gradient = torch.randn(expected.shape, generator=generator, dtype=dtype)
+    wanted = torch.autograd.grad(expected, (x, weight), gradient)
+    for function in (grouped, torch.compile(grouped, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(function(x, weight), expected, rtol=1e-6, atol=1e-5)
+        got = torch.autograd.grad(function(x, weight), (x, weight), gradient)
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+    ends = torch.tensor([2, 4, 4, 9], dtype=torch.int32)
+    torch.library.opcheck(grouped_linear, (x, weight, ends))
+    torch.library.opcheck(grouped_outer, (gradient, x.detach(), ends))

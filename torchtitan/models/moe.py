@@ -1,0 +1,224 @@
+"""A mixture of experts in the place of a feed-forward: the router, the experts' stacked weights, and the way of the
+tokens to them and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+
+from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.expert_args import ExpertArgs
+from torchtitan.models.grouped_matmul import grouped_linear
+from torchtitan.models.swiglu import swiglu
+
+# In routes: the engine has not said which experts this token had; the router decides.
+MISSING = -1
+# On a GPU the rows of every expert begin at whole 16 bytes, in half precision.
+GPU_ROWS = 8
+
+
+class Routing(NamedTuple):
+    """What a forward tells its mixtures of experts.
+
+    routes: [T, layers, k] integers, the experts that an engine chose for each token, or MISSING; None: none are known.
+    rows: each expert computes with a multiple of so many rows.
+    """
+
+    routes: torch.Tensor | None
+    rows: int
+
+
+def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
+    """Routing.rows for a device: on a CPU a token's result does not depend on who else has its expert."""
+    return GPU_ROWS if device.type == "cuda" else sizes.rows
+
+
+class Router(nn.Module):
+    """Chooses experts for each token, and how much each of them counts."""
+
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(self, args: ExpertArgs, hidden_size: int):
+        super().__init__()
+        self.args = args
+        self.weight = nn.Parameter(torch.empty(args.count, hidden_size))
+        # A buffer: it has no gradient. It is loaded, saved and sent as parameters are.
+        self.register_buffer("e_score_correction_bias", torch.zeros(args.count) if args.bias else None)
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(function, recurse)
+        if self.e_score_correction_bias is not None:
+            # Whatever the model computes in: the bias moves in steps too small for half precision.
+            self.e_score_correction_bias = self.e_score_correction_bias.float()
+        return self
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H] -> (experts [T, k] int64, their weights [T, k] like x).
+
+        routes [T, k]: experts that are given; a row with MISSING is chosen here. Weights are always those of the
+        router's own scores, so it learns in either case.
+        """
+        args = self.args
+        weight: torch.Tensor = self.weight
+        if isinstance(weight, DTensor):
+            # Tensor-parallel ranks route different tokens: their gradients add up.
+            weight = weight.to_local(grad_placements=[Partial()])
+        if args.score == "sigmoid":
+            scores = F.linear(x.float(), weight.float()).sigmoid()
+        else:
+            scores = F.linear(x, weight).float().softmax(-1)
+        with torch.no_grad():
+            experts = self._choose(scores)
+            if routes is not None:
+                experts = torch.where(routes[:, :1] == MISSING, experts, routes.long())
+        chosen = scores.gather(-1, experts)
+        if args.normalize:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if args.score == "sigmoid" else 0.0))
+        return experts, (chosen * args.scale).to(x.dtype)
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        args = self.args
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if args.groups > 1:
+            grouped = scores.unflatten(-1, (args.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(args.best_groups, dim=-1).indices
+            left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            scores = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+        return scores.topk(args.per_token, dim=-1).indices
+
+
+class Places(NamedTuple):
+    """Where items go so that those of one expert lie together.
+
+    place: int64 [items], the row of each; counts: int64 [experts], items of each; ends: int32 [experts], where the rows
+    of each end; rows: of the whole.
+    """
+
+    place: torch.Tensor
+    counts: torch.Tensor
+    ends: torch.Tensor
+    rows: int
+
+
+def places_of(expert: torch.Tensor, count: int, step: int) -> Places:
+    """Places of items by their expert [items], in their order, each expert's rows rounded up to a multiple of `step`.
+
+    Waits for no device: there may be rows left over at the end.
+    """
+    counts = torch.zeros(count, dtype=torch.int64, device=expert.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    rounded = (counts + step - 1) // step * step
+    ends = rounded.cumsum(0)
+    order = expert.argsort(stable=True)
+    # The j-th of all sorted items moves by what the experts before its own were rounded up.
+    shift = (ends - rounded) - (counts.cumsum(0) - counts)
+    sorted_place = torch.arange(len(expert), device=expert.device) + shift[expert[order]]
+    place = torch.empty_like(order).index_copy_(0, order, sorted_place)
+    rows = len(expert) + min(count, len(expert)) * (step - 1)
+    return Places(place, counts, ends.to(torch.int32), rows)
+
+
+class _Spread(torch.autograd.Function):
+    """x [T, H] -> rows [R, H]: each token in all of its k places, zeros elsewhere. Its gradient is summed in their
+    order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens = len(x)
+        copies = x.repeat_interleave(len(place) // len(x), 0) if len(x) else x
+        return x.new_zeros(rows, x.shape[1]).index_copy_(0, place, copies)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        if not ctx.tokens:
+            return gradient[:0], None, None
+        return gradient.index_select(0, place).unflatten(0, (ctx.tokens, -1)).sum(1), None, None
+
+
+def spread(x: torch.Tensor, places: Places) -> torch.Tensor:
+    """x [T, H], whose tokens have as many places each -> rows [R, H]."""
+    rows: torch.Tensor = _Spread.apply(x, places.place, places.rows)
+    return rows
+
+
+class Exchange(Protocol):
+    """How rows reach experts that other ranks have; see distributed/expert_parallel.py."""
+
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """rows [R, H] in the order of all experts, counts [E] of them -> what compute(rows, experts) makes of each
+        where its expert is."""
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, their weights stacked: gate and up [E, I, H], down [E, H, I]."""
+
+    def __init__(self, args: ExpertArgs, hidden_size: int):
+        super().__init__()
+        self.count = args.count
+        self.gate_proj = nn.Parameter(torch.empty(args.count, args.intermediate_size, hidden_size))
+        self.up_proj = nn.Parameter(torch.empty(args.count, args.intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(args.count, hidden_size, args.intermediate_size))
+        # Set where ranks have different experts.
+        self.exchange: Exchange | None = None
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, step: int) -> torch.Tensor:
+        """x [T, H], each token's experts [T, k] and their weights [T, k] -> [T, H]."""
+        if self.exchange is None:
+            places = places_of(experts.flatten(), self.count, step)
+            out = self._rows(spread(x, places), places.ends)
+        else:
+            places = places_of(experts.flatten(), self.count, 1)
+            out = self.exchange(
+                spread(x, places), places.counts, lambda rows, expert: self._unordered(rows, expert, step)
+            )
+        out = out.index_select(0, places.place).unflatten(0, experts.shape)
+        return (out * weights[..., None]).sum(1)
+
+    def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
+        """Rows [R, H] of this rank's experts [R] in any order."""
+        places = places_of(expert, _local(self.gate_proj).shape[0], step)
+        return self._rows(spread(rows, places), places.ends).index_select(0, places.place)
+
+    def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (_local(stack).to(rows.dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj))
+        return grouped_linear(swiglu(grouped_linear(rows, gate, ends), grouped_linear(rows, up, ends)), down, ends)
+
+
+def _local(stack: torch.Tensor) -> torch.Tensor:
+    return stack.to_local() if isinstance(stack, DTensor) else stack
+
+
+class MoE(nn.Module):
+    """Router and experts, and the expert that every token passes where the family has one."""
+
+    def __init__(self, args: ExpertArgs, hidden_size: int, index: int, shared: nn.Module | None = None):
+        super().__init__()
+        self.index = index
+        self.gate = Router(args, hidden_size)
+        self.experts = Experts(args, hidden_size)
+        self.shared_experts = shared
+        # Under sequence parallelism this rank's part of the pack and the number of parts: routes come for all of it.
+        self.part, self.parts = 0, 1
+        # Set where the experts chosen are to be known: record(layer, experts [T, k]).
+        self.record: Callable[[int, torch.Tensor], None] | None = None
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        routes = None if routing.routes is None else routing.routes[:, self.index]
+        if routes is not None and self.parts > 1:
+            routes = routes.chunk(self.parts)[self.part]
+        experts, weights = self.gate(x, routes)
+        if self.record is not None:
+            self.record(self.index, experts)
+        out = self.experts(x, experts, weights, routing.rows)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
