@@ -96,7 +96,7 @@ class VLLMControl(EngineControl):
         self._call_workers("reload_weights", {"weights_path": str(folder)})
         if self._repacks_heads:
             # A server that runs already may go on computing with the old head where that is packed, as on CPUs.
-            self._call_workers("torchtitan_repack_tied_heads", {})
+            self._call_workers("torchtitan_repack", {})
         self.order("/update_weight_version", {"new_version": label})
 
     def _call_workers(self, method: str, arguments: dict[str, str]) -> None:

@@ -15,11 +15,11 @@ class WorkerExtension:
         """By /collective_rpc: every worker that answers is neither dead nor frozen."""
         return True
 
-    def torchtitan_repack_tied_heads(self) -> None:
+    def torchtitan_repack(self) -> None:
         """By /collective_rpc, after weights were loaded by vLLM itself; see loading.py."""
-        from torchtitan.inference.vllm.loading import repack_tied_heads
+        from torchtitan.inference.vllm.loading import repack_what_reloading_leaves
 
-        repack_tied_heads(self.get_model())  # type: ignore[attr-defined]
+        repack_what_reloading_leaves(self.get_model())  # type: ignore[attr-defined]
 
 
 def _end_with_server() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     with adopting_weights():
         loaded = model.load_weights(iter(weights))  # type: ignore[operator]
         finalize_layerwise_reload(model, model_config)
-    repack_tied_heads(model)
+    repack_what_reloading_leaves(model)
     missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
@@ -76,6 +77,21 @@ def _abandon(model: nn.Module, model_config: ModelConfig) -> None:
     """What an earlier load has left that broke off would be counted as part of the next one."""
     if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
         finalize_layerwise_reload(model, model_config)
+
+
+def repack_what_reloading_leaves(model: nn.Module) -> None:
+    """vLLM 0.32 and 0.33 pack these at their first load only: they would compute with something else than was loaded,
+    and nothing would say so."""
+    repack_tied_heads(model)
+    repack_experts(model)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """On a CPU experts compute with packed weights, but what a reload leaves in their place is not packed."""
+    for module in model.modules():
+        if type(module).__name__ == "RoutedExperts" and next(module.parameters()).device.type == "cpu":
+            method: Any = module.quant_method
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def repack_tied_heads(model: nn.Module) -> None:

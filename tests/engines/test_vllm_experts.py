@@ -1,0 +1,90 @@
+"""A mixture of experts from our trainer into real vLLM, version after version: each expert comes under its file's name,
+and what vLLM computes with afterwards is what was sent."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.job import PROMPT, Trainer, differences, start_actor
+from tests.engines.models import END, VOCABULARY, randomize
+from tests.mixtures import make_mixture
+from tests.processes import Processes
+from torchtitan.config.derived import probe_tolerance
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.models import load_policy
+from torchtitan.models.lora import synced_parameters
+from torchtitan.preflight.debug_checkpoint import write_tokenizer
+from torchtitan.weight_sync.facade import WeightSync
+
+TOLERANCE = 1e-4
+UPDATES = 6
+
+
+class MixtureTrainer(Trainer):
+    """Publishes the weights of our decoder; version n has those of seed n."""
+
+    def __init__(self, folder: Path, model: Path):
+        self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
+        self.policy = load_policy(model)
+        self.sync = WeightSync(
+            WeightSyncConfig(bucket_bytes=256 * 1024), synced_parameters(self.policy),
+            epoch=self.epoch, token=self.token, run_dir=folder, dtype="float32",
+        )  # fmt: skip
+        self.version = -1
+
+    def change(self, version: int) -> None:
+        randomize(self.policy, version)
+
+    def logits(self, token_ids: Any, version: int | None = None) -> torch.Tensor:
+        assert version is None
+        with torch.no_grad():
+            return self.policy.logits(torch.tensor([list(token_ids)]))[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_vllm_computes_with_the_experts_of_every_version(
+    family: str, vllm_python: Path, processes: Processes, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": VOCABULARY, "eos_token_id": END, "bos_token_id": None}
+    if family == "qwen3_moe":
+        # vLLM refuses to load again what it has to pad.
+        shape["moe_intermediate_size"] = 64
+    model = make_mixture(tmp_path / "model", family, **shape)
+    write_tokenizer(model)
+    unpacked = tmp_path / "unpacked"
+    actor = start_actor(
+        processes, "vllm", vllm_python, model,
+        "--", "--worker-extension-cls", "tests.engines.vllm_unpacked.WorkerExtension",
+        TORCHTITAN_TEST_UNPACKED=str(unpacked),
+    )  # fmt: skip
+    trainer = MixtureTrainer(tmp_path / "run", model)
+    try:
+        actor.connect(trainer)
+        before: list[float] = []
+        for _ in range(UPDATES):
+            trainer.bring()
+            (completion,) = actor.generate(PROMPT, 24, temperature=1.0, seed=trainer.version, stop_token_ids=[])
+            ids = [*PROMPT, *completion.token_ids]
+            expected = trainer.log_probs(ids)
+            assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < TOLERANCE
+            assert differences(actor.score(ids), expected) < TOLERANCE
+            # The versions are far apart, so what is left of an older one cannot hide.
+            now = trainer.log_probs(PROMPT)
+            assert not before or differences(now, before) > 1
+            before = now
+        # Without the packing every version is served and none is right: the probe of a run sees that.
+        unpacked.touch()
+        trainer.bring()
+        wrong = differences(actor.score(PROMPT), trainer.log_probs(PROMPT))
+        assert wrong > 100 * probe_tolerance(JobConfig())
+        unpacked.unlink()
+        trainer.bring()
+        assert differences(actor.score(PROMPT), trainer.log_probs(PROMPT)) < TOLERANCE
+    finally:
+        trainer.close()
