@@ -1,4 +1,5 @@
-"""How the ranks are laid out: replicas × shards × tensor parallelism. No torch until the mesh is made."""
+"""How the ranks are laid out: replicas × shards × tensor parallelism, and experts across the latter two. No torch until
+the mesh is made."""
 
 from __future__ import annotations
 
@@ -28,14 +29,21 @@ class ParallelDims:
     tp: int
     world_size: int
     rank: int = 0
+    ep: int = 1
+    """Ranks, neighbours among the shards and their tensor-parallel ranks, that have different experts"""
 
     def __post_init__(self) -> None:
         degrees = {
             "data_parallel_replicate_degree": self.dp_replicate,
             "data_parallel_shard_degree": self.dp_shard,
             "tensor_parallel_degree": self.tp,
+            "expert_parallel_degree": self.ep,
         }
         problems = [f"parallelism.{key} = {value}: must be at least 1" for key, value in degrees.items() if value < 1]
+        if not problems and self.dp_shard * self.tp % self.ep:
+            text = f"does not divide data_parallel_shard_degree {self.dp_shard} × tensor_parallel_degree {self.tp}"
+            problems.append(f"parallelism.expert_parallel_degree = {self.ep} {text}")
+        del degrees["expert_parallel_degree"]
         if not problems and self.dp_replicate * self.dp_shard * self.tp != self.world_size:
             product = " × ".join(f"{key} {value}" for key, value in degrees.items())
             problems.append(f"parallelism: {product} does not make the {self.world_size} ranks that were started")
@@ -60,7 +68,7 @@ class ParallelDims:
                         f"does not divide the {world_size} ranks that were started"
                     ]
                 )
-        return cls(replicate, shard, tensor, world_size, rank)
+        return cls(replicate, shard, tensor, world_size, rank, parallelism.expert_parallel_degree)
 
     @property
     def dp_size(self) -> int:
@@ -96,6 +104,14 @@ class ParallelDims:
         shape = (self.dp_replicate, self.dp_shard, self.tp)
         return init_device_mesh(device().type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
 
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks for the experts: dp_replicate, efsdp (ranks with the same experts) and ep."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (self.dp_replicate, self.dp_shard * self.tp // self.ep, self.ep)
+        return init_device_mesh(self.mesh.device_type, shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+
     @property
     def fsdp_mesh(self) -> DeviceMesh:
         """What `fully_shard` gets: shards, or replicas × shards (HSDP)."""
@@ -108,6 +124,5 @@ class ParallelDims:
     @property
     def groups(self) -> list[ProcessGroup]:
         """Process groups of the mesh, for `device.set_timeouts`; none where no mesh was made."""
-        if "mesh" not in self.__dict__:
-            return []
-        return [self.mesh.get_group(name) for name in ("dp_replicate", "dp_shard", "tp")]
+        meshes = [self.__dict__[name] for name in ("mesh", "expert_mesh") if name in self.__dict__]
+        return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names]

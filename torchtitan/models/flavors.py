@@ -5,7 +5,10 @@ A checkpoint's own config.json always decides where there is one; the table serv
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchtitan.errors import UserError
+from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.model_args import ModelArgs, RopeScaling
 
 
@@ -97,6 +100,15 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool =
     )
 
 
+def _qwen3_moe(hidden: int, expert: int, layers: int, heads: int, key_value_heads: int) -> ModelArgs:
+    return replace(
+        _qwen3(hidden, 3 * hidden, layers, heads),
+        family="qwen3_moe",
+        num_key_value_heads=key_value_heads,
+        experts=ExpertArgs(count=128, per_token=8, intermediate_size=expert, normalize=True),
+    )
+
+
 FLAVORS: dict[str, dict[str, ModelArgs]] = {
     "llama3": {
         "debug": _debug("llama", rope_theta=500000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 1024)),
@@ -127,11 +139,16 @@ FLAVORS: dict[str, dict[str, ModelArgs]] = {
         "14B": _qwen3(5120, 17408, 40, 40),
         "32B": _qwen3(5120, 25600, 64, 64),
     },
+    "qwen3_moe": {
+        "debug": _debug("qwen3_moe", experts=ExpertArgs(8, 2, 96, normalize=True)),
+        "30B-A3B": _qwen3_moe(2048, 768, 48, 32, 4),
+        "235B-A22B": _qwen3_moe(4096, 1536, 94, 64, 4),
+    },
 }
 
 
 def find_flavor(name: str, flavor: str) -> ModelArgs:
-    """The shape of `flavor` in family `name` (llama3, qwen2, qwen3). Raises UserError with what is allowed.
+    """The shape of `flavor` in family `name` (such as llama3). Raises UserError with what is allowed.
 
     With the name `auto` the flavor alone must tell the family.
     """

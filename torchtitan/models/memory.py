@@ -25,11 +25,13 @@ class MemoryEstimate:
     the model once more, in host memory where it is offloaded. The rest is rough:
 
     - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
-      largest unit is a layer, or the root with embedding and head. Of quantised projections also the largest one as
-      it is computed with, on one rank too. An offloaded reference comes to the device in such units on one rank, too.
+      largest unit is a layer, or the root with embedding and head. Of a layer's experts it is those of one rank of
+      expert_parallel_degree. Of quantised projections also the largest one as it is computed with, on one rank too.
+      An offloaded reference comes to the device in such units on one rank, too.
     - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
-      projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements, shared
-      among the tensor-parallel ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
+      projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (of a
+      mixture those of a token's experts, and its rows on the way there and back), shared among the tensor-parallel
+      ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
     - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
       vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
     - slots: weight_sync.num_slots copies of what the rank sends, its share of the weights or of the adapters, in
@@ -70,7 +72,12 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     key_value = args.num_key_value_heads * args.head_dim
     root = args.vocab_size * args.hidden_size * (1 if args.tie_word_embeddings else 2)
     layer = (args.num_parameters() - root) // args.num_hidden_layers
-    kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * args.intermediate_size
+    wide, experts = args.intermediate_size, 0
+    if args.experts is not None:
+        # A token's rows lie once per expert that it has, on the way there and back.
+        wide = args.experts.active_size + args.experts.per_token * args.hidden_size // 2
+        experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
+    kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
     tokens, head = training.tokens_per_micro_batch, config.model
@@ -81,8 +88,9 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         reference = -(-base // (shard * tensor))
     # Without FSDP2 (one rank) parameters are used where they lie.
     fsdp = ranks > 1 or (reference > 0 and reference_on_host(config))
-    held = (layer - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
-    gathered = 2 * max(root * computed, held) // tensor if fsdp else 0
+    held = (layer - experts - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
+    held = held // tensor + experts * computed // config.parallelism.expert_parallel_degree
+    gathered = 2 * max(root * computed // tensor, held) if fsdp else 0
     gathered += max(quantized, default=0) * computed
     whole_gradients = 0
     if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":

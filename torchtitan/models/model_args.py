@@ -161,6 +161,18 @@ class ModelArgs:
         attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
         return dict(zip(PROJECTIONS, (*attention, (wide, hidden), (wide, hidden), (hidden, wide)), strict=True))
 
+    def weights_per_token(self) -> dict[str, int]:
+        """Elements of the matrices that a token passes in all layers, by the name of their module."""
+        layers, dense = self.num_hidden_layers, len(self.dense_layers)
+        counts = {
+            name: (layers if name in PROJECTIONS[:4] else dense) * rows * columns
+            for name, (rows, columns) in self.projection_shapes().items()
+        }
+        if self.experts is not None:
+            counts["experts"] = (layers - dense) * 3 * self.hidden_size * self.experts.active_size
+            counts["gate"] = (layers - dense) * self.experts.count * self.hidden_size
+        return counts
+
     def module_parameters(self) -> dict[str, int]:
         """Parameters in elements by the name of their module, over all layers. Tied, the head has none of its own."""
         hidden, layers = self.hidden_size, self.num_hidden_layers

@@ -1,4 +1,4 @@
-"""From a decoder on the meta device to this rank's trainable policy: TP → adapters → AC → compile → FSDP2."""
+"""From a decoder on the meta device to this rank's trainable policy: TP → EP → adapters → AC → compile → FSDP2."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from torchtitan.models.flavors import find_flavor
 from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.moe import MoE
+from torchtitan.models.parallel_experts import apply_expert_parallelism, mixture_plan, shard_experts
 from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.models.quantized import quantize_projections
 from torchtitan.models.vocabulary_parallel import VocabularyShard
@@ -79,6 +81,8 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     training = config.training
     if dims.tp_size > 1:
         apply_tensor_parallelism(policy, dims.tp_mesh)
+    if dims.ep > 1:
+        apply_expert_parallelism(policy, dims, compiled=config.compile.enable)
     if config.lora.base_bits == 4:
         quantize_projections(policy, config.lora.modules_to_save)
     if config.lora.rank:
@@ -125,7 +129,8 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
     for layer in policy.model.layers:
-        parallelize_module(layer, mesh, layer_plan)
+        mixture = layer.mlp if isinstance(layer.mlp, MoE) else None
+        parallelize_module(layer, mesh, layer_plan if mixture is None else mixture_plan(layer_plan, mixture))
     policy.sequence_parts = mesh.size()
     policy.tie_weights()
 
@@ -168,6 +173,8 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         "offload_policy": offload,
     }
     reshard = config.parallelism.fsdp_reshard_after_forward
+    if dims.ep > 1 or dims.tp_size > 1:
+        shard_experts(policy, dims, reshard != "never", options)
     for layer in policy.model.layers:
         # The backward starts with the last layer: freeing it would only mean to gather it again at once.
         last = layer is policy.model.layers[-1]
@@ -194,7 +201,8 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _check_divisible(args: ModelArgs, degree: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    names = ["num_attention_heads", "num_key_value_heads"] + ["intermediate_size"] * bool(args.dense_layers)
+    for name in names:
         size = getattr(args, name)
         if size % degree:
             raise UserError(f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {name} {size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from torchtitan.config.derived import shard_degree
 from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
@@ -73,8 +74,11 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     counts = {
         "attention heads": args.num_attention_heads,
         "key-value heads": args.num_key_value_heads,
-        "feed-forward columns (intermediate_size)": args.intermediate_size,
     }
+    if args.dense_layers:
+        counts["feed-forward columns (intermediate_size)"] = args.intermediate_size
+    if args.experts is not None and args.experts.shared_intermediate_size:
+        counts["columns of the shared experts"] = args.experts.shared_intermediate_size
     undivided = [f"{count} {what}" for what, count in counts.items() if count % degree]
     common = math.gcd(*counts.values())
     allowed = ", ".join(str(number) for number in range(1, min(common, 64) + 1) if common % number == 0)
@@ -91,6 +95,28 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
         ragged = [f"{name} has {columns}" for name, (_, columns) in quantized if columns % BLOCK]
         text = f"projections must have a multiple of {BLOCK} inputs; {', '.join(ragged)}"
         check.refuse("lora.base_bits", ragged, text)
+    _check_experts(check, args)
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"
     check.refuse("rollout.stop_token_ids", outside, text, value=outside)
+
+
+def _check_experts(check: Check, args: ModelArgs) -> None:
+    config, lora, experts = check.config, check.config.lora, args.experts
+    key, degree = "parallelism.expert_parallel_degree", config.parallelism.expert_parallel_degree
+    if experts is None:
+        check.refuse(key, degree > 1, "must be 1: this model has no experts")
+        return
+    ranks = shard_degree(config, check.ranks) * config.parallelism.tensor_parallel_degree
+    check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
+    check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × tensor parallelism")
+    rest = ranks // degree
+    sizes = (experts.intermediate_size, args.hidden_size)
+    ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes)
+    text = f"leaves {rest} ranks to share an expert, which must divide its {sizes[0]} columns and the {sizes[1]} rows"
+    check.refuse(key, ragged, text)
+    if lora.rank:
+        inside = [name for name in ("gate_proj", "up_proj", "down_proj") if name in lora.target_modules]
+        text = f"experts get no adapters: leave out {', '.join(inside)}"
+        check.refuse("lora.target_modules", inside, text)
+        check.refuse("lora.base_bits", lora.base_bits == 4, "must be 16: experts are not quantised")

@@ -71,7 +71,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
     plan = make_plan(config, world_size)
     lines = [
         f"ranks: {plan.ranks}",
-        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel",
+        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, world_size)}",
         f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
@@ -91,6 +91,11 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         if is_colocated(config) or shares_devices(config):
             lines += _describe_shared(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _experts(config: JobConfig) -> str:
+    degree = config.parallelism.expert_parallel_degree
+    return f", experts over {degree} of the shards and their tensor-parallel ranks" if degree > 1 else ""
 
 
 def _where(config: JobConfig, part: str) -> str:

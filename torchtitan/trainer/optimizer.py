@@ -6,6 +6,7 @@ import logging
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job_config import Optimizer as OptimizerConfig
 
@@ -18,17 +19,15 @@ def build_optimizer(policy: nn.Module, config: OptimizerConfig) -> torch.optim.A
     Falls back from `fused` to `foreach` with a log line where torch has no fused kernel for the parameters.
     """
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
-    plain = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups = [
-        {"params": group, "weight_decay": weight_decay}
-        for group, weight_decay in ((decayed, config.weight_decay), (plain, 0.0))
-        if group
-    ]
+    # One kernel updates a group at a time, and takes no parameters of different meshes: experts have their own.
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
 
     fused = config.implementation == "fused" and _fused_kernel_works(parameters)
     return torch.optim.AdamW(
-        groups,
+        [{"params": g, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), g in groups.items()],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -29,10 +29,7 @@ def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> f
     # The last token of a sequence is predicted, and goes in nowhere.
     lengths = [len(branch) - 1 for sample in samples for branch in sample.branches]
     completions = sum(len(sample.completion_ids) for sample in samples)
-    by_weights = {
-        name: args.num_hidden_layers * rows * columns * sum(lengths)
-        for name, (rows, columns) in args.projection_shapes().items()
-    }
+    by_weights = {name: count * sum(lengths) for name, count in args.weights_per_token().items()}
     # A tied head's weight is the embedding's, and trained under that name.
     head = "embed_tokens" if args.tie_word_embeddings else "lm_head"
     by_weights[head] = args.vocab_size * args.hidden_size * completions

@@ -32,6 +32,8 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
 ALL = [(family, flavor) for family, flavors in FLAVORS.items() for flavor in flavors]
 

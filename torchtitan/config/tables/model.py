@@ -12,7 +12,7 @@ from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Positi
 
 @dataclass(config=TABLE)
 class Model:
-    name: Literal["auto", "llama3", "qwen2", "qwen3"] = "auto"
+    name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe"] = "auto"
     """Model family; auto reads it from hf_assets_path/config.json"""
 
     flavor: str = ""
@@ -83,6 +83,10 @@ class Parallelism:
 
     tensor_parallel_degree: Count = 1
     """Ranks that share every layer (tensor parallelism with sequence parallelism)"""
+
+    expert_parallel_degree: Count = 1
+    """Ranks, among the shards and their tensor-parallel ranks, that have different experts of a mixture: tokens travel
+    to the experts"""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after the forward; default does so for all layers but the last"""

@@ -1,0 +1,98 @@
+"""Experts over ranks, against one rank: the same tokens give the same loss, gradient norm, step, export and version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed_launcher import run_distributed
+from tests.mixtures import make_mixture
+from tests.unit_tests.distributed.test_parallel import Layout, _config, _reference
+from torchtitan.distributed import collectives, device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import ConfigError
+from torchtitan.models.lora import synced_parameters
+from torchtitan.models.parallelize import build_policy
+from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
+from torchtitan.weight_sync.plan import plan_rank
+
+EP, TP = "parallelism.expert_parallel_degree", "parallelism.tensor_parallel_degree"
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+TWO_RANKS: list[Layout] = [
+    {"name": "fsdp"},
+    {"name": "ep", EP: 2},
+    {"name": "tp", TP: 2},
+    {"name": "tp x ep", TP: 2, EP: 2},
+    {"name": "ep, recomputed", EP: 2, "activation_checkpoint.mode": "full"},
+    {"name": "ep, compiled", EP: 2, "compile.enable": True, "activation_checkpoint.mode": "selective"},
+    {"name": "fsdp, compiled", "compile.enable": True},
+]
+FOUR_RANKS: list[Layout] = [
+    {"name": "fsdp x ep", EP: 2},
+    {"name": "replicas of ep", EP: 2, REPLICATE: 2},
+    {"name": "tp x fsdp, ep", EP: 2, TP: 2},
+    {"name": "ep over both", EP: 4, TP: 2, "training.enable_cpu_offload": True},
+]
+
+
+def compare(directory: str, layouts: list[Layout], reference: str, scratch: str) -> list[dict[str, Any]]:
+    """As compare_layouts of test_parallel; and what all ranks send is the files, each tensor once."""
+    from tests.unit_tests.distributed import test_parallel
+
+    original = load_file(Path(directory) / "model.safetensors")
+    for layout in layouts:
+        config = _config(directory, layout)
+        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+        policy = build_policy(config, dims)
+        sent = synced_parameters(policy)
+        plan = plan_rank(placed_parameters(sent), device.rank(), "float32", 1 << 20)
+        shards = plan.ranks[0].shards
+        tensors = LocalTensors([sent[plan.parameters[shard.parameter].name] for shard in shards]).now()
+        for shard, tensor in zip(shards, tensors, strict=True):
+            whole = original[plan.parameters[shard.parameter].name]
+            part = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))
+            assert torch.equal(tensor, whole[part]), layout["name"]
+        elements = collectives.all_reduce_sum(torch.tensor(sum(shard.elements for shard in shards)))
+        assert elements.item() == sum(tensor.numel() for tensor in original.values()), layout["name"]
+        held = sum(p.to_local().numel() for n, p in policy.named_parameters() if ".experts." in n)
+        whole = sum(p.numel() for n, p in policy.named_parameters() if ".experts." in n)
+        assert held == whole // device.world_size() * dims.dp_replicate, layout["name"]
+    return test_parallel.compare_layouts(directory, layouts, reference, scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "family", "layouts"), [(2, "qwen3_moe", TWO_RANKS), (4, "mixtral", FOUR_RANKS)], ids=["two", "four"]
+)
+def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[Layout], tmp_path: Path) -> None:
+    directory = make_mixture(tmp_path / "checkpoint", family)
+    reference = tmp_path / "reference.safetensors"
+    loss, entropy, norm = _reference(directory, reference)
+    assert abs(loss) > 0.01 and norm > 0.1
+    ranks = run_distributed(
+        "tests.unit_tests.distributed.test_expert_parallel:compare",
+        world_size,
+        directory=str(directory),
+        layouts=layouts,
+        reference=str(reference),
+        scratch=str(tmp_path),
+    )
+    for number, layout in enumerate(layouts):
+        for row in (rank[number] for rank in ranks):
+            message = json.dumps(row)
+            assert row["name"] == layout["name"]
+            assert row["loss"] == pytest.approx(loss, abs=1e-5), message
+            assert row["entropy"] == pytest.approx(entropy, rel=1e-5), message
+            assert row["norm"] == pytest.approx(norm, rel=1e-4), message
+            assert row["logits_error"] < 1e-5 and row["parameter_error"] < 1e-5, message
+            assert row["export_equal"], message
+
+
+def test_degrees_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel_degree = 4 does not divide data_parallel_shard_degree 6"):
+        ParallelDims(1, 6, 1, 6, ep=4)

@@ -1,0 +1,83 @@
+"""What a configuration with a mixture of experts must satisfy, and what is planned for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.models.expert_args import ExpertArgs
+from torchtitan.models.flavors import find_flavor
+from torchtitan.models.memory import estimate_memory
+from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight.check import Check
+from torchtitan.preflight.model import check_model
+
+EP, TP = "expert_parallel_degree", "tensor_parallel_degree"
+ARGS = replace(
+    find_flavor("qwen3", "debug"), family="qwen3_moe", experts=ExpertArgs(12, 2, 40), tie_word_embeddings=False
+)
+
+
+def _problems(folder: Path, args: ModelArgs, ranks: int, lora: dict[str, Any], **parallelism: int) -> str:
+    (folder / "config.json").write_text(json.dumps(args.to_hf_config()))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    config = JobConfig()
+    config.model.hf_assets_path, config.training.seq_len = str(folder), 64
+    for key, value in parallelism.items():
+        setattr(config.parallelism, key, value)
+    for key, value in lora.items():
+        setattr(config.lora, key, value)
+    check = Check(config, ranks, planning=False)
+    check_model(check)
+    return "\n".join(problem.text for problem in check.problems)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lora", "parallelism", "problem"),
+    [
+        (8, {}, {EP: 8}, "must divide the model's 12 experts"),
+        (4, {}, {EP: 3}, "must divide the 4 ranks"),
+        (12, {}, {EP: 2}, "leaves 6 ranks to share an expert, which must divide its 40 columns"),
+        (1, {"rank": 4}, {}, "experts get no adapters: leave out gate_proj, up_proj, down_proj"),
+        (1, {"rank": 4, "target_modules": ["q_proj"], "base_bits": 4}, {}, "must be 16: experts are not quantised"),
+        (8, {"rank": 4, "target_modules": ["q_proj", "o_proj"]}, {EP: 4, TP: 2}, ""),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    ranks: int, lora: dict[str, Any], parallelism: dict[str, int], problem: str, tmp_path: Path
+) -> None:
+    said = _problems(tmp_path, ARGS, ranks, lora, **parallelism)
+    assert (problem in said) if problem else not said, said
+
+
+def test_a_dense_model_has_no_expert_parallelism(tmp_path: Path) -> None:
+    assert "must be 1: this model has no experts" in _problems(
+        tmp_path, find_flavor("qwen3", "debug"), 2, {}, **{EP: 2}
+    )
+
+
+def test_a_config_that_lacks_its_experts_is_refused() -> None:
+    config = ARGS.to_hf_config()
+    del config["num_experts"], config["num_local_experts"]
+    with pytest.raises(UserError, match="lacks num_experts or num_local_experts"):
+        ModelArgs.from_hf_config(config)
+
+
+def test_experts_are_gathered_from_their_own_ranks_alone() -> None:
+    args = find_flavor("qwen3_moe", "30B-A3B")
+    assert args.num_parameters() == 30_532_122_624  # as its model card says: 30.5B
+    assert sum(args.weights_per_token().values()) + args.vocab_size * args.hidden_size == pytest.approx(
+        3.04e9, rel=1e-2
+    )
+    args, config = find_flavor("qwen3_moe", "235B-A22B"), JobConfig()
+    together = estimate_memory(config, args, 8, 1, 8).gathered
+    config.parallelism.expert_parallel_degree = 2
+    # Two layers are held at a time, then with half of their experts.
+    assert together - estimate_memory(config, args, 8, 1, 8).gathered == 128 * 3 * 4096 * 1536 * 4

@@ -1,0 +1,85 @@
+"""How a mixture of experts is laid out over the ranks: whole experts over `ep`, their rows or columns over `efsdp`.
+
+Under tensor parallelism the layers' tokens are already shared out between its ranks (sequence parallelism): each routes
+its own, and experts are not cut any further. So `efsdp` × `ep` are the ranks of dp_shard × tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+
+from torchtitan.distributed.expert_parallel import ExpertExchange
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.moe import MoE
+
+
+def mixtures(policy: Decoder) -> list[MoE]:
+    """The layers' mixtures of experts."""
+    return [layer.mlp for layer in policy.model.layers if isinstance(layer.mlp, MoE)]
+
+
+def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, ParallelStyle]:
+    """A dense layer's plan of tensor parallelism for one with this mixture: tokens stay shared out, but for the shared
+    experts, which are cut as an ordinary feed-forward is."""
+    result = {name: style for name, style in plan.items() if not name.startswith("mlp")}
+    if mixture.shared_experts is not None:
+        result |= {n.replace("mlp", "mlp.shared_experts"): s for n, s in plan.items() if n.startswith("mlp")}
+    return result | {
+        "mlp": PrepareModuleInput(
+            input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None), use_local_output=True
+        ),
+        "mlp.gate": SharedTokens(mixture),
+    }
+
+
+class SharedTokens(ParallelStyle):
+    """Each rank routes its part of the pack; the router's weight is whole on all of them."""
+
+    def __init__(self, mixture: MoE):
+        self._mixture = mixture
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._mixture.part, self._mixture.parts = device_mesh.get_local_rank(), device_mesh.size()
+        weight = module.get_parameter("weight").detach()
+        module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, device_mesh, [Replicate()])))
+        return module
+
+
+def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool) -> None:
+    """Give every rank of `ep` its experts. compiled: layers will be, which the exchange has no part in.
+
+    Raises UserError where the degree does not divide the experts.
+    """
+    for mixture in mixtures(policy):
+        experts = mixture.experts
+        if experts.count % dims.ep:
+            text = f"does not divide the model's {experts.count} experts"
+            raise UserError(f"parallelism.expert_parallel_degree = {dims.ep} {text}")
+        for name, stack in list(experts.named_parameters()):
+            part = distribute_tensor(stack.detach(), dims.expert_mesh["ep"], [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(part))
+        exchange = ExpertExchange(dims.expert_mesh["ep"])
+        experts.exchange = torch.compiler.disable(exchange.__call__) if compiled else exchange
+
+
+def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: dict[str, Any]) -> None:
+    """FSDP2 of the experts by themselves, over the ranks that have the same ones and other tokens."""
+    names = ("dp_replicate", "efsdp") if dims.dp_replicate > 1 else ("efsdp",)
+    # Whole experts where there are no groups; else rows, which torch places side by side with the experts.
+    where = Shard(0) if dims.ep == 1 else Shard(1)
+    for mixture in mixtures(policy):
+        fully_shard(
+            mixture.experts,
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda _: where,
+            **{**options, "mesh": dims.expert_mesh[names]},
+        )
