@@ -38,11 +38,11 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
 
 
 # What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
-DEBUG_ASSETS = "assets/debug_arithmetic"
+DEBUG_ASSETS = ("assets/debug_arithmetic", "assets/debug_arithmetic_moe")
 
 
 def is_missing_debug_checkpoint(config: JobConfig) -> bool:
-    """Whether the one checkpoint that run_grpo.sh makes by itself is named and not there yet."""
+    """Whether a checkpoint that run_grpo.sh makes by itself is named and not there yet."""
     directory = Path(config.model.hf_assets_path)
     return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
 

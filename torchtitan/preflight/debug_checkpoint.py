@@ -1,4 +1,5 @@
-"""Make the debug policy: a Hugging Face directory with a tiny Qwen3 that has barely learned two-digit addition.
+"""Make the debug policy: a Hugging Face directory with a tiny Qwen3 that has barely learned two-digit addition, or in a
+folder whose name ends with _moe a tiny mixture of experts (Qwen3-MoE).
 
 Random weights, then a short supervised warm start on clean examples that stops on measured accuracy (sampled at
 temperature 1 on held-out pairs): enough that some samples earn a reward, little enough that GRPO does the lifting.
@@ -18,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.datasets import arithmetic_rows, hold_out
@@ -28,10 +30,11 @@ PAD, EOS = 0, 1
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
 
 
-def debug_model_args() -> ModelArgs:
-    """Two Qwen3 layers, 298k parameters."""
+def debug_model_args(mixture: bool = False) -> ModelArgs:
+    """Two Qwen3 layers, 298k parameters; as a mixture of 8 experts, of which each token has 2, 890k."""
     return ModelArgs(
-        family="qwen3",
+        family="qwen3_moe" if mixture else "qwen3",
+        experts=ExpertArgs(count=8, per_token=2, intermediate_size=128, normalize=True) if mixture else None,
         vocab_size=len(SYMBOLS),
         hidden_size=128,
         intermediate_size=256,
@@ -114,7 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     started = time.perf_counter()
-    policy = Decoder(debug_model_args())
+    policy = Decoder(debug_model_args(mixture=arguments.output.name.endswith("_moe")))
     policy.initialize_weights(arguments.seed)
     steps, accuracy = warm_start(policy, arguments.held_out_fraction, arguments.seed)
     if accuracy > ACCURACY_LIMIT:
