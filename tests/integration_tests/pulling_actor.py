@@ -3,6 +3,7 @@
     python -m tests.integration_tests.pulling_actor '{"registry": ..., "name": ..., "key": ..., "log": ...}'
 
 Every applied version is a line of the log: the version that was announced, and the one that the tensors really hold.
+"sparse": few elements change from one version to the next.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.integration_tests.weight_sync_actor import version_held
+from tests.integration_tests.weight_sync_actor import holds_sparse, version_held
 from torchtitan.weight_sync.pull.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
@@ -25,7 +26,11 @@ def main() -> None:
     log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
 
     def apply(staged: StagedVersion) -> None:
-        held = version_held({name: tensor.clone() for name, tensor in staged.tensors.items()})
+        tensors = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        if arguments["sparse"]:
+            held = staged.version if holds_sparse(tensors, staged.version) else None
+        else:
+            held = version_held(tensors)
         log.write(json.dumps({"announced": staged.version, "held": held, "digest": staged.digest}) + "\n")
 
     names = ("registry", "name", "epoch", "key")

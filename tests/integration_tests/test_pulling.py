@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
+from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
@@ -51,6 +51,7 @@ class ActorProcess:
             "log": str(self.log),
             "progress_s": 1.5,
             "relay_host": "127.0.0.1" if job.relays else "",
+            "sparse": job.values is sparse_values,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration_tests.pulling_actor", json.dumps(arguments)],
@@ -75,11 +76,16 @@ class ActorProcess:
 
 
 class Job:
-    """A trainer without a model: parameters are a function of (version, index)."""
+    """A trainer without a model: parameters are a function of (version, index). transport: also "delta", which is tcp
+    with bfloat16 weights of which one in 32 changes with each version."""
 
     def __init__(self, folder: Path, transport: str = "tcp", port: int = 0, **changes: Any):
         self.folder, self.token = folder, secrets.token_urlsafe(16)
-        self.parameters = {f"p{i}": parameter_values(0, i) for i in range(len(SHAPES))}
+        self.values = parameter_values
+        dtype = "float32"
+        if transport == "delta":
+            self.values, dtype, transport, changes["delta"] = sparse_values, "bfloat16", "tcp", True
+        self.parameters = {f"p{i}": self.values(0, i).float() for i in range(len(SHAPES))}
         settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
         self.publication = Publication(
             self.parameters,
@@ -88,6 +94,7 @@ class Job:
             token=self.token,
             folder=folder,
             bucket_bytes=64 * 1024,
+            dtype=dtype,
             transport=transport,
             port=port,
         )
@@ -105,7 +112,7 @@ class Job:
         self.publication.publisher.fence()
         self.version += 1
         for index, parameter in enumerate(self.parameters.values()):
-            parameter.copy_(parameter_values(self.version, index))
+            parameter.copy_(self.values(self.version, index))
         published = boundary.commit(self.version, int(no))
         self.skipped += not published
         return published
@@ -119,6 +126,17 @@ class Job:
     def actor(self, name: str, faults: str = "") -> ActorProcess:
         self.actors.append(ActorProcess(self, name, faults))
         return self.actors[-1]
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Of the newest version, which this actor serves."""
+
+        def shown() -> dict[str, Any]:
+            known: dict[str, Any] = self.watcher.status()["actors"][name]
+            return known
+
+        wait_for(lambda: shown()["version"] == self.version, "the trainer is told")
+        figures: dict[str, float] = shown()["figures"]
+        return figures
 
     def served_by(self, *actors: ActorProcess, version: int | None = None) -> None:
         wanted = self.version if version is None else version
@@ -144,7 +162,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl", "delta"])
 def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport)
     actors = [job.actor("actor-0"), job.actor("actor-1")]
@@ -202,8 +220,9 @@ def supervised(job: Job, part: str) -> Any:
 
 @pytest.mark.parametrize("part", ["registry", "shard server"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_servers_are_started_again(start: Callable[..., Job], part: str, how: signal.Signals) -> None:
-    job = start()
+@pytest.mark.parametrize("transport", ["tcp", "delta"])
+def test_servers_are_started_again(start: Callable[..., Job], part: str, how: signal.Signals, transport: str) -> None:
+    job = start(transport=transport)
     actor = job.actor("actor-0")
     job.publish()
     job.served_by(actor)
@@ -265,9 +284,34 @@ def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job]) -> N
     job.publish()
     job.served_by(actor)
     size = sum(4 * parameter.numel() for parameter in job.parameters.values())
-    wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 1, "the trainer is told")
-    received = job.watcher.status()["actors"]["actor-0"]["figures"]["bytes_full"]
+    received = job.figures("actor-0")["bytes_full"]
     assert size < received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
+
+
+def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On its way, so that it makes other bytes or none. The memory that it was for is no base any more.
+    monkeypatch.setenv(FAULTS, "corrupt:phase=send,version=2,bucket=3")
+    job = start(transport="delta")
+    size = sum(2 * parameter.numel() for parameter in job.parameters.values())
+    actor = job.actor("actor-0")
+    received = []
+    for _ in range(4):
+        job.publish()
+        job.served_by(actor)
+        received.append(job.figures("actor-0"))
+    assert received[0]["bytes_delta"] == 0 and received[0]["bytes_full"] >= size
+    assert [figures["bytes_full"] for figures in received[1:]] == [0, 64 * 1024, 0]
+    # Those that change lie at equal distances: next to nothing has to be said.
+    assert all(0 < figures["bytes_delta"] < 0.02 * size for figures in received[1:])
+    # A new process holds nothing, and gets everything.
+    actor.close()
+    actor = job.actor("actor-0")
+    job.publish()
+    job.served_by(actor)
+    assert job.figures("actor-0")["bytes_full"] >= size
+    assert [line["announced"] for line in actor.lines()][-2:] == [3, 4]
 
 
 def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job]) -> None:

@@ -10,6 +10,7 @@ Apart from `wait_until_applied` and `pin`, nothing here waits for another proces
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,11 +97,14 @@ class WeightSync:
         if (rank == 0) != (registry is None):
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
         self.epoch = epoch
-        size = DTYPE_BYTES[dtype] * sum(parameter.numel() for parameter in unique_parameters(parameters).values())
+        size = DTYPE_BYTES[dtype] * sum(
+            math.prod(parameter.shape) for parameter in unique_parameters(parameters).values()
+        )
         settings = Settings(
             world_size=world_size,
             lanes=config.num_slots - 2,
             lease_s=lease(config, size),
+            delta=config.delta,
             relay_fanout=config.relay_fanout if config.relay else 0,
             progress_timeout_s=config.progress_timeout_s,
             apply_timeout_s=apply_timeout(config, size, drain_s),

@@ -28,6 +28,7 @@ from torchtitan.weight_sync.checksums import checksum_function, reads_devices
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
+from torchtitan.weight_sync.pull.delta import decode_into, element_bytes
 from torchtitan.weight_sync.pull.fetching import Fetcher
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
 from torchtitan.weight_sync.pull.puller import Puller, Served
@@ -79,7 +80,7 @@ class StagingEngine:
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
     def prepare(self, layout: Layout) -> Needs:
-        """See puller.Engine."""
+        """See arrivals.Engine."""
         needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
         try:
             # Only checksums of kind "sum" are computed on a device.
@@ -90,7 +91,7 @@ class StagingEngine:
         return needs
 
     def bucket(self, key: BucketKey) -> memoryview:
-        """See puller.Engine."""
+        """See arrivals.Engine."""
         self._written += 1
         return self.memory(key)
 
@@ -102,15 +103,22 @@ class StagingEngine:
         return area
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
-        """See puller.Engine."""
+        """See arrivals.Engine."""
         assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
         self._fetcher.copy(reference, target)
         return checksum_function(self._staging.layout.checksum)(target)
 
+    def patch(self, key: BucketKey, delta: memoryview) -> str:
+        """See arrivals.Engine."""
+        assert self._staging is not None
+        target = self.bucket(key)
+        decode_into(target, delta, element_bytes(self._staging.layout))
+        return checksum_function(self._staging.layout.checksum)(target)
+
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """See puller.Engine."""
+        """See arrivals.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
         assert staging is not None
         proof = None

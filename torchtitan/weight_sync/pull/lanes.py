@@ -3,10 +3,15 @@
 When a version is published while the one before is being pulled, that one becomes a lane if there is room, for at most
 `lease_s`; else whoever pulls it is told that it is gone. So slow actors share the lanes and the trainer always has a
 free slot: one of its slots is written, one holds the newest, the others are lanes.
+
+With deltas there is one slot more, for the base: the older snapshot that most actors hold. It cannot be pulled, only be
+what a delta is taken against.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 # An actor that could not finish in so many lanes is given up.
@@ -26,15 +31,19 @@ class Pull:
 @dataclass
 class Lanes:
     """limit: lanes at a time; lease_s: the longest life of one; progress_s: a pull that moves nothing for so long does
-    not keep its lane."""
+    not keep its lane; keeps_base: whether there is a base."""
 
     limit: int
     lease_s: float
     progress_s: float
+    keeps_base: bool = False
     newest: int | None = None
     lanes: dict[int, float] = field(default_factory=dict)
     """Serial -> since when it is no longer the newest"""
     pulls: dict[str, Pull] = field(default_factory=dict)
+    base: int | None = None
+    holds: dict[str, int] = field(default_factory=dict)
+    """Actor -> the last snapshot that it had as a whole"""
     lost: dict[str, int] = field(default_factory=dict)
     """Actor -> lanes in a row in which it did not finish"""
 
@@ -52,6 +61,7 @@ class Lanes:
         old, self.newest = self.newest, serial
         if old is not None and self.room and any(pull.serial == old for pull in self.pulls.values()):
             self.lanes[old] = now
+        self._choose_base((old, self.base, *self.lanes))
         self.pulls = {actor: pull for actor, pull in self.pulls.items() if self.lives(pull.serial)}
 
     def begin(self, actor: str, serial: int, now: float) -> None:
@@ -75,6 +85,8 @@ class Lanes:
     def finished(self, actor: str) -> None:
         """The actor has a whole version."""
         self.lost.pop(actor, None)
+        if actor in self.pulls:
+            self.holds[actor] = self.pulls[actor].serial
         self.end(actor)
 
     def expire(self, now: float) -> list[str]:
@@ -91,11 +103,25 @@ class Lanes:
         self._sweep()
         return late
 
+    def leave(self, actor: str) -> None:
+        """The actor is out of reach."""
+        self.holds.pop(actor, None)
+        self.pulls.pop(actor, None)
+        self._sweep()
+
     def forget(self, actor: str) -> None:
         """A new process of this name starts afresh."""
-        self.end(actor)
+        self.leave(actor)
         self.lost.pop(actor, None)
 
     def _sweep(self) -> None:
+        self._choose_base((self.base, *self.lanes))
         pulled = {pull.serial for pull in self.pulls.values()}
         self.lanes = {serial: since for serial, since in self.lanes.items() if serial in pulled}
+
+    def _choose_base(self, there: Iterable[int | None]) -> None:
+        """Of these, the one that most actors hold; of equals the newest."""
+        if self.keeps_base:
+            held = Counter(self.holds.values())
+            known = [serial for serial in there if serial is not None and serial != self.newest and held[serial]]
+            self.base = max(known, key=lambda serial: (held[serial], serial), default=None)

@@ -24,6 +24,8 @@ class LiveSlots:
         """Serial that was published last, as far as is known"""
         self.lanes: dict[int, float] = {}
         """Older serials that live -> since when"""
+        self.base: int | None = None
+        """An older one that is kept for deltas"""
         self._dropped: frozenset[int] = frozenset()
 
     def filled(self) -> dict[int, tuple[int, int]]:
@@ -50,10 +52,18 @@ class LiveSlots:
         lives = self.lives(serial) or (serial > self.newest and serial not in self._dropped)
         return found[0] if found is not None and lives else None
 
-    def live(self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float) -> None:
+    def base_slot(self, serial: int) -> int | None:
+        """The slot of a snapshot that a delta may be taken against, None where there is none."""
+        found = self.filled().get(serial)
+        return found[0] if found is not None and (serial == self.base or self.lives(serial)) else None
+
+    def live(
+        self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float, base: int | None = None
+    ) -> None:
         """What the registry says. A lane keeps the time of its beginning."""
         if newest >= self.newest:
             self.newest = newest
+            self.base = base
             self.lanes = {serial: self.lanes.get(serial, now) for serial in lanes}
             self._dropped = frozenset(dropped)
             self.sweep()
@@ -79,6 +89,6 @@ class LiveSlots:
         """Free what is over."""
         for serial, (index, _version) in self.filled().items():
             over = serial < self.newest or serial in self._dropped
-            if over and not self.lives(serial) and not self._holds[serial]:
+            if over and serial != self.base and not self.lives(serial) and not self._holds[serial]:
                 del self._holds[serial]
                 self._words[index] = SlotView(SlotState.FREE, 0, 0).pack()

@@ -29,10 +29,10 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
     "failed": {"serial": _NUMBER, "version": _NUMBER},
     # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
-    # pulled; dropped: serials that will never be published
-    "live": {"newest": _NUMBER, "lanes": _LIST, "dropped": _LIST},
-    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; relay: from which key
-    # those of the actors follow that may pull from this one
+    # pulled; base: one that is kept for deltas; dropped: serials that will never be published
+    "live": {"newest": _NUMBER, "lanes": _LIST, "base": _MAYBE_NUMBER, "dropped": _LIST},
+    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; base: what deltas may be
+    # taken against; relay: from which key those of the actors follow that may pull from this one
     "model": {"layout_id": _TEXT, "layout": _OBJECT},
     "servers": {"servers": _LIST},
     "newest": {
@@ -42,8 +42,9 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
         "checksums": _LIST,
         "lanes": _LIST,
         "room": bool,
+        "base": _MAYBE_NUMBER,
     },
-    "lanes": {"lanes": _LIST, "room": bool},
+    "lanes": {"lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER},
     "pinned": {"version": _MAYBE_NUMBER},
     "relay": {"key": _TEXT},
     # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
@@ -52,10 +53,12 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
     "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
     "poisoned": {"version": _NUMBER, "reason": _TEXT},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all
-    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None))},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
+    # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
+    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
     "done": {"pull": _NUMBER},
-    # Shard server -> actor. A bucket carries its bytes, or says in `reference` where they are
+    # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
+    # the snapshot `base`
     "granted": {"pull": _NUMBER},
     "gone": {"pull": _NUMBER},
     "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},

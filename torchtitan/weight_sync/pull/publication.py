@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.distributed.placement import StackPart
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.pull.registry import Settings
@@ -27,7 +28,7 @@ class Publication:
 
     def __init__(
         self,
-        parameters: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor | StackPart],
         settings: Settings,
         *,
         epoch: str,
@@ -47,8 +48,8 @@ class Publication:
     ):
         folder.mkdir(parents=True, exist_ok=True)
         host = numeric(host) if registry is None else towards(registry)
-        # One slot is written, one holds the newest version, the others are lanes.
-        slots = 2 + settings.lanes
+        # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
+        slots = 2 + settings.lanes + settings.delta
         self.publisher = Publisher(
             parameters,
             rank=rank,

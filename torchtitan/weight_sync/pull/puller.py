@@ -10,12 +10,12 @@ import itertools
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchtitan.weight_sync import coverage, faults
-from torchtitan.weight_sync.checksums import streaming_checksum
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.needs import Needs, all_keys
+from torchtitan.weight_sync.pull.arrivals import Arrivals, Engine
 from torchtitan.weight_sync.pull.handshake import PEER, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
@@ -44,31 +44,6 @@ class Served(NamedTuple):
     digest: str
 
 
-class Engine(Protocol):
-    """Where versions end up. `apply` and `fetch` are called on threads, one call of each at a time."""
-
-    def prepare(self, layout: Layout) -> Needs:
-        """Make staging memory for this layout. Returns the buckets that are needed. Raises LayoutError."""
-
-    def bucket(self, key: BucketKey) -> memoryview:
-        """The staging memory of a bucket."""
-
-    def linked(self, channel: Channel, message: Message) -> None:
-        """An entry of a link has come; see source.Wanted. Called on the loop's thread."""
-
-    def fetch(self, key: BucketKey, reference: Message) -> str:
-        """Copy what a reference points to into the bucket's staging memory; the checksum of the copy.
-
-        Raises ConnectionError where only the way was broken, and its channel is closed.
-        """
-
-    def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        """Serve what is staged, from between two steps on. Returns figures.
-
-        Raises WeightsRefused where the engine is as it was; after anything else it may hold half a version.
-        """
-
-
 class Puller:
     """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
     the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
@@ -93,7 +68,7 @@ class Puller:
         self._engine, self._progress_s = engine, progress_s
         self.serving = served
         self.poisoned = False
-        self.applied = self.refused = self.corrupted = 0
+        self.applied = self.refused = 0
         fields = {"epoch": epoch, "instance": instance, "address": relay_address}
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message, retry_for_s)
         self._tell = self.registry.tell
@@ -108,15 +83,15 @@ class Puller:
         self._offered_peer: Message | None = None
         self._newest: tuple[int, Manifest] | None = None
         self._lanes: set[int] = set()
+        self._base: int | None = None
         self._room = True
         self._pinned: int | None = None
         self._numbers = itertools.count(1)
-        self._pull: Transfer | None = None
+        name = identity.name
+        self._arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
         self._gone_in_a_row = 0
         self._pauses = 0
         self._paused = False
-        self._writers = 0
-        """Pieces of work that may still write to staging memory"""
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
         self._closed = False
@@ -129,7 +104,7 @@ class Puller:
     def close(self) -> None:
         """Close every connection. An apply that has begun goes on."""
         self._closed = True
-        self._pull = None
+        self._arrivals.transfer = None
         for source in self._sources:
             source.drop("the actor ends")
         if self._relay is not None:
@@ -144,6 +119,15 @@ class Puller:
         if self._applying:
             return "APPLYING"
         return "PULLING" if self._pull is not None else "READY" if self.serving is not None else "JOINING"
+
+    @property
+    def corrupted(self) -> int:
+        """How many buckets have arrived damaged."""
+        return self._arrivals.corrupted
+
+    @property
+    def _pull(self) -> Transfer | None:
+        return self._arrivals.transfer
 
     def found_torn(self, version: int, reason: str) -> None:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
@@ -201,7 +185,7 @@ class Puller:
         elif kind == "newest":
             self._on_newest(message)
         elif kind == "lanes":
-            self._lanes, self._room = set(message["lanes"]), message["room"]
+            self._on_lanes(message)
         elif kind == "pinned":
             self._pinned = message.get("version")
         elif kind == "relay" and self._relay is not None:
@@ -216,7 +200,7 @@ class Puller:
         try:
             layout = self._read_layout(message["layout"])
             self._end_pull("lost", "the layout changed")
-            self._needs = self._engine.prepare(layout)
+            self._needs = self._arrivals.prepare(layout)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         self._layout, self._layout_id = layout, message["layout_id"]
@@ -240,6 +224,8 @@ class Puller:
     def _leave_peer(self) -> None:
         """The other actor does not have it, or not in time: go on at the trainer."""
         self._peer = None
+        if self._pull is not None:
+            self._pull.source = ""
         self._move_sources()
 
     def troubled(self, source: Source) -> bool:
@@ -263,7 +249,10 @@ class Puller:
             self._paused = False
         self._newest = message["serial"], manifest
         self._offered_peer = message.get("source")
-        self._lanes, self._room = set(message["lanes"]), message["room"]
+        self._on_lanes(message)
+
+    def _on_lanes(self, message: Message) -> None:
+        self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
 
     # Pulling
 
@@ -290,7 +279,7 @@ class Puller:
 
     def _is_quiet(self) -> bool:
         """Whether nothing writes to staging memory for an older pull."""
-        return self._writers == 0
+        return self._arrivals.writers == 0
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         assert self._layout is not None
@@ -303,7 +292,8 @@ class Puller:
         if self._peer != self._offered_peer:
             self._peer = self._offered_peer
             self._move_sources()
-        self._pull = transfer
+        transfer.source = "" if self._peer is None else str(self._peer["name"])
+        self._arrivals.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
             self._staged_whole(transfer)
@@ -311,7 +301,7 @@ class Puller:
             source.ask()
 
     def _end_pull(self, outcome: str, reason: str) -> None:
-        pull, self._pull = self._pull, None
+        pull, self._arrivals.transfer = self._pull, None
         if pull is None:
             return
         self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
@@ -341,13 +331,13 @@ class Puller:
 
     # Buckets (see source.Wanted)
 
-    def request(self, rank: int) -> Message | None:
+    def requests(self, rank: int) -> list[Message]:
         """What is missing of this rank, and does not arrive already."""
-        return None if self._pull is None else self._pull.request(rank)
+        return [] if self._pull is None else self._pull.requests(rank, self._arrivals.held, self._base)
 
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
-        if self._pull is not None and self._is_current(message):
+        if self._pull is not None and self._arrivals.is_current(message):
             if self._peer is not None:
                 self._leave_peer()
                 return
@@ -355,101 +345,36 @@ class Puller:
             # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
             self._pause()
 
-    def _is_current(self, message: Message) -> bool:
-        return self._pull is not None and message["pull"] == self._pull.number
-
     def place(self, source: Source, message: Message) -> memoryview | None:
-        """Into staging memory, unless it is of a pull that is over."""
-        pull = self._pull
-        if pull is None or not self._is_current(message):
-            return None
-        key = self._checked_key(source, message, pull)
-        assert self._layout is not None
-        pull.placing[key] = streaming_checksum(self._layout.checksum)
-        return self._engine.bucket(key)
-
-    def _checked_key(self, source: Source, message: Message, pull: Transfer) -> BucketKey:
-        key = message["rank"], message["bucket"]
-        if message["rank"] != source.rank:
-            raise ProtocolError(f"a bucket of rank {message['rank']} came from rank {source.rank}")
-        if key not in pull.missing or key in pull.placing:
-            # Verified bytes are never written again: what is applied is what was checked.
-            raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
-        return key
+        """See Arrivals."""
+        return self._arrivals.place(source, message)
 
     def piece(self, message: Message, piece: memoryview) -> None:
-        """Hashed while it is in the cache."""
-        pull = self._pull
-        if pull is not None and self._is_current(message):
-            pull.bytes += len(piece)
-            pull.relayed_bytes += len(piece) if self._peer is not None else 0
-            pull.moved_at = self._runtime.now()
-            pull.placing[message["rank"], message["bucket"]].update(piece)
+        """See Arrivals."""
+        self._arrivals.piece(message, piece)
 
     def bucket(self, source: Source, message: Message) -> None:
-        """Verify it, or fetch and verify what it refers to."""
+        """See Arrivals."""
+        self._arrivals.bucket(source, message)
+
+    def lost(self, rank: int) -> None:
+        """See Arrivals."""
+        self._arrivals.lost(rank)
+
+    def _verified(self) -> None:
+        if self._relay is not None:
+            self._relay.readers.look()
         pull = self._pull
-        if pull is None or not self._is_current(message):
-            if "link" in message.get("reference", ()):
-                # It is on its way all the same, and would be taken for the next one.
-                source.drop("a bucket of a pull that is over")
-                source.ask()
-            return
-        key = message["rank"], message["bucket"]
-        version, actor = pull.manifest.version, self._identity.name
-        asked = faults.at("receive", version=version, actor=actor, rank=key[0], bucket=key[1])
-        if "reference" in message:
-            if "drop" not in asked:
-                key = self._checked_key(source, message, pull)
-                self._fetch(source, key, message["reference"], pull, "corrupt" in asked)
-            return
-        found = pull.placing.pop(key).hexdigest()
-        if "drop" not in asked:
-            self._verify(source, key, found if "corrupt" not in asked else "corrupt")
+        if pull is not None and not pull.missing:
+            self._staged_whole(pull)
 
     def linked(self, channel: Channel, message: Message) -> None:
         """See source.Wanted."""
         self._engine.linked(channel, message)
 
-    def _fetch(self, source: Source, key: BucketKey, reference: Message, pull: Transfer, corrupt: bool) -> None:
-        pull.placing[key] = None
-        self._writers += 1
-
-        def fetched(found: str, error: BaseException | None) -> None:
-            self._writers -= 1
-            if pull is self._pull:
-                del pull.placing[key]
-                if isinstance(error, ConnectionError):
-                    self._ask_again(source, pull, key[1])
-                    return
-                pull.bytes += self._bucket_bytes(key)
-                pull.moved_at = self._runtime.now()
-                self._verify(source, key, "corrupt" if corrupt else found if error is None else repr(error))
-            else:
-                self._consider()
-
-        self._runtime.work("fetch", partial(self._engine.fetch, key, reference), fetched)
-
-    def _bucket_bytes(self, key: BucketKey) -> int:
-        assert self._layout is not None
-        start, end = self._layout.bucket_range(*key)
-        return end - start
-
-    def _verify(self, source: Source, key: BucketKey, found: str) -> None:
-        pull = self._pull
+    def _damaged(self, source: Source, key: BucketKey) -> None:
+        pull, (rank, bucket) = self._pull, key
         assert pull is not None
-        rank, bucket = key
-        if found == pull.manifest.checksums[rank][bucket]:
-            pull.missing.remove(key)
-            source.succeeded()
-            if self._relay is not None:
-                self._relay.readers.look()
-            if not pull.missing:
-                self._staged_whole(pull)
-            return
-        self.corrupted += 1
-        pull.corruptions[key] += 1
-        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self._identity.name, bucket, rank, found)
         if pull.corruptions[key] >= MOST_CORRUPTIONS:
             self.refused += 1
             self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
@@ -457,35 +382,19 @@ class Puller:
         elif self._peer is not None:
             self._leave_peer()
         else:
-            self._ask_again(source, pull, bucket)
-
-    def _ask_again(self, source: Source, pull: Transfer, bucket: int) -> None:
-        again = {"pull": pull.number, "serial": pull.serial, "buckets": [[bucket, bucket + 1]]}
-        source.tell({"type": "open", **again})
-
-    def lost(self, rank: int) -> None:
-        """A channel is over: what was half here has to come again."""
-        if self._pull is not None:
-            self._pull.lost(rank)
+            source.tell(pull.open([bucket], again=True))
 
     # Engine
 
     def _staged_whole(self, pull: Transfer) -> None:
         self._end_leases(pull)
-        self._pull = None
+        self._arrivals.transfer = None
         self._gone_in_a_row = self._pauses = 0
         if not self._survives("staged", pull.manifest.version):
             self._consider()
             return
         self._tell_ended(pull.manifest.version, "staged")
-        relayed = pull.relayed_bytes
-        figures = {
-            "transfer_s": self._runtime.now() - pull.begun,
-            "bytes_full": pull.bytes - relayed,
-            "bytes_relayed": relayed,
-            "source": "trainer" if self._peer is None else str(self._peer["name"]),
-        }
-        self._staged = pull.manifest, figures
+        self._staged = pull.manifest, pull.figures(self._runtime.now())
         self._consider()
 
     def _survives(self, phase: str, version: int) -> bool:

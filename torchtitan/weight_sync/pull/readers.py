@@ -31,11 +31,14 @@ class Store(Protocol):
     def version(self, serial: int) -> int | None:
         """The version of a snapshot that may be read; None where it is gone."""
 
-    def has(self, serial: int, rank: int, bucket: int) -> bool:
-        """Whether this bucket is there already."""
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """Whether this bucket is there already; where not, look() is called when it is."""
 
-    def read(self, serial: int, rank: int, bucket: int) -> memoryview:
-        """Its bytes. They stay as they are until end_what_is_gone() has closed all that read them."""
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+        """Fields of the message, and the bucket's bytes: a delta against `base` where that is wanted and worth it.
+
+        They stay as they are until end_what_is_gone() has closed all that read them.
+        """
 
 
 class Link(Protocol):
@@ -62,17 +65,18 @@ class Reader:
     asked_at: float
     pull: int = -1
     serial: int = -1
-    waiting: deque[int] = field(default_factory=deque)
-    """Buckets that it has asked for"""
+    waiting: deque[tuple[int, int | None, bool]] = field(default_factory=deque)
+    """(bucket, serial of the base, whether it has come damaged) of those that it has asked for"""
     sending: int | None = None
     """Serial of the snapshot that its socket or link is reading"""
     link: Link | None = None
 
 
 class Readers:
-    """phase: of fault injection. refer(reader, bucket): where a bucket is, for transports that send no bytes over the
-    channel. make_link(channel, actor): the way that it takes, where one is needed for each channel; then sent(reader)
-    has to be called when the bucket has gone."""
+    """phase: of fault injection. refer(reader, bucket, again): where a bucket is, for transports that send no bytes
+    over the channel; None to send them all the same. again: what was there is not what it should be. make_link(channel,
+    actor): the way that it takes, where one is needed for each channel; then sent(reader) has to be called when the
+    bucket has gone."""
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class Readers:
         key_of: Callable[[str, str], str | None],
         store: Store,
         phase: str,
-        refer: Callable[[Reader, int], Message] | None = None,
+        refer: Callable[[Reader, int, bool], Message | None] = lambda *_: None,
         make_link: Callable[[Channel, str], Link] | None = None,
     ):
         self._runtime, self._epoch, self._store, self._phase, self._refer = runtime, epoch, store, phase, refer
@@ -144,7 +148,8 @@ class Readers:
             reader.waiting.clear()
             reader.channel.send({"type": "granted", "pull": message["pull"]})
         reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
-        reader.waiting.extend(buckets)
+        base, again = message.get("base"), message.get("again") is True
+        reader.waiting.extend((bucket, base, again) for bucket in buckets)
         self._send_next(reader)
 
     def look(self) -> None:
@@ -155,29 +160,31 @@ class Readers:
     def _send_next(self, reader: Reader) -> None:
         version = self._store.version(reader.serial)
         while version is not None and reader.waiting and reader.sending is None:
-            there = (bucket for bucket in reader.waiting if self._store.has(reader.serial, reader.rank, bucket))
-            bucket = next(there, None)
-            if bucket is None:
+            serial, rank = reader.serial, reader.rank
+            asked = next((asked for asked in reader.waiting if self._store.has(serial, rank, *asked[:2])), None)
+            if asked is None:
                 return
-            reader.waiting.remove(bucket)
-            self._send_bucket(reader, version, bucket)
+            reader.waiting.remove(asked)
+            self._send_bucket(reader, version, *asked)
 
-    def _send_bucket(self, reader: Reader, version: int, bucket: int) -> None:
+    def _send_bucket(self, reader: Reader, version: int, bucket: int, base: int | None, again: bool) -> None:
         asked = faults.at(self._phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
         if "drop" in asked:
             return  # as if the network had lost it
         message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
-        if self._refer is not None:
-            reader.sending = None if reader.link is None else reader.serial
-            reader.channel.send({**message, "reference": self._refer(reader, bucket)})
+        reader.sending = None if reader.link is None else reader.serial
+        reference = self._refer(reader, bucket, again)
+        if reference is not None:
+            reader.channel.send({**message, "reference": reference})
             return
-        data = self._store.read(reader.serial, reader.rank, bucket)
+        fields, data = self._store.read(reader.serial, reader.rank, bucket, base)
         self.sent_bytes += len(data)
         reader.channel.throttle = partial(
             faults.bytes_per_second, self._phase, version=version, actor=reader.actor, rank=reader.rank
         )
         reader.sending = reader.serial
-        reader.channel.send(message, faults.damaged(data) if "corrupt" in asked else data, partial(self.sent, reader))
+        sent = partial(self.sent, reader)
+        reader.channel.send({**message, **fields}, faults.damaged(data) if "corrupt" in asked else data, sent)
 
     def sent(self, reader: Reader) -> None:
         """A bucket has gone: on to the next one."""

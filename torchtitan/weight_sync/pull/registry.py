@@ -48,6 +48,8 @@ class Settings:
     progress_timeout_s: float = 5.0
     apply_timeout_s: float = 10.0
     snapshot_timeout_s: float = 60.0
+    delta: bool = False
+    """Whether a snapshot is kept for deltas, which takes a slot more"""
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Registry:
             runtime, frozenset((RANK, ACTOR, TRAINER)), partial(role_key, token), self._admit, self._enter
         )
         self._token = token
-        self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s)
+        self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s, settings.delta)
         self._ranks: dict[int, _Rank] = {}
         self.actors: dict[str, _Actor] = {}
         self._trainer: Channel | None = None
@@ -345,10 +347,12 @@ class Registry:
 
     def _live(self) -> Message:
         newest = -1 if self.lanes.newest is None else self.lanes.newest
-        return {"type": "live", "newest": newest, "lanes": sorted(self.lanes.lanes), "dropped": sorted(self._dropped)}
+        lanes, base = sorted(self.lanes.lanes), self.lanes.base
+        return {"type": "live", "newest": newest, "lanes": lanes, "base": base, "dropped": sorted(self._dropped)}
 
     def _lanes_message(self) -> Message:
-        return {"type": "lanes", "lanes": sorted(self.lanes.lanes), "room": self.lanes.room}
+        lanes, base = sorted(self.lanes.lanes), self.lanes.base
+        return {"type": "lanes", "lanes": lanes, "room": self.lanes.room, "base": base}
 
     def _tell_live(self, actors: bool = True) -> None:
         live = self._live()
@@ -408,7 +412,7 @@ class Registry:
         self._evictions += 1
         self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
         before = self._live()
-        self.lanes.end(name)
+        self.lanes.leave(name)
         self._tell_if_changed(before)
         self._changed()
 

@@ -89,11 +89,11 @@ class Relay:
         # Who asks for something newer has heard of it a moment earlier.
         return transfer.manifest.version if serial == transfer.serial else -1
 
-    def has(self, serial: int, rank: int, bucket: int) -> bool:
-        """Only what is verified."""
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """Only what is verified, and never as a delta."""
         transfer = self._transfer
         return transfer is not None and transfer.serial == serial and (rank, bucket) not in transfer.missing
 
-    def read(self, serial: int, rank: int, bucket: int) -> memoryview:
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
         """From staging memory, which does not change before hold()."""
-        return self._memory((rank, bucket))
+        return {}, self._memory((rank, bucket))

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.pull.delta import element_bytes
+from torchtitan.weight_sync.pull.deltas import Deltas
 from torchtitan.weight_sync.pull.handshake import ACTOR, Identity, role_key
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.readers import Link, Reader, Readers
@@ -24,8 +26,8 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
 TICK_SECONDS = 0.2
-# One bucket takes a fraction of a second: a checksum thread that is at one for longer hangs.
-LONGEST_CHECKSUM_SECONDS = 5.0
+# One bucket takes a fraction of a second: a thread that is at one for longer hangs.
+LONGEST_BUCKET_SECONDS = 5.0
 
 
 class Slots(Protocol):
@@ -72,8 +74,9 @@ class ShardServer:
         self.rank, self.epoch = rank, epoch
         self._lease_s, self._refer = lease_s, refer
         self.live = LiveSlots(slots.state_words)
-        roles, reference = frozenset((ACTOR,)), self._reference if refer or make_link else None
-        self.readers = Readers(runtime, epoch, roles, partial(role_key, token), self, "send", reference, make_link)
+        roles, key_of = frozenset((ACTOR,)), partial(role_key, token)
+        self.readers = Readers(runtime, epoch, roles, key_of, self, "send", self._reference, make_link)
+        self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.readers.look)
         self._checksum = checksum_function(layout.checksum)
         self._checksums: dict[int, list[str]] = {}
         self._hashing: int | None = None
@@ -115,8 +118,8 @@ class ShardServer:
 
     def _works(self) -> bool:
         """Without a beat the parent ends this process and starts another one."""
-        began = self._piece_began
-        return began is None or self._runtime.now() - began < LONGEST_CHECKSUM_SECONDS
+        began = [at for at in (self._piece_began, self.deltas.began) if at is not None]
+        return not began or self._runtime.now() - min(began) < LONGEST_BUCKET_SECONDS
 
     # Snapshots
 
@@ -178,7 +181,9 @@ class ShardServer:
     def _on_message(self, message: Message) -> None:
         if message["type"] != "live":
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
-        self.live.live(message["newest"], message["lanes"], message["dropped"], self._runtime.now())
+        told = (message["newest"], message["lanes"], message["dropped"])
+        self.live.live(*told, self._runtime.now(), message.get("base"))
+        self.deltas.forget_what_is_gone()
         self._end_what_is_gone()
 
     # Actors (see readers.Store)
@@ -191,27 +196,37 @@ class ShardServer:
         """What the registry says, and what it does not know of yet."""
         return None if self.live.readable(serial) is None else self.live.filled()[serial][1]
 
-    def has(self, serial: int, rank: int, bucket: int) -> bool:
-        """A snapshot is there as a whole."""
-        return True
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """A snapshot is there as a whole; a delta is made when it is asked for."""
+        return base is None or self.deltas.is_made(serial, base, bucket)
 
-    def read(self, serial: int, rank: int, bucket: int) -> Any:
-        """From the slot."""
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+        """From the slot, where there is no delta."""
+        delta = None if base is None else self.deltas.get(serial, base, bucket)
+        return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
+
+    def _bucket(self, serial: int, bucket: int) -> Any:
         start, end = self._layout.bucket_range(0, bucket)
         return self._slots.slot(self.live.filled()[serial][0])[start:end]
 
-    def _reference(self, reader: Reader, bucket: int) -> Message:
+    def _reference(self, reader: Reader, bucket: int, again: bool) -> Message | None:
         serial = reader.serial
-        if reader.link is None:
-            assert self._refer is not None
-            return self._refer(self.live.filled()[serial][0], *self._layout.bucket_range(0, bucket))
+        if reader.link is not None:
+            return self._send_over(reader.link, reader, bucket)
+        index = self.live.filled()[serial][0]
+        if self._refer is None or (again and isinstance(self._slots.slot(index), memoryview)):
+            return None
+        return self._refer(index, *self._layout.bucket_range(0, bucket))
+
+    def _send_over(self, link: Link, reader: Reader, bucket: int) -> Message:
+        serial = reader.serial
 
         def sent() -> None:
             self.live.let_go(serial)
             self.readers.sent(reader)
 
         self.live.hold(serial)
-        return reader.link.send(self.read(serial, self.rank, bucket), sent)
+        return link.send(self._bucket(serial, bucket), sent)
 
     def _end_what_is_gone(self) -> None:
         self.readers.end_what_is_gone()

@@ -18,8 +18,8 @@ LONGEST_RETRY_SECONDS = 2.0
 class Wanted(Protocol):
     """Who wants buckets; called on the loop's thread."""
 
-    def request(self, rank: int) -> Message | None:
-        """What to ask this rank's shard server for now, None for nothing."""
+    def requests(self, rank: int) -> list[Message]:
+        """What to ask this rank's shard server for now."""
 
     def gone(self, message: Message) -> None:
         """What the pull of this message was for does not live any more."""
@@ -64,11 +64,12 @@ class Source:
 
     def ask(self) -> None:
         """Ask for what is wanted, over a new channel where there is none."""
-        request = self._wanted.request(self.rank)
-        if request is None:
+        requests = self._wanted.requests(self.rank)
+        if not requests:
             return
         if self._channel is not None:
-            self._channel.send(request)
+            for request in requests:
+                self._channel.send(request)
         elif self._call is None and self._again is None and self.address:
             fields = {"epoch": self._epoch, "rank": self.rank}
             self._call = Call(self._runtime, self.address, self._identity, fields, self._ready, self._failed)

@@ -132,6 +132,8 @@ class SimRuntime:
     def __init__(self, process: Process):
         self._process, self._machine = process, process.machine
         self.longest_work = 0.02
+        self.longest_in_lane: dict[str, float] = {}
+        """Of lanes in which work takes longer than elsewhere"""
 
     def now(self) -> float:
         return self._machine.now
@@ -158,7 +160,8 @@ class SimRuntime:
                 error = raised
             self._machine.at(rng.random() * 0.001, self._process, partial(done, result, error))
 
-        self._machine.at(rng.random() * self.longest_work, self._process, finish)
+        longest = self.longest_in_lane.get(lane, self.longest_work)
+        self._machine.at(rng.random() * longest, self._process, finish)
 
     def listen(self, where: str, accept: Callable[[Channel], None]) -> Callable[[], None]:
         self._machine.listeners[where] = (self._process, accept)

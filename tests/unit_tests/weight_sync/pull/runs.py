@@ -49,6 +49,7 @@ def draw_shape(rng: random.Random, slow: int) -> Shape:
         actor_seconds=tuple(healthy + late),
         lease_s=interval * rng.choice((3.0, 20.0)),
         by_reference=rng.random() < 0.2,
+        delta=rng.random() < 0.3,
         progress_timeout_s=max(rng.choice((0.5, 2.0, 5.0)), longest_piece),
     )
 
@@ -97,7 +98,7 @@ def break_server(job: Job, which: Callable[[], Process]) -> None:
     elif what == "kill":
         process.kill()
     else:
-        process.hung_lanes.add("checksums")
+        process.hung_lanes.add(rng.choice(("checksums", "deltas")))
 
 
 def kill_all_servers(job: Job) -> None:
@@ -164,7 +165,7 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     job.train(versions)
     end = JOIN_SECONDS + versions * shape.interval * 1.1
     for rank in job.ranks:
-        rank.process.runtime.longest_work = rng.choice((0.02, 1.5 * shape.interval))
+        rank.process.runtime.longest_in_lane["checksums"] = rng.choice((0.02, 1.5 * shape.interval))
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 1 if small else 3)):

@@ -121,3 +121,31 @@ def test_lane_expires_where_no_registry_says_so() -> None:
     assert slots.lives(1)
     slots.expire(15.1, 10.0)
     assert sorted(slots.filled()) == [2]
+
+
+def test_base_is_what_most_actors_hold() -> None:
+    lanes = Lanes(1, lease_s=60.0, progress_s=5.0, keeps_base=True)
+    lanes.publish(1, 0.0)
+    for actor in ("a", "b", "slow"):
+        lanes.begin(actor, 1, 0.0)
+    for actor in ("a", "b"):
+        lanes.finished(actor)
+    lanes.publish(2, 1.0)
+    assert (lanes.base, list(lanes.lanes)) == (1, [1])
+    # Nobody holds it any more, and the slow actor still pulls it; then that one alone does.
+    for actor in ("a", "b"):
+        lanes.begin(actor, 2, 1.0)
+        lanes.finished(actor)
+    assert (lanes.base, list(lanes.lanes)) == (None, [1])
+    lanes.finished("slow")
+    assert (lanes.base, list(lanes.lanes)) == (1, []) and not lanes.lives(1)
+    lanes.begin("slow", 2, 1.5)
+    # The others hold what now is the older one: two against one.
+    lanes.publish(3, 2.0)
+    assert (lanes.base, list(lanes.lanes)) == (2, [2])
+    lanes.leave("a")
+    lanes.leave("b")
+    lanes.finished("slow")
+    assert lanes.base == 2
+    lanes.leave("slow")
+    assert lanes.base is None

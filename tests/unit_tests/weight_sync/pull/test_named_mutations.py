@@ -11,12 +11,12 @@ import pytest
 
 from tests.unit_tests.weight_sync.pull import runs
 from tests.unit_tests.weight_sync.pull.job import Job, Parts
+from torchtitan.weight_sync.pull.arrivals import Arrivals
 from torchtitan.weight_sync.pull.handshake import Call
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.puller import Puller
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
 from torchtitan.weight_sync.pull.shard_server import ShardServer
-from torchtitan.weight_sync.wire import Message
 
 MOST_RUNS = 400
 
@@ -56,11 +56,6 @@ class AnyEpoch(ShardServer):
         self.readers.gate._admit = lambda _identity, _fields: {"rank": self.rank}
 
 
-class HearsStaleCarriers(Puller):
-    def _is_current(self, message: Message) -> bool:
-        return self._pull is not None
-
-
 class HangsInPeace(ShardServer):
     def _works(self) -> bool:
         return True
@@ -82,7 +77,6 @@ MUTATIONS = {
     "a transport that does not hold its slot": Mutation(runs.run_slow_fleet, Parts(server=ReadsWhatIsGone)),
     "restart reporting oldest first": Mutation(runs.run_faults, Parts(server=OldestFirst)),
     "a data port that ignores the epoch": Mutation(runs.run_relaunch, Parts(server=AnyEpoch)),
-    "a stale carrier that is heard": Mutation(runs.run_references, Parts(puller=HearsStaleCarriers)),
     "a hung checksum thread": Mutation(runs.run_faults, Parts(server=HangsInPeace)),
 }
 
@@ -111,6 +105,11 @@ def test_client_that_does_not_check_the_servers_proof_is_noticed(monkeypatch: py
 def test_actor_that_stays_with_a_silent_registry_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RegistryClient, "_is_silent", lambda _: False)
     runs_until_found(runs.run_faults, Parts())
+
+
+def test_stale_carrier_that_is_heard_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrivals, "is_current", lambda self, _message: self.transfer is not None)
+    runs_until_found(runs.run_references, Parts())
 
 
 def test_checksum_thread_that_does_not_hold_its_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

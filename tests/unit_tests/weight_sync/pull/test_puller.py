@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from tests.unit_tests.weight_sync.pull.clockwork import Machine
-from tests.unit_tests.weight_sync.pull.job import Actor, Job, Shape
+from tests.unit_tests.weight_sync.pull.job import BUCKET_BYTES, Actor, Job, Shape
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.pull import deltas
 from torchtitan.weight_sync.pull.registry import Registry
 
 
@@ -142,6 +143,47 @@ def test_actor_that_never_finishes_is_given_up_with_the_reason() -> None:
     job.actors[1].start()
     job.machine.run(job.machine.now + 0.2)
     assert job.registry.actors["actor-1"].state == "PULLING"
+
+
+def test_deltas_and_a_base_that_is_not_what_the_actor_thinks() -> None:
+    machine = Machine(0)
+    job = Job(machine, Shape(actor_seconds=(0.1, 0.1), delta=True))
+    machine.run(0.2)
+    actor, other = job.actors
+    for _ in range(3):
+        publish(job)
+    buckets = job.shape.ranks * job.shape.buckets
+    assert actor.patched == other.patched == 2 * buckets and actor.puller.corrupted == 0
+    # Everything of version 3 is new, so that its buckets come as they are. Version 4 would be of few changes again.
+    publish(job)
+    assert actor.patched == 2 * buckets
+    job.train(1)
+    actor.staging[1][BUCKET_BYTES + 60] ^= 1
+    machine.run(machine.now + 1.0)
+    assert versions(actor) == versions(other) == [0, 1, 2, 3, 4]
+    assert actor.puller.corrupted == 0
+    actor.staging[1][BUCKET_BYTES + 60] ^= 1
+    publish(job)
+    assert versions(actor) == versions(other) == [0, 1, 2, 3, 4, 5]
+    assert (actor.puller.corrupted, other.puller.corrupted) == (1, 0)
+    assert actor.patched == other.patched == 3 * buckets
+
+
+def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(0)
+    job = Job(machine, Shape(actor_seconds=(0.1,) * 4, delta=True))
+    machine.run(0.2)
+    made: list[memoryview] = []
+    encode = deltas.encode
+
+    def counted(new: memoryview, base: memoryview, size: int) -> memoryview | None:
+        made.append(new)
+        return encode(new, base, size)
+
+    monkeypatch.setattr(deltas, "encode", counted)
+    for _ in range(3):
+        publish(job)
+    assert len(made) == 2 * job.shape.ranks * job.shape.buckets
 
 
 @pytest.mark.parametrize("slots", [3, 4])

@@ -1,0 +1,135 @@
+"""A bucket as its distance from an older one: lossless, and only where that is smaller and quick to make. No torch.
+
+    payload = encode(new, base, size)        # size = element_bytes(layout); None: send the bucket itself
+    decode_into(target, payload, size)       # target holds the base's bytes before, the new ones after
+
+Weights move by few of their last bits per step, and most of them in bfloat16 not at all. A payload is the number of
+changed elements, then two columns with a number for each of them: how many unchanged elements lie before it (32 bits),
+and by how much its bits as a number have changed (as wide as an element; 0, -1, 1, -2 ... as 0, 1, 2, 3 ...). A column
+is stored byte by byte, the lowest bytes of all numbers first; each such plane is a length and that many bytes of raw
+deflate, none where all are zero. Numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout
+from torchtitan.weight_sync.wire import ProtocolError
+
+# With more of its elements changed a bucket goes as it is: beyond this the encoder is slower than a link of 2 Gbit/s,
+# and saves little.
+MOST_CHANGED = 0.25
+
+Numbers: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
+_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+}
+_SIGNED: dict[int, np.dtype[np.signedinteger[Any]]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
+_LENGTH = struct.Struct("<I")
+# Gaps, and the elements of a bucket, which has at most 2^30 bytes.
+_GAP_BYTES = 4
+# No header and no checksum: the bucket has one of its own.
+_RAW_DEFLATE = -15
+# 256 kB, for longer blocks.
+_MOST_MEMORY = 9
+
+
+def element_bytes(layout: Layout) -> int:
+    """Bytes of the elements that deltas of this layout consist of: the smallest dtype's, so that with several dtypes
+    a changed float32 is two changed halves (at most), and that shard padding is a whole number of elements. Less only
+    where a bucket would end within an element."""
+    sizes = {DTYPE_BYTES[dtype] for dtype, _shape in layout.parameters.kinds}
+    return math.gcd(4, layout.bucket_bytes, *sizes)
+
+
+def encode(new: memoryview, base: memoryview, size: int) -> memoryview | None:
+    """What makes `base` into `new`, which are equally long; None where that is not smaller, or too much has changed.
+
+    size: bytes of an element, 1, 2 or 4. Raises ValueError for memory that is not a whole number of elements.
+    """
+    if len(new) != len(base) or len(new) % size:
+        raise ValueError(f"a delta of {len(new)} against {len(base)} bytes, in elements of {size}")
+    elements, old = np.frombuffer(new, _UNSIGNED[size]), np.frombuffer(base, _UNSIGNED[size])
+    changed = elements != old
+    if np.count_nonzero(changed) > MOST_CHANGED * len(elements):
+        return None
+    indices = np.flatnonzero(changed)
+    gaps = np.empty(len(indices), _UNSIGNED[_GAP_BYTES])
+    gaps[:1] = indices[:1]
+    np.subtract(indices[1:], indices[:-1] + 1, out=gaps[1:], casting="unsafe")
+    distances = (elements[indices] - old[indices]).view(_SIGNED[size])
+    numbers = ((distances << 1) ^ (distances >> (8 * size - 1))).view(_UNSIGNED[size])
+    payload = memoryview(b"".join((_LENGTH.pack(len(indices)), *_pack(gaps), *_pack(numbers))))
+    return payload if len(payload) < len(new) else None
+
+
+def _pack(column: Numbers) -> list[bytes]:
+    parts = []
+    for plane in np.ascontiguousarray(column.view(np.uint8).reshape(-1, column.itemsize).T):
+        data = b""
+        if plane.any():
+            # Runs of zeros and Huffman codes are all there is to find.
+            packer = zlib.compressobj(1, zlib.DEFLATED, _RAW_DEFLATE, _MOST_MEMORY, zlib.Z_RLE)
+            data = packer.compress(plane) + packer.flush()
+        parts += [_LENGTH.pack(len(data)), data]
+    return parts
+
+
+def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
+    """Make the base's bytes in `target` the new ones.
+
+    Never writes outside of `target`, and writes nothing at all before the whole payload has been read. Raises
+    ProtocolError for a payload that encode() does not make for a bucket of this length. Against another base it makes
+    other bytes: compare the result's checksum.
+    """
+    if len(target) % size or len(payload) >= len(target):
+        raise ProtocolError(f"a delta of {len(payload)} bytes for a bucket of {len(target)}")
+    elements = np.frombuffer(target, _UNSIGNED[size])
+    count, rest = _length(payload)
+    if count > MOST_CHANGED * len(elements):
+        raise ProtocolError(f"a delta of {count} of {len(elements)} elements")
+    gaps, rest = _unpack(rest, count, _GAP_BYTES)
+    numbers, rest = _unpack(rest, count, size)
+    if len(rest):
+        raise ProtocolError(f"{len(rest)} bytes behind a delta")
+    indices = np.cumsum(gaps, dtype=np.int64)
+    indices += np.arange(count)
+    if count and indices[-1] >= len(elements):
+        raise ProtocolError("a delta that goes beyond its bucket")
+    elements[indices] += (numbers >> 1) ^ -(numbers & 1)
+
+
+def _unpack(data: memoryview, count: int, width: int) -> tuple[Numbers, memoryview]:
+    """A column of so many numbers, and what follows it."""
+    planes = np.zeros((count, width), np.uint8)
+    for index in range(width):
+        length, data = _length(data)
+        if length > len(data):
+            raise ProtocolError("a delta that ends too early")
+        if length:
+            unpacker = zlib.decompressobj(_RAW_DEFLATE)
+            try:
+                # One byte more than is right, so that what is too long is seen without being made.
+                plane = unpacker.decompress(data[:length], count + 1)
+            except zlib.error as error:
+                raise ProtocolError(f"a delta that is not deflated: {error}") from error
+            if len(plane) != count or not unpacker.eof or unpacker.unused_data:
+                raise ProtocolError(f"a column of a delta with {len(plane)} instead of {count} numbers")
+            planes[:, index] = np.frombuffer(plane, np.uint8)
+        data = data[length:]
+    return planes.view(_UNSIGNED[width])[:, 0], data
+
+
+def _length(data: memoryview) -> tuple[int, memoryview]:
+    if len(data) < _LENGTH.size:
+        raise ProtocolError("a delta that ends too early")
+    return _LENGTH.unpack_from(data)[0], data[_LENGTH.size :]

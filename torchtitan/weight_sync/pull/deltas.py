@@ -1,0 +1,91 @@
+"""Deltas of a shard server: each bucket of a snapshot is encoded once against a base, for all actors that hold it.
+
+A thread encodes. What it has made is kept as long as both snapshots are: less than the buckets themselves take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torchtitan.weight_sync.pull.delta import encode
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
+from torchtitan.weight_sync.pull.runtime import Runtime
+
+
+class _Key(NamedTuple):
+    serial: int
+    base: int
+    bucket: int
+
+
+class Deltas:
+    """memory(serial, bucket): a bucket's bytes in its slot. made(): one more is there."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        live: LiveSlots,
+        memory: Callable[[int, int], memoryview],
+        element_bytes: int,
+        made: Callable[[], None],
+    ):
+        self._runtime, self._live, self._memory = runtime, live, memory
+        self._element_bytes, self._on_made = element_bytes, made
+        self._made: dict[_Key, memoryview | None] = {}
+        """None where the bucket itself is better"""
+        self._waiting: dict[_Key, None] = {}
+        """The thread is at the first of them"""
+        self.began: float | None = None
+        """Since when the thread has been at one bucket"""
+
+    def is_made(self, serial: int, base: int, bucket: int) -> bool:
+        """Whether get() has the last word. If not, the delta will be made."""
+        key = _Key(serial, base, bucket)
+        if key in self._made or not self._is_possible(serial, base):
+            return True
+        self._waiting[key] = None
+        self._make_next()
+        return False
+
+    def get(self, serial: int, base: int, bucket: int) -> memoryview | None:
+        """What makes the base's bucket the newer one; None where the bucket itself is to be sent."""
+        return self._made.get(_Key(serial, base, bucket))
+
+    def _is_possible(self, serial: int, base: int) -> bool:
+        return self._live.readable(serial) is not None and self._live.base_slot(base) is not None
+
+    def _make_next(self) -> None:
+        while self._waiting and self.began is None:
+            key = next(iter(self._waiting))
+            if not self._is_possible(key.serial, key.base):
+                del self._waiting[key]
+            else:
+                self._live.hold(key.serial)
+                self._live.hold(key.base)
+                self.began = self._runtime.now()
+                new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
+                self._runtime.work("deltas", partial(self._make, new, base), partial(self._done, key))
+
+    def _make(self, new: memoryview, base: memoryview) -> memoryview | None:
+        return encode(new, base, self._element_bytes)
+
+    def _done(self, key: _Key, payload: memoryview | None, error: BaseException | None) -> None:
+        if error is not None:
+            # Ends the process: a new one starts with empty hands, this one would leave actors waiting.
+            raise RuntimeError("the thread that encodes deltas has failed") from error
+        self.began = None
+        del self._waiting[key]
+        if self._is_possible(key.serial, key.base):
+            self._made[key] = payload
+        self._live.let_go(key.serial)
+        self._live.let_go(key.base)
+        self._make_next()
+        self._on_made()
+
+    def forget_what_is_gone(self) -> None:
+        """After snapshots have ended. Whoever waits for a delta against one of them gets the bucket itself."""
+        there = {pair for pair in {(key.serial, key.base) for key in self._made} if self._is_possible(*pair)}
+        self._made = {key: payload for key, payload in self._made.items() if (key.serial, key.base) in there}
+        self._on_made()
