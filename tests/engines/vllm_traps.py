@@ -204,7 +204,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def load_in_place() -> None:
         """From staging memory, which is another version's as soon as this one is loaded."""
-        staged = received(in_trainers_order(new)).assemble()
+        staged = received(in_trainers_order(new), ranks=1).tensors
         with mock.patch.object(adopting, "_adopt", counting(adopting._adopt, adopted)):
             engine.load(iter(staged.items()))
         for tensor in staged.values():

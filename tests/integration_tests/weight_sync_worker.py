@@ -1,7 +1,7 @@
-"""One worker of an actor in a process of its own: half of every parameter, and no model.
+"""One worker of an actor in a process of its own, without a model: it sees whole versions, or (parts) gets its half.
 
     python -m tests.integration_tests.weight_sync_worker '{"leader": ..., "actor": ..., "worker": ..., "epoch": ...,
-        "log": ..., "hold": ...}'
+        "key": ..., "log": ..., "hold": ..., "parts": ...}'
 
 Every applied version is a line of the log. While the file `hold` exists an apply stops where a half of it is done.
 """
@@ -9,9 +9,9 @@ Every applied version is a line of the log. While the file `hold` exists an appl
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ import torch
 
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
 from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.pull.actor import Worker
 from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.wire import TOKEN_VARIABLE
-from torchtitan.weight_sync.worker import Worker
 
 WORKERS = 2
 
@@ -53,15 +52,16 @@ def main() -> None:
         log.write(json.dumps({"begun": staged.version}) + "\n")
         while hold.exists():
             time.sleep(0.01)
-        expected = {f"p{i}": part_values(staged.version, i, number) for i in range(len(SHAPES))}
+        values = partial(part_values, worker=number) if arguments["parts"] else parameter_values
+        expected = {f"p{i}": values(staged.version, i) for i in range(len(SHAPES))}
         intact = staged.tensors.keys() == expected.keys() and all(
             torch.equal(staged.tensors[name], value) for name, value in expected.items()
         )
         log.write(json.dumps({"version": staged.version, "intact": intact, "digest": staged.digest}) + "\n")
 
-    boxes = {f"p{i}": part_of(i, number) for i in range(len(SHAPES))}
-    token = os.environ[TOKEN_VARIABLE]
-    worker = Worker(arguments["leader"], arguments["actor"], number, arguments["epoch"], token, apply, boxes)
+    boxes = {f"p{i}": part_of(i, number) for i in range(len(SHAPES))} if arguments["parts"] else None
+    names = [arguments[name] for name in ("leader", "actor", "worker", "epoch", "key")]
+    worker = Worker(*names, apply, boxes=boxes, progress_s=1.5)
     worker.start()
     sys.stdin.read()  # until the test closes it or dies
     worker.close()

@@ -18,7 +18,7 @@ from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_vers
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.model_args import read_model_args
 from torchtitan.models.nf4 import dequantize, quantize
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
 
 class BaseWeights:
@@ -110,4 +110,4 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
 def outlines(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Tensors of the same shapes and types, for who wants to know no more: nothing is merged for them."""
-    return tensors.outlines() if isinstance(tensors, MergedTensors) else tensors
+    return tensors.outlines() if isinstance(tensors, MergedTensors | StagedTensors) else tensors

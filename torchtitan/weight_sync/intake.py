@@ -212,7 +212,7 @@ class Intake:
             # A later offer that is accepted counts up before its first byte is stored.
             untouched = partial(self._is_highest, attempt)
             proof = Proof(self.staging.layout, incoming.manifest.checksums, untouched)
-        return StagedVersion(epoch, version, digest, self.staging.assemble(), proof=proof)
+        return StagedVersion(epoch, version, digest, self.staging.tensors, proof=proof)
 
     def _is_highest(self, attempt: int) -> bool:
         return self._machine.highest_attempt == attempt

@@ -6,6 +6,7 @@ end. The receiver keeps one area per sender rank with the very same bytes, so a 
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,11 @@ class Layout:
     ranks: tuple[RankLayout, ...]
     checksum: str = "xxh3"
     """Kind of the bucket checksums, see checksums.py"""
+
+    def slot_starts(self) -> list[int]:
+        """Where each rank's slot begins in memory for all of them, and where that ends."""
+        sizes = (-(-rank.slot_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for rank in self.ranks)
+        return [0, *itertools.accumulate(sizes)]
 
     @property
     def total_bytes(self) -> int:

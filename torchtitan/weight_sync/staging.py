@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
-from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout
+from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.manifest import Layout, RankLayout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 from torchtitan.weight_sync.needs import intersection
 from torchtitan.weight_sync.transports.base import Area
@@ -55,61 +53,85 @@ def copy_to_device(area: torch.Tensor, data: memoryview) -> None:
     area.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
+class StagedTensors(Mapping[str, torch.Tensor]):
+    """Parameter name -> what was asked for of it, in the order of the layout. One that lies in one piece is a view of
+    staging memory; another is put together anew whenever it is asked for, and copy() does without that."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, tuple[Box, torch.dtype, list[tuple[Box, torch.Tensor]]]] = {}
+
+    def add(self, name: str, box: Box, dtype: torch.dtype, pieces: list[tuple[Box, torch.Tensor]]) -> None:
+        """box: what was asked for; pieces: (part of it, where it lies)."""
+        self._pieces[name] = box, dtype, pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        box, dtype, pieces = self._pieces[name]
+        if len(pieces) == 1:
+            return pieces[0][1]
+        whole = torch.empty(box.shape, dtype=dtype, device=pieces[0][1].device if pieces else "cpu")
+        self.copy(name, whole)
+        return whole
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        """Into a tensor of its shape, piece by piece."""
+        box, _, pieces = self._pieces[name]
+        for part, piece in pieces:
+            within(target, box, part).copy_(piece)
+
+    def outlines(self) -> dict[str, torch.Tensor]:
+        """Their shapes and types, as tensors without memory."""
+        return {
+            name: torch.empty(box.shape, dtype=dtype, device="meta") for name, (box, dtype, _) in self._pieces.items()
+        }
+
+
 class Staging:
     """Memory for one incoming version of one layout.
 
-    boxes: parameter name -> the part that is wanted; None: all of everything. where: the device of the memory.
+    boxes: parameter name -> the part that is wanted; None: all of everything. where: the device of the memory. memory:
+    instead of new memory, for all of the layout's slots (see Layout.slot_starts).
     """
 
-    def __init__(self, layout: Layout, boxes: Mapping[str, Box] | None = None, where: str = "cpu"):
+    def __init__(
+        self,
+        layout: Layout,
+        boxes: Mapping[str, Box] | None = None,
+        where: str = "cpu",
+        memory: mmap.mmap | None = None,
+    ):
         self.layout = layout
         self.memory: list[Area] = []
         """Per rank the bytes of its slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
-        bases = [self._new_slot(rank.slot_bytes, where) for rank in layout.ranks]
-        if boxes is None:
-            boxes = {entry.name: Box((0,) * len(entry.shape), entry.shape) for entry in layout.parameters}
-        # Where a part lies in one piece it is used where it was received; the others are put together here.
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._tensors: dict[str, torch.Tensor] = {}
+        bases = []
+        for start, rank in zip(layout.slot_starts(), layout.ranks, strict=False):
+            base, area = _new_area(rank.slot_bytes, where) if memory is None else _slot_within(memory, start, rank)
+            bases.append(base)
+            self.memory.append(area)
         pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for base, rank in zip(bases, layout.ranks, strict=True):
             for shard in rank.shards:
                 entry = layout.parameters[shard.parameter]
-                wanted = boxes.get(entry.name)
                 whole = Box(shard.offset, shard.shape)
-                part = None if wanted is None else intersection(wanted, whole)
+                part = whole if boxes is None else None
+                if boxes is not None and entry.name in boxes:
+                    part = intersection(boxes[entry.name], whole)
                 if part is not None:
                     dtype = TORCH_DTYPES[entry.dtype]
                     size = shard.elements * dtype.itemsize
                     flat = base[shard.byte_offset : shard.byte_offset + size].view(dtype)
-                    piece = _within(flat.view(shard.shape), whole, part)
+                    piece = within(flat.view(shard.shape), whole, part)
                     pieces.setdefault(shard.parameter, []).append((part, piece))
-        split = []
+        self.tensors = StagedTensors()
         for index, entry in enumerate(layout.parameters):
-            if entry.name in boxes and len(pieces.get(index, ())) == 1:
-                self._tensors[entry.name] = pieces[index][0][1]
-            elif entry.name in boxes:
-                split.append((entry, boxes[entry.name], pieces.get(index, [])))
-        self._assemble_into_one_area(split, where)
-        self._tensors = {entry.name: self._tensors[entry.name] for entry in layout.parameters if entry.name in boxes}
-
-    def _new_slot(self, size: int, where: str) -> torch.Tensor:
-        base, area = _new_area(size, where)
-        self.memory.append(area)
-        return base
-
-    def _assemble_into_one_area(
-        self, split: list[tuple[ParameterEntry, Box, list[tuple[Box, torch.Tensor]]]], where: str
-    ) -> None:
-        """One behind the other, as they would lie in the slot of a rank that has all: an engine that stacks some of
-        them finds them stacked."""
-        sizes = [math.prod(box.shape) * TORCH_DTYPES[entry.dtype].itemsize for entry, box, _ in split]
-        starts = [0, *itertools.accumulate(-(-size // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for size in sizes)]
-        base, _ = _new_area(starts[-1], where)
-        for (entry, box, pieces), start, size in zip(split, starts[:-1], sizes, strict=True):
-            whole = base[start : start + size].view(TORCH_DTYPES[entry.dtype]).view(box.shape)
-            self._copies += [(_within(whole, box, part), piece) for part, piece in pieces]
-            self._tensors[entry.name] = whole
+            if boxes is None or entry.name in boxes:
+                box = Box((0,) * len(entry.shape), entry.shape) if boxes is None else boxes[entry.name]
+                self.tensors.add(entry.name, box, TORCH_DTYPES[entry.dtype], pieces.get(index, []))
 
     def bucket(self, key: tuple[int, int]) -> Area:
         """The bytes of bucket (rank, number)."""
@@ -117,13 +139,11 @@ class Staging:
         start, end = self.layout.bucket_range(rank, bucket)
         return self.memory[rank][start:end]
 
-    def assemble(self) -> dict[str, torch.Tensor]:
-        """Everything received, by name."""
-        if self._copies:
-            torch._foreach_copy_(
-                [target for target, _ in self._copies], [source for _, source in self._copies], non_blocking=False
-            )
-        return dict(self._tensors)
+
+def _slot_within(memory: mmap.mmap, start: int, rank: RankLayout) -> tuple[torch.Tensor, Area]:
+    """A rank's slot in memory for all of them."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[start : start + rank.slot_bytes], memoryview(memory)[start : start + rank.slot_bytes]
 
 
 def _new_area(size: int, where: str) -> tuple[torch.Tensor, Area]:
@@ -138,7 +158,7 @@ def _new_area(size: int, where: str) -> tuple[torch.Tensor, Area]:
     return torch.frombuffer(area, dtype=torch.uint8), memoryview(area)[:size]
 
 
-def _within(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+def within(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     """The view of `part` in a tensor that is `box`."""
     bounds = zip(box.offset, part.offset, part.shape, strict=True)
     return tensor[tuple(slice(start - origin, start - origin + size) for origin, start, size in bounds)]

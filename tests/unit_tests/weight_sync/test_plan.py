@@ -87,7 +87,7 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> No
     assert keeper.filled() == {1: (0, 7)}
     staging = Staging(publisher.layout)
     staging.memory[0][:] = slots.slot(0)
-    for name, tensor in staging.assemble().items():
+    for name, tensor in staging.tensors.items():
         assert torch.equal(tensor, expected[name]), name
     assert publisher.reserve()
     publisher.release()

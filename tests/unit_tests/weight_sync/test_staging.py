@@ -1,40 +1,45 @@
-"""What an engine is given: parameters that came in parts, put together in one piece of memory."""
+"""What an engine is given: parameters that came in pieces, copied to where they are used, or put together."""
 
 from __future__ import annotations
+
+import mmap
 
 import torch
 
 from tests.engines.vllm_traps import received
-from torchtitan.inference.vllm.adopting import in_one_piece
-from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT
+from torchtitan.weight_sync.staging import Staging
+
+SHAPES = {"embed": (5, 32), "q": (8, 32), "norm": (7,), "v": (1, 5)}
+WEIGHTS = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
 
 
-def test_what_an_engine_stacks_is_adjacent_in_the_order_of_the_layout() -> None:
-    shapes = {"embed": (5, 32), "q": (8, 32), "k": (4, 32), "v": (4, 32), "o": (32, 8)}
-    weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
-    staged = received(weights).assemble()
-    assert list(staged) == list(weights)
-    assert all(torch.equal(staged[name], weights[name]) for name in weights)
-    stacked = in_one_piece([staged[name] for name in "qkv"])
-    assert stacked is not None and torch.equal(stacked, torch.cat([weights[name] for name in "qkv"]))
-    assert in_one_piece([staged[name] for name in "kqv"]) is None, "another order is another matrix"
+def test_pieces_are_put_together_or_copied_to_where_they_are_used() -> None:
+    staged = received(WEIGHTS).tensors
+    assert list(staged) == list(WEIGHTS)
+    outlines = staged.outlines()
+    for name, weight in WEIGHTS.items():
+        assert torch.equal(staged[name], weight)
+        assert outlines[name].shape == weight.shape and outlines[name].dtype == weight.dtype
+        # Into other strides, and another type.
+        target = torch.zeros(weight.T.shape if weight.dim() == 2 else weight.shape).T
+        staged.copy(name, target)
+        assert torch.equal(target, weight.float())
 
 
-def test_odd_sizes_are_aligned() -> None:
-    weights = {"norm": torch.randn(7), "q": torch.randn(3, 5), "k": torch.randn(2, 5), "v": torch.randn(1, 5)}
-    staged = received(weights).assemble()
-    assert all(torch.equal(staged[name], weights[name]) for name in weights)
-    # (v has one row, so that it lies where one rank sent it.)
-    start, *later = (staged[name].data_ptr() for name in ("norm", "q", "k"))
-    assert [address - start for address in later] == [SHARD_ALIGNMENT, 2 * SHARD_ALIGNMENT]
-    assert in_one_piece([staged[name] for name in ("q", "k")]) is None, "the gap between them is no row"
-
-
-def test_values_that_come_later_are_put_where_the_earlier_ones_were() -> None:
-    staging = received({"q": torch.zeros(4, 8), "k": torch.zeros(4, 8)})
-    first = staging.assemble()
+def test_values_that_come_later_are_seen_and_nothing_is_kept() -> None:
+    staging = received(WEIGHTS)
+    before = {name: tensor.clone() for name, tensor in staging.tensors.items()}
     for area in staging.memory:
-        area[:] = torch.ones(len(area) // 4).numpy().tobytes()
-    second = staging.assemble()
-    assert all(bool((second[name] == 1).all()) for name in second)
-    assert [tensor.data_ptr() for tensor in first.values()] == [tensor.data_ptr() for tensor in second.values()]
+        area[:] = bytes(len(area))
+    assert any(bool(tensor.any()) for tensor in before.values())
+    assert not any(bool(tensor.any()) for tensor in staging.tensors.values())
+
+
+def test_memory_of_others_is_used_slot_by_slot() -> None:
+    first = received(WEIGHTS)
+    memory = mmap.mmap(-1, first.layout.slot_starts()[-1])
+    writer, reader = (Staging(first.layout, memory=memory) for _ in range(2))
+    for rank in range(len(first.layout.ranks)):
+        for bucket in range(first.layout.bucket_count(rank)):
+            writer.bucket((rank, bucket))[:] = first.bucket((rank, bucket))
+    assert all(torch.equal(reader.tensors[name], weight) for name, weight in WEIGHTS.items())

@@ -14,12 +14,13 @@ import torch
 
 from torchtitan.distributed.placement import StackPart
 from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_version, read_adapters
+from torchtitan.inference.base_weights import outlines
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.nf4 import rounded
-from torchtitan.weight_sync.staging import WeightsRefused
+from torchtitan.weight_sync.staging import StagedTensors, WeightsRefused
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
@@ -99,7 +100,7 @@ class EngineWeights:
         unknown = [name for name in tensors if name not in self.live]
         wrong = [
             f"{name} {tuple(tensor.shape)} instead of {tuple(self.live[name].shape)}"
-            for name, tensor in tensors.items()
+            for name, tensor in outlines(tensors).items()
             if name in self.live and tensor.shape != self.live[name].shape
         ]
         problems = [("lacks", missing), ("has unknown", unknown), ("has shapes", wrong)]
@@ -109,9 +110,12 @@ class EngineWeights:
 
     def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._forget_base()
-        for name, tensor in tensors.items():
+        for name in tensors:
             self._progress()
-            self.live[name].copy_(tensor)
+            if isinstance(tensors, StagedTensors):
+                tensors.copy(name, self.live[name])
+            else:
+                self.live[name].copy_(tensors[name])
 
     def _forget_base(self) -> None:
         """What this engine was loaded with is no longer there."""

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -30,17 +31,18 @@ from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.pull.delta import decode_into, element_bytes
 from torchtitan.weight_sync.pull.fetching import Fetcher
-from torchtitan.weight_sync.pull.handshake import ACTOR, Identity
+from torchtitan.weight_sync.pull.group import Leader, LedPuller
+from torchtitan.weight_sync.pull.handshake import ACTOR, WORKER, Identity, role_key
+from torchtitan.weight_sync.pull.leading import ApplyFunction, LeadingEngine, in_figures
 from torchtitan.weight_sync.pull.puller import Puller, Served
 from torchtitan.weight_sync.pull.relay import Relay
+from torchtitan.weight_sync.pull.shared_files import open_shared
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.pull.transfer import BucketKey
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
-
-ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
 @dataclass
@@ -85,10 +87,13 @@ class StagingEngine:
         try:
             # Only checksums of kind "sum" are computed on a device.
             where = self._where if reads_devices(layout.checksum) else "cpu"
-            self._staging, self._fetcher.where = Staging(layout, self._boxes, where), torch.device(where)
+            self._staging, self._fetcher.where = self._new_staging(layout, where), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
         return needs
+
+    def _new_staging(self, layout: Layout, where: str) -> Staging:
+        return Staging(layout, self._boxes, where)
 
     def bucket(self, key: BucketKey) -> memoryview:
         """See arrivals.Engine."""
@@ -124,60 +129,44 @@ class StagingEngine:
         proof = None
         if self._boxes is None:
             proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
-        staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.assemble(), proof=proof)
-        cost = self._apply(staged)
-        named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
-        return {"pause_s": time.monotonic() - begun, **{str(name): float(value) for name, value in named.items()}}
+        staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
+        return in_figures(self._apply(staged), begun)
 
 
-class Actor:
-    """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
-    (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
-    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
-    a wildcard, others are told the address by which the registry is reached.
-    where: the device of staging memory (ipc, nccl).
-    """
+class SharingEngine(StagingEngine):
+    """Of worker `number`: pulls its share of every version into memory that all workers of the actor share."""
 
-    def __init__(
-        self,
-        registry: str,
-        name: str,
-        epoch: str,
-        key: str,
-        apply: ApplyFunction,
-        *,
-        boxes: Mapping[str, Box] | None = None,
-        served: Served | None = None,
-        retry_for_s: float = 60.0,
-        progress_s: float = 5.0,
-        relay_host: str = "",
-        where: str = "cpu",
-    ):
-        wire.parse_address(registry)
-        self.registry, self.name, self.epoch, self.key = registry, name, epoch, key
+    def __init__(self, apply: ApplyFunction, number: int, post: Callable[[Callable[[], None]], None]):
+        super().__init__(apply, None, "cpu", post)
+        self._number = number
+        self.shared: Message = {}
+        """What the leader says of that memory: the reference that opens it, and how many workers there are"""
+
+    def prepare(self, layout: Layout) -> Needs:
+        """See puller.Engine."""
+        super().prepare(layout)
+        needs, count = {}, self.shared["workers"]
+        for rank in range(len(layout.ranks)):
+            # Another share of the next rank, so that few buckets do not all fall to one.
+            buckets, part = layout.bucket_count(rank), (self._number + rank) % count
+            bounds = buckets * part // count, buckets * (part + 1) // count
+            if bounds[0] < bounds[1]:
+                needs[rank] = [bounds]
+        return needs
+
+    def _new_staging(self, layout: Layout, where: str) -> Staging:
+        return Staging(layout, memory=open_shared(self.shared, writable=True))
+
+
+class _Pulling:
+    """A puller in a thread of its own. A subclass makes the puller."""
+
+    puller: Puller
+
+    def __init__(self, name: str, epoch: str, where: str):
+        self.name, self.epoch = name, epoch
         self._runtime = SocketRuntime(lambda: device.use(torch.device(where)))
         self._failure = ""
-        engine, relay, address = StagingEngine(apply, boxes, where, self._runtime.post), None, ""
-        self._listener: socket.socket | None = None
-        if relay_host and boxes is None:
-            family = socket.AF_INET6 if ":" in relay_host else socket.AF_INET
-            self._listener = socket.create_server((relay_host, 0), family=family)
-            address = wire.format_address(reachable_host(relay_host, registry), self._listener.getsockname()[1])
-            relay = Relay(self._runtime, epoch, engine.memory)
-        self._relay = relay
-        self.puller = Puller(
-            self._runtime,
-            registry,
-            Identity(ACTOR, name, key),
-            epoch,
-            engine,
-            instance=secrets.token_hex(8),
-            served=served,
-            retry_for_s=retry_for_s,
-            progress_s=progress_s,
-            relay=relay,
-            relay_address=address,
-        )
         self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
 
     def start(self) -> None:
@@ -224,15 +213,122 @@ class Actor:
         if not self._thread.is_alive():
             self._runtime.finish_work("apply", deadline)
 
+    def _listen(self) -> None:
+        """Begin to accept connections, where there are any."""
+
     def _run(self) -> None:
         try:
-            if self._relay is not None:
-                self._relay.start(self._listener)
+            self._listen()
             self.puller.start()
             self._runtime.run()
         except Exception as error:
             self._failure = f"the thread that pulls weights has ended: {error!r}"
             logger.exception("%s: pulling weights has failed", self.name)
+
+
+class Actor(_Pulling):
+    """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
+    (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
+    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
+    a wildcard, others are told the address by which the registry is reached. where: the device of staging memory (ipc,
+    nccl).
+
+    workers > 0: so many workers hold the weights, which connect to `workers_address` at workers_host (see Worker).
+    `apply` then calls the staged version's apply_on_workers() while the engine stands still; all have to answer within
+    workers_timeout_s.
+    """
+
+    def __init__(
+        self,
+        registry: str,
+        name: str,
+        epoch: str,
+        key: str,
+        apply: ApplyFunction,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+        relay_host: str = "",
+        where: str = "cpu",
+        workers: int = 0,
+        workers_host: str = "127.0.0.1",
+        workers_timeout_s: float = 60.0,
+    ):
+        wire.parse_address(registry)
+        super().__init__(name, epoch, where)
+        self.registry, self.key = registry, key
+        self.workers_address = ""
+        self._relay: Relay | None = None
+        names = self._runtime, registry, Identity(ACTOR, name, key), epoch
+        options: dict[str, Any] = {"instance": secrets.token_hex(8), "served": served, "retry_for_s": retry_for_s}
+        if workers:
+            leading = LeadingEngine(apply, self._runtime, self._thread.is_alive)
+            self._listener, self.workers_address = _listen(workers_host, registry)
+            self.puller = leading.leader = Leader(
+                *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
+            )
+            return
+        engine = StagingEngine(apply, boxes, where, self._runtime.post)
+        if relay_host and boxes is None:
+            self._listener, options["relay_address"] = _listen(relay_host, registry)
+            self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory)
+        self.puller = Puller(*names, engine, progress_s=progress_s, **options)
+
+    def _listen(self) -> None:
+        if isinstance(self.puller, Leader):
+            self.puller.listen(self._listener)
+        if self._relay is not None:
+            self._relay.start(self._listener)
+
+
+class Worker(_Pulling):
+    """Worker `number` of an actor: has `apply` called when its leader says so.
+
+    leader: `host:port`, the actor's workers_address; name, key: of the actor. boxes: the parts that it holds, for which
+    it has staging memory of its own at `where`; None: every worker pulls an equal share of the version into memory that
+    all of them share, and sees the whole.
+    """
+
+    def __init__(
+        self,
+        leader: str,
+        name: str,
+        number: int,
+        epoch: str,
+        key: str,
+        apply: ApplyFunction,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+        where: str = "cpu",
+    ):
+        super().__init__(f"{name}-worker-{number}", epoch, where)
+        post = self._runtime.post
+        shares = boxes is None
+        engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, boxes, where, post)
+        self.puller = LedPuller(
+            self._runtime,
+            leader,
+            Identity(WORKER, str(number), role_key(key, WORKER, str(number))),
+            epoch,
+            engine,
+            instance=secrets.token_hex(8),
+            served=served,
+            retry_for_s=retry_for_s,
+            progress_s=progress_s,
+            puller=Identity(ACTOR, name, key),
+        )
+
+
+def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
+    """A listener at any port, and what others are told of it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    return listener, wire.format_address(reachable_host(host, peer), listener.getsockname()[1])
 
 
 def reachable_host(host: str, peer: str) -> str:

@@ -25,6 +25,8 @@ MOST_HANDSHAKES = 256
 TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
 # An actor that pulls from another one; its name is "parent/child", and its key is told to both by the registry.
 PEER = "peer"
+# A part of an actor; its name is its number, and its key is derived from the actor's.
+WORKER = "worker"
 
 
 def role_key(token: str, role: str, name: str) -> str:

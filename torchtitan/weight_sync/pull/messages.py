@@ -66,6 +66,8 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
     "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
     "credit": {"link": _TEXT},
+    # Leader -> worker: the version that all have staged
+    "apply": {"version": _NUMBER},
     # Trainer (rank 0) <-> registry
     "pin": {"version": _MAYBE_NUMBER},
     "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},

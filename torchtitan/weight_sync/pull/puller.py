@@ -47,7 +47,8 @@ class Served(NamedTuple):
 class Puller:
     """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
     the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
-    relay: passes versions on to other actors, which reach it at relay_address."""
+    relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
+    somebody else."""
 
     def __init__(
         self,
@@ -63,8 +64,10 @@ class Puller:
         progress_s: float = 5.0,
         relay: Relay | None = None,
         relay_address: str = "",
+        puller: Identity | None = None,
     ):
         self._runtime, self._identity, self.epoch = runtime, identity, epoch
+        self._puller = puller or identity
         self._engine, self._progress_s = engine, progress_s
         self.serving = served
         self.poisoned = False
@@ -169,11 +172,14 @@ class Puller:
             self._tell({"type": "progress", "bytes": pull.bytes})
         if self._runtime.now() - pull.moved_at > self._progress_s:
             pull.moved_at = self._runtime.now()
-            for rank in {rank for rank, _ in pull.missing}:
-                self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
-                self._sources[rank].ask()
+            self._hurry(pull)
         elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
             self._leave_peer()
+
+    def _hurry(self, pull: Transfer) -> None:
+        for rank in {rank for rank, _ in pull.missing}:
+            self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
+            self._sources[rank].ask()
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -206,9 +212,11 @@ class Puller:
         self._layout, self._layout_id = layout, message["layout_id"]
         for source in self._sources:
             source.drop("the layout changed")
-        ranks = range(len(layout.ranks))
-        self._sources = [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in ranks]
+        self._sources = self._new_sources(len(layout.ranks))
         self._move_sources()
+
+    def _new_sources(self, ranks: int) -> list[Source]:
+        return [Source(self._runtime, self._puller, self.epoch, rank, self) for rank in range(ranks)]
 
     def _read_layout(self, data: Message) -> Layout:
         layout = Layout.from_json(data)
@@ -217,7 +225,7 @@ class Puller:
 
     def _move_sources(self) -> None:
         peer = self._peer
-        identity = self._identity if peer is None else Identity(PEER, self._identity.name, str(peer["key"]))
+        identity = self._puller if peer is None else Identity(PEER, self._identity.name, str(peer["key"]))
         for source, address in zip(self._sources, self._servers, strict=False):
             source.move(address if peer is None else str(peer["address"]), identity)
 

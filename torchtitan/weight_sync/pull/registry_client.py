@@ -32,6 +32,8 @@ class RegistryClient:
         self._runtime, self._address, self._identity, self._fields = runtime, address, identity, fields
         self._on_join, self._on_said, self._retry_for_s = on_join, on_message, retry_for_s
         self.failure = ""
+        self.ready: Callable[[], bool] = lambda: True
+        """Whether this client may join yet"""
         self._channel: Channel | None = None
         self._call: Call | None = None
         self._term = 0
@@ -67,9 +69,15 @@ class RegistryClient:
             self._channel.close(reason)
 
     def _dial(self) -> None:
-        if not self._closed:
-            call = Call(self._runtime, self._address, self._identity, self._fields, self._welcomed, self._out_of_reach)
-            self._call = call
+        if self._closed:
+            return
+        if not self.ready():
+            # Nobody was asked: what retry_for_s bounds is the registry's absence.
+            self._reached_at = self._runtime.now()
+            self._runtime.call_later(RETRY_SECONDS, self._dial)
+            return
+        call = Call(self._runtime, self._address, self._identity, self._fields, self._welcomed, self._out_of_reach)
+        self._call = call
 
     def _out_of_reach(self, reason: str) -> None:
         self._call, silent = None, self._runtime.now() - self._reached_at
@@ -86,6 +94,10 @@ class RegistryClient:
             # One that was replaced, and does not know it yet.
             channel.close("an old term")
             self._out_of_reach(f"it is of term {term}, and term {self._term} has begun")
+            return
+        if not self.ready():
+            channel.close("not ready any more")
+            self._runtime.call_later(RETRY_SECONDS, self._dial)
             return
         self._term, self._channel = term, channel
         self._heard_at = self._reached_at = self._runtime.now()

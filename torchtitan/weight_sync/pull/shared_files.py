@@ -16,17 +16,12 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 
 # Sizes, offsets, inodes: what fits the system's own unsigned type.
 _LARGEST = 2**64 - 1
+NAMES = ("process", "descriptor", "device", "inode")
 
 
 def file_references(slots: SharedSlots) -> Callable[[int, int, int], Message]:
     """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
-    status = os.fstat(slots.data_fd)
-    memory = {
-        "process": os.getpid(),
-        "descriptor": slots.data_fd,
-        "device": status.st_dev,
-        "inode": status.st_ino,
-    }
+    memory = named(slots.data_fd)
     return lambda slot, start, _end: {"memory": memory, "offset": slots.offset(slot) + start}
 
 
@@ -41,25 +36,34 @@ class SharedFiles:
         if not isinstance(reference, dict) or not isinstance(reference.get("memory"), dict):
             raise ProtocolError("a reference names no memory")
         memory = reference["memory"]
-        names = ("process", "descriptor", "device", "inode")
-        fields = tuple(_number(memory, name) for name in names)
+        fields = tuple(_number(memory, name) for name in NAMES)
         if fields not in self._opened:
             # Another shard server of the same rank has another entry; the memory is the same.
-            self._opened = {fields: _open(*fields), **self._opened}
+            self._opened = {fields: open_shared(memory), **self._opened}
         opened, offset = self._opened[fields], _number(reference, "offset")
         if offset > len(opened) - len(target):
             raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
         target[:] = memoryview(opened)[offset : offset + len(target)]
 
 
-def _open(process: int, descriptor: int, device: int, inode: int) -> mmap.mmap:
-    opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+def named(descriptor: int) -> Message:
+    """What names an open file of this process to others of the same user, see open_shared."""
+    status = os.fstat(descriptor)
+    return {"process": os.getpid(), "descriptor": descriptor, "device": status.st_dev, "inode": status.st_ino}
+
+
+def open_shared(memory: Message, writable: bool = False) -> mmap.mmap:
+    """A file that another process has named. Raises ProtocolError for what names none, OSError for one that does not
+    open."""
+    process, descriptor, device, inode = (_number(memory, name) for name in NAMES)
+    access = os.O_RDWR if writable else os.O_RDONLY
+    opened = os.open(f"/proc/{process}/fd/{descriptor}", access | os.O_CLOEXEC)
     try:
         status = os.fstat(opened)
         # Numbers of processes and descriptors are used again: it must still be the file that was meant.
         if (status.st_dev, status.st_ino, status.st_uid) != (device, inode, os.geteuid()):
             raise ProtocolError("the slots that were named are not there any more, or another user's")
-        return mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ)
+        return mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(opened)
 

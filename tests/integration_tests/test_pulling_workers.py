@@ -1,0 +1,262 @@
+"""Actors of several workers, as real processes: all apply or none counts, whoever dies or freezes when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, Job, wait_for
+from tests.integration_tests.weight_sync_worker import WORKERS
+from tests.patience import PATIENCE_S
+from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+from torchtitan.weight_sync.pull.actor import Actor, Worker
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.pull.puller import Served
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+
+
+class Group:
+    """The leader in this process, its workers in processes of their own."""
+
+    def __init__(self, job: Job, parts: bool = False, **options: Any):
+        self.parts = parts
+        self.job, self.hold, self.served = job, job.folder / "hold", list[int]()
+        self.key = role_key(job.token, ACTOR, "a")
+        registry = job.publication.registry_address
+        self.leader = Actor(registry, "a", EPOCH, self.key, self._apply, workers=WORKERS, **options)
+        self.leader.start()
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def _apply(self, staged: StagedVersion) -> None:
+        assert staged.tensors == {} and staged.apply_on_workers is not None
+        staged.apply_on_workers()
+        self.served.append(staged.version)
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            arguments = {
+                "leader": self.leader.workers_address,
+                "actor": "a",
+                "worker": number,
+                "epoch": EPOCH,
+                "key": self.key,
+                "log": str(self.job.folder / f"worker-{number}.jsonl"),
+                "hold": str(self.hold),
+                "parts": self.parts,
+            }
+            self.processes[number] = subprocess.Popen(
+                [sys.executable, "-m", "tests.integration_tests.weight_sync_worker", json.dumps(arguments)],
+                stdin=subprocess.PIPE,
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self, number: int) -> None:
+        self.processes[number].kill()
+        self.processes[number].wait(PATIENCE_S)
+
+    def log(self, number: int) -> list[dict[str, Any]]:
+        path = self.job.folder / f"worker-{number}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def seen(self) -> dict[str, Any]:
+        """What the trainer is told."""
+        return dict(self.job.watcher.status()["actors"].get("a", {}))
+
+    def serves(self, version: int) -> None:
+        wait_for(lambda: self.seen().get("state") == "READY" and self.seen()["version"] == version, f"{version}")
+        for number in self.processes:
+            lines = [line for line in self.log(number) if "version" in line]
+            assert lines[-1]["version"] == version and all(line["intact"] for line in lines)
+
+    def close(self) -> None:
+        self.leader.close()
+        for process in self.processes.values():
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path, apply_timeout_s=20.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_version(job: Job, parts: bool) -> None:
+    with contextlib.closing(Group(job, parts)) as group:
+        group.start(*range(WORKERS))
+        job.publish()
+        group.serves(0)
+        figures, whole = group.seen()["figures"], sum(p.numel() * 4 for p in job.parameters.values())
+        # What workers share, each of them has received a part of. A half of every row lies in every bucket.
+        assert (figures["worker_bytes"] < 0.6 * whole) is not parts and figures["bytes_full"] >= whole
+        # One dies while both are half done with applying: neither counts, until both have the next version.
+        group.hold.touch()
+        job.publish()
+        wait_for(lambda: all({"begun": 1} in group.log(number) for number in range(WORKERS)), "both apply")
+        group.kill(0)
+        wait_for(lambda: group.leader.status().poisoned, "poisoned")
+        assert group.leader.served is None and group.served == [0]
+        group.hold.unlink()
+        group.start(0)
+        group.serves(1)
+        job.publish()
+        group.serves(2)
+        assert not group.leader.status().poisoned and group.served == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.Signals) -> None:
+    with contextlib.closing(Group(job)) as group:
+        group.start(*range(WORKERS))
+        job.publish()
+        group.serves(0)
+        group.processes[1].send_signal(how)
+        wait_for(lambda: group.seen()["state"] == "LOST", "it leaves")
+        job.publish()
+        if how == signal.SIGSTOP:
+            group.processes[1].send_signal(signal.SIGCONT)
+        else:
+            group.processes[1].wait(PATIENCE_S)
+            group.start(1)
+        group.serves(1)
+        # What a worker that came back without anything would not have made whole does not count as served.
+        assert group.served == [0, 1]
+
+
+def test_a_worker_that_dies_during_the_transfer_costs_that_transfer(tmp_path: Path) -> None:
+    os.environ[FAULTS] = "throttle:version=1,bytes_per_s=1000000"
+    try:
+        job = Job(tmp_path)
+    finally:
+        del os.environ[FAULTS]
+    with contextlib.closing(job), contextlib.closing(Group(job)) as group:
+        group.start(*range(WORKERS))
+        job.publish()
+        group.serves(0)
+        job.publish()
+        wait_for(lambda: group.leader.puller.state == "PULLING", "the transfer")
+        group.kill(1)
+        wait_for(lambda: not group.leader.connected, "it leaves")
+        group.start(1)
+        group.serves(1)
+
+
+class Engine:
+    """A worker's engine in this process, that refuses or fails when asked."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.raises: Exception | None = None
+
+    def __call__(self, staged: StagedVersion) -> None:
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+        self.versions.append(staged.version)
+
+
+@pytest.fixture
+def workers(job: Job) -> Iterator[Callable[..., tuple[Group, list[Engine]]]]:
+    closing = contextlib.ExitStack()
+
+    def make(all_hold: list[int | None] | None = None, **options: Any) -> tuple[Group, list[Engine]]:
+        group, engines = closing.enter_context(contextlib.closing(Group(job, **options))), [Engine(), Engine()]
+        for number, engine in enumerate(engines):
+            held = None if all_hold is None else all_hold[number]
+            start(group, number, engine, None if held is None else Served(EPOCH, held, f"d{held}"))
+        return group, engines
+
+    def start(group: Group, number: int, engine: Engine, served: Served | None) -> None:
+        address = group.leader.workers_address
+        worker = Worker(address, "a", number, EPOCH, group.key, engine, served=served)
+        closing.callback(worker.close)
+        worker.start()
+
+    with closing:
+        yield make
+
+
+def test_what_not_all_workers_apply_is_applied_again_by_all(
+    job: Job, workers: Callable[..., tuple[Group, list[Engine]]]
+) -> None:
+    group, engines = workers()
+    job.publish()
+    wait_for(lambda: group.served == [0], "0")
+    # One fails after the other has applied: poisoned, and all get the same version once more.
+    engines[1].raises = MemoryError("half-way")
+    job.publish()
+    wait_for(lambda: group.served == [0, 1], "1")
+    journal = job.folder / "registry.jsonl"
+    (said,) = [line for line in journal.read_text().splitlines() if '"poisoned"' in line]
+    assert "worker 1: MemoryError" in said
+    assert engines[0].versions == [0, 1, 1] and engines[1].versions == [0, 1]
+    # All refuse: the actor is as it was. One refuses after the other has applied: poisoned.
+    for engine in engines:
+        engine.raises = WeightsRefused("not this one")
+    job.publish()
+    wait_for(lambda: group.served == [0, 1, 2], "2")
+    assert journal.read_text().count('"poisoned"') == 1
+    engines[0].raises = WeightsRefused("not this one")
+    job.publish()
+    wait_for(lambda: group.served == [0, 1, 2, 3], "3")
+    assert journal.read_text().count('"poisoned"') == 2
+
+
+@pytest.mark.parametrize(
+    ("held", "counts"), [([5, 5], True), ([5, 4], False), ([5, None], False), ([None, None], False)]
+)
+def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
+    job: Job, workers: Callable[..., tuple[Group, list[Engine]]], held: list[int | None], counts: bool
+) -> None:
+    group, _ = workers(held, served=Served(EPOCH, 5, "d5"))
+    wait_for(lambda: group.seen().get("state") in ("READY", "POISONED"), "it joins")
+    assert group.seen()["version"] == (5 if counts else -1)
+    assert group.leader.status().poisoned is not counts
+
+
+def test_workers_hold_in_vain_what_the_engine_does_not_serve(
+    job: Job, workers: Callable[..., tuple[Group, list[Engine]]]
+) -> None:
+    group, _ = workers([5, 5])
+    wait_for(lambda: group.seen().get("state") == "JOINING", "it joins")
+    assert group.leader.served is None and group.seen()["version"] == -1
+
+
+def test_an_engine_that_forgets_its_workers_is_poisoned(job: Job) -> None:
+    key = role_key(job.token, ACTOR, "a")
+    leader = Actor(job.publication.registry_address, "a", EPOCH, key, lambda _staged: None, workers=1)
+    engine = Engine()
+    worker = Worker(leader.workers_address, "a", 0, EPOCH, key, engine)
+    with contextlib.closing(leader), contextlib.closing(worker):
+        leader.start()
+        worker.start()
+        job.publish()
+        wait_for(lambda: leader.status().poisoned, "poisoned")
+        assert engine.versions == []
+
+
+@pytest.mark.parametrize(
+    ("number", "key", "epoch", "said"),
+    [(2, "", EPOCH, "no worker"), (0, "another", EPOCH, "refused"), (0, "", "another", "epoch")],
+)
+def test_strangers_are_no_workers(job: Job, number: int, key: str, epoch: str, said: str) -> None:
+    with contextlib.closing(Group(job)) as group:
+        address = group.leader.workers_address
+        stranger = Worker(address, "a", number, epoch, key or group.key, Engine(), retry_for_s=0.5)
+        with contextlib.closing(stranger):
+            stranger.start()
+            wait_for(lambda: stranger.status().failure is not None, "it gives up")
+            assert said in str(stranger.status().failure)
+        assert group.seen() == {}, "without its workers it does not join"
