@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -79,8 +80,16 @@ class Job:
     """A trainer without a model: parameters are a function of (version, index). transport: also "delta", which is tcp
     with bfloat16 weights of which one in 32 changes with each version."""
 
-    def __init__(self, folder: Path, transport: str = "tcp", port: int = 0, **changes: Any):
-        self.folder, self.token = folder, secrets.token_urlsafe(16)
+    def __init__(
+        self,
+        folder: Path,
+        transport: str = "tcp",
+        port: int = 0,
+        token: str = "",
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
+    ):
+        self.folder, self.token = folder, token or secrets.token_urlsafe(16)
         self.values = parameter_values
         dtype = "float32"
         if transport == "delta":
@@ -97,6 +106,7 @@ class Job:
             dtype=dtype,
             transport=transport,
             port=port,
+            **options,
         )
         assert self.publication.watcher is not None and self.publication.registry is not None
         self.watcher, self.registry = self.publication.watcher, self.publication.registry

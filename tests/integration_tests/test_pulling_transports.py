@@ -1,0 +1,272 @@
+"""ipc and nccl (over gloo) with real processes: ends that freeze and die half-way, damaged buckets, failing threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+
+from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, wait_for
+from tests.integration_tests.weight_sync_actor import SHAPES, version_held
+from tests.patience import PATIENCE_S
+from torchtitan.weight_sync import device_slots, publisher
+from torchtitan.weight_sync.device_slots import DeviceSlots
+from torchtitan.weight_sync.faults import VARIABLE as FAULTS
+from torchtitan.weight_sync.pull import device_memory, shard_server
+from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.pull.server_thread import ShardServerThread
+from torchtitan.weight_sync.staging import StagedVersion
+
+TRANSPORTS = ["ipc", "nccl"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(**changes: Any) -> Job:
+        jobs.append(Job(tmp_path / str(len(jobs)), **changes))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def publish_without_skipping(job: Job, *actors: ActorProcess, times: int = 6) -> None:
+    """So many versions, one after the other, none of which may find no slot."""
+    for _ in range(times):
+        assert job.step()
+        wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
+        job.served_by(*actors)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["freeze", "kill"])
+def test_actor_that_stops_half_way_costs_the_others_nothing(
+    start: Callable[..., Job], transport: str, how: str
+) -> None:
+    job = start(transport=transport, options={"chunk_bytes": 16 * 1024})
+    healthy = job.actor("actor-0")
+    victim = job.actor("actor-1", f"{how}:phase=receive,version=1,bucket=5")
+    job.publish()
+    job.served_by(healthy, victim)
+    job.publish()
+    stopped = psutil.STATUS_STOPPED if how == "freeze" else psutil.STATUS_ZOMBIE
+    wait_for(lambda: psutil.Process(victim.process.pid).status() == stopped, "it stops in the midst of version 1")
+    job.served_by(healthy)
+    publish_without_skipping(job, healthy)
+    if how == "freeze":
+        victim.process.send_signal(signal.SIGCONT)
+    else:
+        victim.close()
+        victim = job.actor("actor-1")
+    job.served_by(victim)
+    job.publish()
+    job.served_by(healthy, victim)
+
+
+def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -> None:
+    """At any moment, that is: also with credits given, and chunks on their way."""
+    job = start(transport="nccl", options={"chunk_bytes": 1024})
+    healthy, victim = job.actor("actor-0"), job.actor("actor-1")
+    job.publish()
+    job.served_by(healthy, victim)
+    for _ in range(5):
+        job.step()
+        victim.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
+        job.served_by(healthy)
+        publish_without_skipping(job, healthy, times=2)
+        victim.process.send_signal(signal.SIGCONT)
+        job.served_by(victim)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trainer_that_freezes_half_way(
+    start: Callable[..., Job], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than every deadline between it and its actors."""
+    job = start(transport=transport, options={"chunk_bytes": 16 * 1024, "chunk_timeout_s": 0.5})
+    actor = job.actor("actor-0")
+    job.publish()
+    job.served_by(actor)
+    # Of the shard server's process, where it is one (the first of the two ends before the second has begun).
+    monkeypatch.setenv(FAULTS, "freeze:phase=send,version=1,bucket=5,seconds=5")
+    job.publish()
+    job.served_by(actor)
+    job.publish()
+    job.served_by(actor)
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, tmp_path: Path) -> None:
+    """Its actors stay at the version that they have, and another trainer of the epoch finds them."""
+    script = (
+        "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
+        f"job = Job(Path(sys.argv[1]), transport={transport!r}, options={{'chunk_bytes': 16384}}); job.publish()\n"
+        "print(job.publication.registry_address, job.token, flush=True)\n"
+        "sys.stdin.readline(); job.step(); sys.stdin.read()"
+    )
+    dying = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "dying")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+        env={**os.environ, FAULTS: "kill:phase=send,version=1,bucket=5" if transport == "nccl" else ""},
+    )
+    assert dying.stdout is not None and dying.stdin is not None
+    address, token = dying.stdout.readline().decode().split()
+    gone = SimpleNamespace(
+        folder=tmp_path, token=token, relays=False, publication=SimpleNamespace(registry_address=address)
+    )
+    actor = ActorProcess(cast(Job, gone), "actor-0")
+    try:
+        wait_for(lambda: actor.newest() == 0, "version 0 is served")
+        dying.stdin.write(b"\n")
+        dying.stdin.flush()
+        if transport == "ipc":  # on the CPU its shard server is another process, which the fault would hit
+            dying.kill()
+        dying.wait(PATIENCE_S)
+        port = int(address.rpartition(":")[2])
+        wait_for(lambda: is_free(port), "the registry ends with its trainer")
+        assert actor.process.poll() is None and actor.newest() == 0
+        successor = start(transport=transport, port=port, token=token)
+        for _ in range(3):
+            successor.publish()
+        successor.served_by(actor)
+    finally:
+        actor.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job], transport: str) -> None:
+    job = start(transport=transport)
+    actor = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2")
+    job.publish()
+    job.served_by(actor)
+    job.publish()
+    job.served_by(actor)
+    size = sum(4 * parameter.numel() for parameter in job.parameters.values())
+    wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 1, "the trainer is told")
+    received = job.watcher.status()["actors"]["actor-0"]["figures"]["bytes_full"]
+    assert size + 2 * 64 * 1024 <= received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
+
+
+def thread_of(job: Job) -> ShardServerThread:
+    server = job.publication.shard_server
+    assert isinstance(server, ShardServerThread)
+    return server
+
+
+def test_thread_that_fails_is_replaced_within_a_bound(start: Callable[..., Job]) -> None:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    job = start(transport="nccl", options={"max_restarts": 2})
+    actor, server = job.actor("actor-0"), thread_of(job)
+    for restarts in range(3):
+        job.publish()
+        job.served_by(actor)
+        server.runtime.post(fail)
+        if restarts < 2:
+            wait_for(lambda restarts=restarts: server.restarts == restarts + 1, "another one")
+    wait_for(lambda: server.failure, "the bound")
+    assert "failed 3 times in a row, the last time: RuntimeError('on purpose')" in job.publication.failure
+
+
+@pytest.mark.parametrize("what", ["checksums", "loop"])
+def test_thread_that_hangs(start: Callable[..., Job], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_server, "LONGEST_CHECKSUM_SECONDS", 0.5)
+    released, hangs = threading.Event(), threading.Event()
+    checksum = shard_server.checksum_function("xxh3")
+
+    def late(data: Any) -> str:
+        if hangs.is_set():
+            hangs.clear()
+            released.wait(PATIENCE_S)
+        return checksum(data)
+
+    monkeypatch.setattr(shard_server, "checksum_function", lambda _kind: late)
+    job = start(transport="nccl")
+    actor, server = job.actor("actor-0"), thread_of(job)
+    try:
+        job.publish()
+        job.served_by(actor)
+        if what == "checksums":
+            hangs.set()
+            job.publish()
+            job.served_by(actor)
+            assert server.restarts == 1 and not server.failure
+        else:
+            server.runtime.post(lambda: released.wait(PATIENCE_S) and None)
+            wait_for(lambda: server.failure, "it is said")
+            assert "cannot be killed" in job.publication.failure
+    finally:
+        released.set()
+
+
+def test_slots_on_a_device_are_read_where_they_are(
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ipc as on a GPU, but for CUDA's own calls: the host plays the device, and the actor is of this process."""
+    exported: list[torch.Tensor] = []
+
+    def export(tensor: torch.Tensor, uuid: str) -> dict[str, Any]:
+        exported.append(tensor)
+        return {"gpu": uuid, "handle": f"{len(exported) - 1:02x}", "length": len(tensor)}
+
+    monkeypatch.setattr(device_slots, "_are_on_device", lambda _where, on_device: on_device)
+    monkeypatch.setattr(publisher, "pin", lambda _slots: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: type("Gpu", (), {"uuid": "GPU-1"}))
+    monkeypatch.setattr(device_memory, "_exported", export)
+    opened: list[str] = []
+
+    def open_memory(fields: dict[str, Any]) -> torch.Tensor:
+        opened.append(fields["handle"])
+        return exported[int(fields["handle"], 16)]
+
+    monkeypatch.setattr(device_memory, "_open", open_memory)
+    job = start(transport="ipc")
+    assert isinstance(job.publication.publisher.slots, DeviceSlots) and thread_of(job)
+    assert job.publication.publisher.layout.checksum == "sum"
+    held: list[tuple[int, int | None]] = []
+
+    def apply(staged: StagedVersion) -> None:
+        held.append((staged.version, version_held({name: tensor.clone() for name, tensor in staged.tensors.items()})))
+
+    key = role_key(job.token, ACTOR, "actor-0")
+    actor = Actor(job.publication.registry_address, "actor-0", EPOCH, key, apply)
+    actor.start()
+    try:
+        for version in range(4):
+            job.publish()
+            wait_for(lambda version=version: (version, version) in held, f"version {version} is served")
+        thread_of(job).runtime.stop()
+        wait_for(lambda: thread_of(job).restarts == 1, "another server")
+        job.publish()
+        wait_for(lambda: held[-1] == (4, 4), "version 4 is served")
+    finally:
+        actor.close()
+    assert len(exported) == 3, "every export of a tensor adds to what torch keeps for it"
+    assert len(opened) == len(set(opened)), "memory is opened once"
