@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S
@@ -25,6 +27,7 @@ from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 from torchtitan.weight_sync.pull.publication import Publication
 from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.weight_files import read_weights
 
 REPOSITORY = Path(__file__).parents[2]
 EPOCH = "e1-test"
@@ -106,6 +109,7 @@ class Job:
             dtype=dtype,
             transport=transport,
             port=port,
+            disk_folder=folder / "weights",
             **options,
         )
         assert self.publication.watcher is not None and self.publication.registry is not None
@@ -172,7 +176,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.close()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl", "delta"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl", "disk", "delta"])
 def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: str) -> None:
     job = start(transport=transport)
     actors = [job.actor("actor-0"), job.actor("actor-1")]
@@ -322,6 +326,91 @@ def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
     job.served_by(actor)
     assert job.figures("actor-0")["bytes_full"] >= size
     assert [line["announced"] for line in actor.lines()][-2:] == [3, 4]
+
+
+def check_latest(job: Job, version: int) -> None:
+    """What a reader finds who knows nothing of all this."""
+    latest = job.folder / "weights" / "latest"
+    wait_for(lambda: read_weights(latest).version >= version, f"version {version} in the folder")
+    found = read_weights(latest)
+    plain = load_file(latest / "model.safetensors")
+    assert plain.keys() == found.tensors.keys() == job.parameters.keys()
+    for index, name in enumerate(job.parameters):
+        assert torch.equal(plain[name], parameter_values(found.version, index))
+        assert torch.equal(found.tensors[name], plain[name])
+
+
+def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_version(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ["corrupt:phase=write,version=1,bucket=2", "drop:phase=write,version=2,bucket=3", "full_disk:version=3"]
+    monkeypatch.setenv(FAULTS, ";".join(plan))
+    job = start(transport="disk")
+    actors = [job.actor("actor-0"), job.actor("actor-1")]
+    for _ in range(3):
+        job.publish()
+        job.served_by(*actors)
+    job.step()
+    wait_for(lambda: job.watcher.status()["dropped"], "version 3 is dropped")
+    status = job.watcher.status()
+    assert [version for _, version in status["dropped"]] == [3] and not job.publication.failure
+    assert "version 3 was dropped: rank 0: " in status["dropped_because"]
+    assert "No space left on device" in status["dropped_because"] and "model.safetensors" in status["dropped_because"]
+    # As the trainer does with what it owes.
+    assert job.publication.boundary.owed(2, status["dropped"]) == 3
+    wait_for(lambda: job.publication.boundary.snapshot_owed(3), "a free slot")
+    job.served_by(*actors)
+    job.publish()
+    job.served_by(*actors)
+    check_latest(job, 4)
+    versions = job.folder / "weights" / EPOCH
+    wait_for(lambda: len(list(versions.iterdir())) == 2, "older versions are deleted")
+    assert not list(versions.glob("**/.*"))
+    assert [line["announced"] for line in actors[0].lines()] == [0, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_training_goes_on_while_the_run_folder_is_full(small_disk: Path) -> None:
+    """Not even the registry can write its journal; a version takes 0.7 MB."""
+    job = Job(small_disk, "disk")
+    try:
+        job.publish()
+        actor = job.actor("actor-0")
+        job.served_by(actor)
+        numbers = [supervised(job, part).process.pid for part in ("registry", "shard server")]
+        with (small_disk / "filler").open("wb", buffering=0) as filler:
+            with pytest.raises(OSError, match="No space left"):
+                while True:
+                    filler.write(bytes(4096))
+            dropped: set[int] = set()
+            while len(dropped) < 5:
+                job.step()
+                wait_for(lambda: job.skipped or job.watcher.status()["dropped"], "it is told")
+                dropped |= {version for _, version in job.watcher.status()["dropped"]}
+            check_latest(job, 0)
+            filler.truncate(0)
+        job.publish()
+        # The actor's log was in the full folder, too; the trainer hears all the same.
+        wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == job.version, "it is served")
+        check_latest(job, job.version)
+        assert numbers == [supervised(job, part).process.pid for part in ("registry", "shard server")]
+        assert not list((small_disk / "weights").glob("**/.*"))
+    finally:
+        job.close()
 
 
 def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job]) -> None:

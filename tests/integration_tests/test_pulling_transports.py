@@ -138,7 +138,7 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
     assert dying.stdout is not None and dying.stdin is not None
     address, token = dying.stdout.readline().decode().split()
     gone = SimpleNamespace(
-        folder=tmp_path, token=token, relays=False, publication=SimpleNamespace(registry_address=address)
+        folder=tmp_path, token=token, relays=False, values=None, publication=SimpleNamespace(registry_address=address)
     )
     actor = ActorProcess(cast(Job, gone), "actor-0")
     try:
@@ -197,7 +197,7 @@ def test_thread_that_fails_is_replaced_within_a_bound(start: Callable[..., Job])
 
 @pytest.mark.parametrize("what", ["checksums", "loop"])
 def test_thread_that_hangs(start: Callable[..., Job], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_server, "LONGEST_CHECKSUM_SECONDS", 0.5)
+    monkeypatch.setattr(shard_server, "LONGEST_BUCKET_SECONDS", 0.5)
     released, hangs = threading.Event(), threading.Event()
     checksum = shard_server.checksum_function("xxh3")
 

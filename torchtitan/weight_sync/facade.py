@@ -128,6 +128,7 @@ class WeightSync:
                 max_restarts=config.max_restarts,
                 chunk_bytes=config.chunk_bytes,
                 chunk_timeout_s=config.chunk_timeout_s,
+                disk_folder=Path(config.disk_path) if config.disk_path else Path(run_dir) / "weights",
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error

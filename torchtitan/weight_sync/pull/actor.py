@@ -30,6 +30,7 @@ from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
 from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.pull.delta import decode_into, element_bytes
+from torchtitan.weight_sync.pull.disk import FileReader
 from torchtitan.weight_sync.pull.fetching import Fetcher
 from torchtitan.weight_sync.pull.group import Leader, LedPuller
 from torchtitan.weight_sync.pull.handshake import ACTOR, WORKER, Identity, role_key
@@ -90,6 +91,7 @@ class StagingEngine:
             self._staging, self._fetcher.where = self._new_staging(layout, where), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
+        self._fetcher.files = FileReader(layout)
         return needs
 
     def _new_staging(self, layout: Layout, where: str) -> Staging:
@@ -112,7 +114,7 @@ class StagingEngine:
         assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
-        self._fetcher.copy(reference, target)
+        self._fetcher.copy(key, reference, target)
         return checksum_function(self._staging.layout.checksum)(target)
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:

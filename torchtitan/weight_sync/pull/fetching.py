@@ -9,9 +9,11 @@ import torch
 
 from torchtitan.weight_sync.device_slots import memory_tensor
 from torchtitan.weight_sync.pull.device_memory import DeviceMemories
+from torchtitan.weight_sync.pull.disk import FileReader
 from torchtitan.weight_sync.pull.nccl import ReceivingLink
 from torchtitan.weight_sync.pull.runtime import Channel
 from torchtitan.weight_sync.pull.shared_files import SharedFiles
+from torchtitan.weight_sync.pull.transfer import BucketKey
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
 
@@ -22,7 +24,9 @@ class Fetcher:
         self._post = post
         self.where = torch.device("cpu")
         """Of staging memory"""
-        self._files, self._memories = SharedFiles(), DeviceMemories()
+        self.files: FileReader | None = None
+        """Of the disk transport, for the layout that there is"""
+        self._shared, self._memories = SharedFiles(), DeviceMemories()
         self._links: dict[str, ReceivingLink] = {}
 
     def linked(self, channel: Channel, message: Message) -> None:
@@ -41,7 +45,7 @@ class Fetcher:
             channel.on_close = closed
         self._links[name].heard(message)
 
-    def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
+    def copy(self, key: BucketKey, reference: Any, target: memoryview | torch.Tensor) -> None:
         """Fill `target` with what a reference leads to. Blocks.
 
         Raises ConnectionError where the way is broken, and its channel is closed then; ProtocolError for what is no
@@ -56,7 +60,9 @@ class Fetcher:
             link.fetch(reference, memory_tensor(target))
         elif isinstance(reference.get("memory"), dict) and "handle" in reference["memory"]:
             self._memories.copy(reference, memory_tensor(target))
+        elif isinstance(target, memoryview) and "file" in reference and self.files is not None:
+            self.files.copy(reference, key, target)
         elif isinstance(target, memoryview):
-            self._files.copy(reference, target)
+            self._shared.copy(reference, target)
         else:
             raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")

@@ -12,7 +12,6 @@ import resource
 import selectors
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,18 @@ from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.journal import Journal
 from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.pull.catalogue import Catalogue
+from torchtitan.weight_sync.pull.disk import SlotFiles
 from torchtitan.weight_sync.pull.handshake import RANK, Identity
 from torchtitan.weight_sync.pull.registry import Registry, Settings
 from torchtitan.weight_sync.pull.shard_server import ShardServer
 from torchtitan.weight_sync.pull.shared_files import file_references
 from torchtitan.weight_sync.pull.sockets import SocketRuntime
 from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 
 PARENT_CHECK_SECONDS = 0.5
-# [weight_sync] transport -> how its buckets are named, where their bytes are not sent
-REFERENCES: dict[str, Callable[[SharedSlots], Callable[[int, int, int], Message] | None]] = {
-    "tcp": lambda _slots: None,
-    "ipc": file_references,
-}
 # At the end, for lines of the journal that still wait for the disk.
 JOURNAL_SECONDS = 1.0
 
@@ -45,8 +40,10 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
     journal = Journal(Path(arguments["journal"]), arguments["term"])
     pulse = Pulse(arguments["pulse_fd"])
     settings = Settings(**arguments["settings"])
-    registry = Registry(runtime, settings, arguments["epoch"], arguments["term"], token, journal.write, pulse.beat)
-    journal.write("start", {"pid": os.getpid(), "epoch": arguments["epoch"]})
+    epoch, term, folder = arguments["epoch"], arguments["term"], arguments["disk_folder"]
+    catalogue = Catalogue(runtime, Path(folder), epoch) if folder else None
+    registry = Registry(runtime, settings, epoch, term, token, journal.write, pulse.beat, catalogue)
+    journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
     runtime.run()
     journal.close(JOURNAL_SECONDS)
@@ -57,6 +54,13 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
     rank = arguments["rank"]
     layout = Layout.from_json(json.loads(Path(arguments["layout_file"]).read_text()))
     slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
+    refer, persist = None, None
+    if arguments["transport"] == "ipc":
+        refer = file_references(slots)
+    elif arguments["transport"] == "disk":
+        folder = Path(arguments["disk_folder"])
+        files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)
+        refer, persist = files.refer, files.write
     server = ShardServer(
         runtime,
         slots,
@@ -68,7 +72,8 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         address=arguments["address"],
         identity=Identity.of(token, RANK, str(rank)),
         lease_s=arguments["lease_s"],
-        refer=REFERENCES[arguments["transport"]](slots),
+        refer=refer,
+        persist=persist,
     )
     bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
     serve(runtime, server, bell, listener)

@@ -24,7 +24,7 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # Any client to the registry, and its answer
     "ping": {},
     "pong": {},
-    # Shard server -> registry
+    # Shard server -> registry. snapped may say which file holds it, failed why there is none
     "layout": {"layout": _OBJECT},
     "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
     "failed": {"serial": _NUMBER, "version": _NUMBER},

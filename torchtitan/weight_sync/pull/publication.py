@@ -11,6 +11,7 @@ import torch
 from torchtitan.distributed.placement import StackPart
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.pull.disk_owner import FolderOwner
 from torchtitan.weight_sync.pull.registry import Settings
 from torchtitan.weight_sync.pull.server_thread import ShardServerThread
 from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess, numeric, towards
@@ -24,7 +25,8 @@ ON_DEVICE = frozenset({"ipc", "nccl"})
 class Publication:
     """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
     `registry_address` says; None on rank 0, which starts it. host: address of rank 0's machine; other ranks listen
-    where they reach that. port: 0 for any; see servers.py. Raises UserError for an address that cannot be used."""
+    where they reach that. port: 0 for any; see servers.py. disk_folder: of the disk transport. Raises UserError for an
+    address that cannot be used, or where another job writes to the folder."""
 
     def __init__(
         self,
@@ -45,9 +47,16 @@ class Publication:
         max_restarts: int = 5,
         chunk_bytes: int = 4 << 20,
         chunk_timeout_s: float = 1.0,
+        disk_folder: Path | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
         host = numeric(host) if registry is None else towards(registry)
+        self._owner: FolderOwner | None = None
+        files = ""
+        if transport == "disk":
+            assert disk_folder is not None
+            files = str(disk_folder.resolve())
+            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
         # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
         slots = 2 + settings.lanes + settings.delta
         self.publisher = Publisher(
@@ -63,7 +72,7 @@ class Publication:
         self.registry: RegistryServer | None = None
         self.watcher: Watcher | None = None
         if registry is None:
-            self.registry = RegistryServer(epoch, token, settings, folder, host, port, max_restarts)
+            self.registry = RegistryServer(epoch, token, settings, folder, host, port, max_restarts, files)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
@@ -74,7 +83,7 @@ class Publication:
             chunks = (chunk_bytes, chunk_timeout_s) if transport == "nccl" else None
             self.shard_server = ShardServerThread(*common, chunks, *where)
         else:
-            self.shard_server = ShardServerProcess(*common, transport, folder, *where)
+            self.shard_server = ShardServerProcess(*common, transport, folder, *where, settings.world_size, files)
 
     @property
     def failure(self) -> str:
@@ -93,3 +102,5 @@ class Publication:
         if self.registry is not None:
             self.registry.close(deadline)
         self.publisher.close()
+        if self._owner is not None:
+            self._owner.close()

@@ -18,6 +18,7 @@ from typing import Any
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
+from torchtitan.weight_sync.pull.catalogue import Catalogue
 from torchtitan.weight_sync.pull.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.pull.messages import SILENCE_SECONDS
@@ -100,10 +101,13 @@ class _Gathering:
     version: int
     since: float
     checksums: dict[int, list[str]] = field(default_factory=dict)
+    files: dict[int, Message] = field(default_factory=dict)
+    """Of the disk transport: what each rank has written"""
 
 
 class Registry:
-    """write(event, fields): a line of the journal. beat(): a sign of life for the parent."""
+    """write(event, fields): a line of the journal. beat(): a sign of life for the parent. catalogue: of the disk
+    transport's folder."""
 
     def __init__(
         self,
@@ -114,7 +118,11 @@ class Registry:
         token: str,
         write: Callable[[str, Message], None],
         beat: Callable[[], None],
+        catalogue: Catalogue | None = None,
     ):
+        self._catalogue = catalogue
+        self._versions: dict[int, int] = {}
+        """Serial -> version of what lives"""
         self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
         self._write, self._beat = write, beat
         self._gate = Gate(
@@ -136,7 +144,7 @@ class Registry:
         self._newest_message: Message = {}
         self._pinned: int | None = None
         self._evictions = 0
-        self._failure = ""
+        self._failure = self._dropped_because = ""
         self._status_due = False
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -247,7 +255,8 @@ class Registry:
         elif kind == "snapped":
             self._on_snapped(rank, message)
         elif kind == "failed":
-            self._drop(message["serial"], message["version"], f"rank {rank} had no free slot")
+            why = str(message.get("reason") or "no free slot")
+            self._drop(message["serial"], message["version"], f"rank {rank}: {why}")
         else:
             raise ProtocolError(f"a shard server does not send {kind!r}")
 
@@ -284,7 +293,7 @@ class Registry:
         gathering = self._gathering.setdefault(serial, _Gathering(version, self._runtime.now()))
         if gathering.version != version:
             raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {gathering.version}")
-        gathering.checksums[rank] = message["checksums"]
+        gathering.checksums[rank], gathering.files[rank] = message["checksums"], message.get("file") or {}
         self._publish_what_is_whole()
 
     def _publish_what_is_whole(self) -> None:
@@ -309,6 +318,10 @@ class Registry:
         }
         self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
+        self._versions[serial] = gathered.version
+        if self._catalogue is not None:
+            files = [gathered.files[rank] for rank in range(self.settings.world_size)]
+            self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
         newest, sources = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._relay_sources()
@@ -341,9 +354,16 @@ class Registry:
         while len(self._dropped) > MOST_DROPPED:
             del self._dropped[min(self._dropped)]
         self._write("drop", {"version": version, "serial": serial, "reason": reason})
+        self._dropped_because = f"version {version} was dropped: {reason}"
+        if self._catalogue is not None:
+            self._catalogue.make_room(self._live_versions())
         self._tell_live()
 
     # What lives
+
+    def _live_versions(self) -> list[int]:
+        self._versions = {serial: version for serial, version in self._versions.items() if self.lanes.lives(serial)}
+        return list(self._versions.values())
 
     def _live(self) -> Message:
         newest = -1 if self.lanes.newest is None else self.lanes.newest
@@ -510,6 +530,7 @@ class Registry:
             "epoch": self.epoch,
             "term": self.term,
             "newest": None if self.newest is None else self.newest.version,
+            "dropped_because": self._dropped_because,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
             "pinned": self._pinned,
             "evictions": self._evictions,

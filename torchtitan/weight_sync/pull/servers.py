@@ -64,10 +64,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class RegistryServer:
-    """The registry beside rank 0. port: 0 for any."""
+    """The registry beside rank 0. port: 0 for any. disk_folder: of the disk transport, empty for others."""
 
     def __init__(
-        self, epoch: str, token: str, settings: Settings, folder: Path, host: str, port: int, max_restarts: int
+        self,
+        epoch: str,
+        token: str,
+        settings: Settings,
+        folder: Path,
+        host: str,
+        port: int,
+        max_restarts: int,
+        disk_folder: str = "",
     ):
         self._listener = listen(host, port)
         self._pulse = Pulse.create("weight-sync-pulse", folder)
@@ -83,6 +91,7 @@ class RegistryServer:
                 "listen_fd": self._listener.fileno(),
                 "pulse_fd": self._pulse.descriptor,
                 "journal": str(folder / "registry.jsonl"),
+                "disk_folder": disk_folder,
             }
 
         self.supervised = SupervisedProcess(
@@ -124,6 +133,8 @@ class ShardServerProcess:
         host: str,
         port: int,
         max_restarts: int,
+        world_size: int,
+        disk_folder: str = "",
     ):
         slots = publisher.slots
         assert isinstance(slots, SharedSlots)
@@ -146,6 +157,8 @@ class ShardServerProcess:
             "address": self.address,
             "lease_s": lease_s,
             "transport": transport,
+            "world_size": world_size,
+            "disk_folder": disk_folder,
             "layout_file": str(layout_file),
             "num_slots": slots.count,
         }

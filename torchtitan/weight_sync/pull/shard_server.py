@@ -28,6 +28,8 @@ logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 TICK_SECONDS = 0.2
 # One bucket takes a fraction of a second: a thread that is at one for longer hangs.
 LONGEST_BUCKET_SECONDS = 5.0
+# Writing one bucket, or bringing a file to the disk: a network's may take minutes.
+LONGEST_WRITE_SECONDS = 600.0
 
 
 class Slots(Protocol):
@@ -52,7 +54,9 @@ class Slots(Protocol):
 
 class ShardServer:
     """refer(slot, start, end): where transports that do not send bytes say that a bucket is; make_link(channel, actor):
-    the way that they take, where they do not take the channel. None of both for tcp."""
+    the way that they take, where they do not take the channel. None of both for tcp.
+    persist(slot, version, memory, moved): on a thread, what is done with a snapshot before it may be published; what it
+    returns is told to the registry. Where it raises OSError the version is dropped. moved(): it gets on."""
 
     def __init__(
         self,
@@ -69,18 +73,21 @@ class ShardServer:
         lease_s: float,
         refer: Callable[[int, int, int], Message] | None = None,
         make_link: Callable[[Channel, str], Link] | None = None,
+        persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
     ):
         self._runtime, self._slots, self._layout = runtime, slots, layout
         self.rank, self.epoch = rank, epoch
-        self._lease_s, self._refer = lease_s, refer
+        self._lease_s, self._refer, self._persist = lease_s, refer, persist
         self.live = LiveSlots(slots.state_words)
         roles, key_of = frozenset((ACTOR,)), partial(role_key, token)
         self.readers = Readers(runtime, epoch, roles, key_of, self, "send", self._reference, make_link)
         self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.readers.look)
         self._checksum = checksum_function(layout.checksum)
-        self._checksums: dict[int, list[str]] = {}
+        self._snapped: dict[int, Message] = {}
+        """Serial -> what the registry is told of a snapshot"""
         self._hashing: int | None = None
-        self._piece_began: float | None = None
+        self._due: float | None = None
+        """When the thread at the snapshot must have got on"""
         self._told_failed = 0
         fields = {"epoch": epoch, "address": address}
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message)
@@ -118,62 +125,72 @@ class ShardServer:
 
     def _works(self) -> bool:
         """Without a beat the parent ends this process and starts another one."""
-        began = [at for at in (self._piece_began, self.deltas.began) if at is not None]
-        return not began or self._runtime.now() - min(began) < LONGEST_BUCKET_SECONDS
+        now, encoding = self._runtime.now(), self.deltas.began
+        return (self._due is None or now < self._due) and (encoding is None or now - encoding < LONGEST_BUCKET_SECONDS)
 
     # Snapshots
 
     def look(self) -> None:
         """Read from the shared words what the trainer has done. Called at each ring of its bell."""
         filled = self.live.filled()
-        self._checksums = {serial: sums for serial, sums in self._checksums.items() if serial in filled}
+        self._snapped = {serial: message for serial, message in self._snapped.items() if serial in filled}
         for serial, version in self._slots.failed:
             if serial > self._told_failed and self.registry.connected:
                 self._told_failed = serial
                 self.registry.tell({"type": "failed", "serial": serial, "version": version})
-        waiting = [serial for serial in filled if serial not in self._checksums]
+        waiting = [serial for serial in filled if serial not in self._snapped]
         if waiting and self._hashing is None:
             serial = self._next_to_hash(waiting)
             index, version = filled[serial]
             self._hashing = serial
             self.live.hold(serial)
-            self._piece_began = self._runtime.now()
-            work = partial(self._hash, self._slots.slot(index), version)
-            self._runtime.work("checksums", work, partial(self._hashed, serial))
+            self._moved(LONGEST_BUCKET_SECONDS)
+            self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
 
     def _next_to_hash(self, serials: list[int]) -> int:
         # The newest first: after a restart, what was published of the others is known to be older then.
         return max(serials)
 
-    def _hash(self, memory: Any, version: int) -> list[str]:
-        faults.at("checksum", version=version, rank=self.rank)
-        sums = []
-        for start in range(0, len(memory), self._layout.bucket_bytes):
-            self._piece_began = self._runtime.now()
-            sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
-        return sums
+    def _moved(self, seconds: float) -> None:
+        self._due = self._runtime.now() + seconds
 
-    def _hashed(self, serial: int, sums: list[str], error: BaseException | None) -> None:
+    def _take(self, index: int, serial: int, version: int) -> Message:
+        """What the registry is to be told of a snapshot."""
+        faults.at("checksum", version=version, rank=self.rank)
+        memory, sums = self._slots.slot(index), []
+        for start in range(0, len(memory), self._layout.bucket_bytes):
+            self._moved(LONGEST_BUCKET_SECONDS)
+            sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
+        about = {"serial": serial, "version": version}
+        if self._persist is None:
+            return {"type": "snapped", **about, "checksums": sums}
+        moved = partial(self._moved, LONGEST_WRITE_SECONDS)
+        moved()
+        try:
+            return {"type": "snapped", **about, "checksums": sums, "file": self._persist(index, version, memory, moved)}
+        except OSError as error:
+            logger.error("version %d is dropped: %s", version, error.strerror or error)
+            return {"type": "failed", **about, "reason": error.strerror or str(error)}
+
+    def _taken(self, serial: int, message: Message, error: BaseException | None) -> None:
         if error is not None:
             # Ends the process: a new one computes everything anew, this one would hold the slot for ever.
             raise RuntimeError("the checksums of a snapshot could not be computed") from error
-        self._hashing = self._piece_began = None
-        self._checksums[serial] = sums
+        self._hashing = self._due = None
+        self._snapped[serial] = message
         self._tell_snapped(serial)
         self.live.let_go(serial)
         self.look()
 
     def _tell_snapped(self, serial: int) -> None:
-        found = self.live.filled().get(serial)
-        if found is not None:
-            sums = self._checksums[serial]
-            self.registry.tell({"type": "snapped", "serial": serial, "version": found[1], "checksums": sums})
+        if serial in self.live.filled():
+            self.registry.tell(self._snapped[serial])
 
     # Registry
 
     def _joined(self) -> None:
         self.registry.tell({"type": "layout", "layout": self._layout.to_json()})
-        for serial in sorted(self._checksums, reverse=True):
+        for serial in sorted(self._snapped, reverse=True):
             self._tell_snapped(serial)
         self._told_failed = 0
         self.look()
