@@ -26,6 +26,7 @@ from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 
 Answer = TypeVar("Answer")
 # Of every agent and engine here, in TOKEN_VARIABLE.
@@ -49,7 +50,7 @@ class Trainer:
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         # Small enough for a version of several buckets.
-        values = {"bucket_bytes": 256 * 1024, "offer_timeout_s": 5.0, "progress_timeout_s": 5.0, **changes}
+        values = {"bucket_bytes": 256 * 1024, "progress_timeout_s": 5.0, **changes}
         parameters = unique_parameters(dict(self.model.named_parameters()))
         self.sync = WeightSync(
             WeightSyncConfig(**values), parameters, epoch=self.epoch, token=self.token, run_dir=folder, dtype=dtype
@@ -86,11 +87,11 @@ class Trainer:
         until(condition, seconds, why=lambda: f"waited {seconds:g} s; {self.sync.actors()}\n{self.journal_tail()}")
 
     def journal(self, event: str, at_least: int = 0) -> list[dict[str, Any]]:
-        """What the coordinator noted of that kind, once there is so much."""
+        """What the registry noted of that kind, once there is so much."""
         return journal_of(self.folder, event, at_least)
 
     def journal_tail(self) -> str:
-        path = self.folder / "weight_sync" / "coordinator.jsonl"
+        path = self.folder / "weight_sync" / "registry.jsonl"
         return path.read_text()[-3000:] if path.exists() else ""
 
     @torch.no_grad()
@@ -159,15 +160,16 @@ class Actor:
         return data
 
     def connect(self, trainer: Trainer) -> None:
-        """Receive weights from that trainer."""
-        body = {"coordinator": trainer.sync.coordinator_address, "epoch": trainer.epoch, "token": trainer.token}
-        self.agent.call("POST", "/weights/connect", CALL_SECONDS, {**body, "actor": "actor-0"})
+        """Pull weights from that trainer."""
+        names = {"registry": trainer.sync.registry_address, "epoch": trainer.epoch, "actor": "actor-0"}
+        body = {**names, "key": role_key(trainer.token, ACTOR, "actor-0")}
+        self.agent.call("POST", "/weights/connect", CALL_SECONDS, body)
 
     def asking(self, ask: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """What `ask` returns of a client of this actor, which knows where the engine is."""
 
         async def work() -> Answer:
-            client = make_client(self.kind, self.url, TOKEN, TOKEN)
+            client = make_client(self.kind, self.url, TOKEN)
             try:
                 await client.health(CALL_SECONDS)
                 return await ask(client)

@@ -98,7 +98,7 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
         pool = InferencePool(config, trainer.epoch, trainer.token, tmp_path, events, make)
         await pool.start()
         try:
-            await pool.connect_weights(trainer.sync.coordinator_address)
+            await pool.connect_weights(trainer.sync.registry_address)
 
             async def publish() -> None:
                 trainer.publish()

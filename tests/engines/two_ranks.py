@@ -16,6 +16,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 
 SECONDS = 120.0
 EPOCH = "e1-fsdp"
@@ -46,13 +47,14 @@ def publish(model: str, folder: str, dtype: str, versions: int) -> float:
     config = WeightSyncConfig(bucket_bytes=128 * 1024)
     if rank == 0:
         sync = WeightSync(config, parameters, **options)  # type: ignore[arg-type]
-        place[0] = sync.coordinator_address
-        partial = Path(folder) / "coordinator.tmp"
-        partial.write_text(json.dumps({"coordinator": place[0], "epoch": EPOCH, "token": options["token"]}))
-        partial.replace(Path(folder) / "coordinator.json")
+        place[0] = sync.registry_address
+        connect = {"registry": place[0], "epoch": EPOCH, "actor": "actor-0"}
+        partial = Path(folder) / "connect.tmp"
+        partial.write_text(json.dumps({**connect, "key": role_key("token-of-the-test", ACTOR, "actor-0")}))
+        partial.replace(Path(folder) / "connect.json")
     dist.broadcast_object_list(place)
     if rank != 0:
-        sync = WeightSync(config, parameters, coordinator_address=place[0], **options)  # type: ignore[arg-type]
+        sync = WeightSync(config, parameters, registry=place[0], **options)  # type: ignore[arg-type]
     for version in range(versions):
         assert sync.reserve()
         sync.fence()
@@ -87,8 +89,8 @@ def check_two_ranks(actor: Actor, model: Path, folder: Path, dtype: str, toleran
             if training.done():
                 training.result()
 
-        reach(folder / "coordinator.json")
-        connect = {**json.loads((folder / "coordinator.json").read_text()), "actor": "actor-0"}
+        reach(folder / "connect.json")
+        connect = json.loads((folder / "connect.json").read_text())
         actor.agent.call("POST", "/weights/connect", CALL_SECONDS, connect)
         reach(folder / "done")
         policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

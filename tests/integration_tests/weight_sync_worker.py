@@ -61,7 +61,7 @@ def main() -> None:
 
     boxes = {f"p{i}": part_of(i, number) for i in range(len(SHAPES))} if arguments["parts"] else None
     names = [arguments[name] for name in ("leader", "actor", "worker", "epoch", "key")]
-    worker = Worker(*names, apply, boxes=boxes, progress_s=1.5)
+    worker = Worker(*names, apply, shares=boxes is None, boxes=boxes, progress_s=1.5)
     worker.start()
     sys.stdin.read()  # until the test closes it or dies
     worker.close()

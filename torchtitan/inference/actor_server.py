@@ -93,6 +93,10 @@ class ActorServer:
         """Called for this connection in a thread of its own; returns what it cost, in seconds."""
         raise NotImplementedError
 
+    def weights_options(self) -> dict[str, Any]:
+        """Of the Actor that brings the weights."""
+        return {}
+
     def connected(self, weights: Actor) -> None:
         """A connection has begun."""
 
@@ -223,7 +227,8 @@ class ActorServer:
                 # An apply outlasted the old connection: it does not know what the engine holds now.
                 served = None
             apply = functools.partial(self.apply, number)
-            weights = Actor(registry, name, epoch, key, apply, served=served, relay_host=relay_host)
+            options = {"served": served, "relay_host": relay_host, **self.weights_options()}
+            weights = Actor(registry, name, epoch, key, apply, **options)
             self._weights, self._lost = weights, None
             weights.start()
             self.connected(weights)

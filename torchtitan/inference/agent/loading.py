@@ -20,6 +20,7 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 if TYPE_CHECKING:
     from torchtitan.inference.agent.engine import EngineOptions
+    from torchtitan.weight_sync.pull.actor import Actor
 
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -32,11 +33,11 @@ class WeightLoader:
     """One way into one engine. All methods are called from the agent's threads and have deadlines of their own."""
 
     workers = 0
-    """0: the agent stages whole versions. n: so many workers inside the engine stage their parts (weight_sync.worker)
-    and the agent leads them; `staged.tensors` is then empty and `staged.apply_on_workers()` has them apply."""
+    """0: the agent stages whole versions. n: so many workers inside the engine stage them (pull.actor.Worker) and the
+    agent leads them; `staged.tensors` is then empty and `staged.apply_on_workers()` has them apply."""
 
-    def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
-        """The agent has begun to receive for `actor`; with workers, have them connect to `leader` (host:port).
+    def connected(self, weights: Actor) -> None:
+        """The agent has begun to pull `weights`; with workers, have them connect to weights.workers_address.
 
         Called after every connection; replaces earlier ones. Raises EngineError.
         """

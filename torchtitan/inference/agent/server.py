@@ -90,15 +90,18 @@ class AgentServer(ActorServer):
     def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
         return self._applier.apply(connection, staged)
 
+    def weights_options(self) -> dict[str, Any]:
+        return {"workers": self._loader.workers, "workers_timeout_s": self._timeout_s}
+
     def connected(self, weights: Actor) -> None:
         try:
-            self._loader.connected("", weights.name, weights.epoch, weights.key)
+            self._loader.connected(weights)
         except EngineError as error:
             self._lost = f"the engine could not be connected: {error}"
             raise
 
     def _weights_lost(self, reason: str) -> None:
-        # Whoever put the receiver there reads this and connects anew: then the engine gets a version in full.
+        # Whoever has connected it reads this and connects anew: then the engine gets a version in full.
         self._lost = reason
 
     def status(self) -> tuple[str, str | None]:
@@ -107,6 +110,8 @@ class AgentServer(ActorServer):
             return "asleep", "the engine is asleep"
         if applier.poisoned is not None:
             return "poisoned", applier.poisoned
+        if self._loader.workers and self._weights is not None and self._weights.status().poisoned:
+            return "poisoned", "its workers do not hold one version"
         if applier.holds is None:
             return "not_ready", self._lost or "no weights version has been applied yet"
         if applier.paused:

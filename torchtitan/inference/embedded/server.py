@@ -158,6 +158,9 @@ class EngineServer(ActorServer):
     def holds(self) -> tuple[str, int] | None:
         return None if self.engine.poisoned else (self.engine.epoch, self.engine.version)
 
+    def weights_options(self) -> dict[str, Any]:
+        return {"where": str(self.engine.device)}
+
     def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
         def check() -> None:
             if connection != self._connections:

@@ -1,9 +1,10 @@
 """vLLM's side of the weight synchronisation: a weight-transfer backend that stages versions while requests run.
 
-The first worker of the tensor-parallel group hosts a weight_sync Worker, which receives and verifies in threads of its
-own. The agent beside the engine leads it: when a version is staged and the engine stands still, the agent orders the
-worker to apply and calls vLLM's /update_weights, and the two meet here: the engine's own thread loads the staged
-tensors, on all ranks. Runs inside vLLM's worker processes.
+Every worker of the tensor-parallel group hosts a Worker of the weight synchronisation, which pulls its share of each
+version in threads of its own into memory that all of them share. The agent beside the engine leads them: when a version
+is staged and the engine stands still, it orders them to apply and calls vLLM's /update_weights, and the two meet here:
+the engine's own thread loads the staged tensors, and every worker takes from each what it computes with. Runs inside
+vLLM's worker processes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from vllm.distributed.weight_transfer.base import (
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
-from torchtitan.inference.vllm.spreading import Spread
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
+from torchtitan.weight_sync.pull.actor import Worker
+from torchtitan.weight_sync.pull.puller import Served
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
-from torchtitan.weight_sync.states.receiver import Served
-from torchtitan.weight_sync.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,15 @@ MEETING_SECONDS = 10.0
 
 @dataclass
 class Joining(WeightTransferInitInfo):
-    """Body of /init_weight_transfer_engine: receive as worker 0 of `actor`, led by the agent at `leader`."""
+    """Body of /init_weight_transfer_engine: pull as the workers of `actor`, led by the agent at `leader`."""
 
     leader: str
     actor: str
     epoch: str
-    token: str = field(repr=False)
-    host: str = "127.0.0.1"
-    """Address that weights are received on"""
+    key: str = field(repr=False)
+    """The actor's"""
     stage_on_device: bool = False
-    """Transports between devices need it; elsewhere the host's memory is the cheaper one"""
+    """Where there is one worker; transports between devices need it, elsewhere the host's memory is the cheaper one"""
     load_timeout_s: float = 60.0
 
 
@@ -62,7 +61,7 @@ class Version(WeightTransferUpdateInfo):
 
 
 class ReceivingBackend(WeightTransferEngine[Joining, Version]):
-    """One per worker; only the first rank's receives.
+    """One per worker.
 
     Loading happens as a whole in update_weights: what comes before and after it can be called in vain.
     """
@@ -78,7 +77,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         parallel = vllm_config.parallel_config
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name, 1) != 1:
-                # One receiving worker spreads a version over one tensor-parallel group.
+                # The workers of one tensor-parallel group share a version.
                 raise ValueError(f"the torchtitan weight-transfer backend needs {name} = 1: start more servers instead")
         self._mailbox = Mailbox()
         # Now: loading from files makes their folder the model's.
@@ -91,8 +90,6 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
 
     def init_transfer_engine(self, init_info: Joining) -> None:
         """(Re)connect to the agent. Replaces an earlier connection."""
-        if get_tp_group().rank_in_group != 0:
-            return
         self._stop_receiving("another connection has taken this one's place")
         self._mailbox = mailbox = Mailbox()
 
@@ -105,17 +102,18 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             mailbox.offer(whole, MEETING_SECONDS, init_info.load_timeout_s)
 
         holds = self._holds if self._holds is not None and self._holds.epoch == init_info.epoch else None
+        group = get_tp_group()
+        own = init_info.stage_on_device and group.world_size == 1
         self._worker = Worker(
             init_info.leader,
             init_info.actor,
-            0,
+            group.rank_in_group,
             init_info.epoch,
-            init_info.token,
+            init_info.key,
             apply,
-            None,
-            host=init_info.host,
+            shares=not own,
             served=holds,
-            where=str(self.device) if init_info.stage_on_device else "cpu",
+            where=str(self.device) if own else "cpu",
         )
         self._worker.start()
 
@@ -123,22 +121,17 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         """Nothing: see update_weights."""
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load the staged version on all ranks. Raises RuntimeError on all where one fails."""
+        """Load the staged version. Raises RuntimeError where that fails: the agent counts none of the workers then."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Version) -> None:
-        """Load the staged version on all ranks. Raises RuntimeError on all where one fails."""
-        group = get_tp_group()
-        tensors, missing = None, ""
-        if group.rank_in_group == 0:
-            try:
-                wanted = (update_info.epoch, update_info.version, update_info.digest)
-                tensors = self._mailbox.take(*wanted, MEETING_SECONDS).tensors
-            except LookupError as failure:
-                missing = str(failure)
-        spread = Spread(group, self.device, tensors, missing)
+        """As update_weights."""
+        try:
+            staged = self._mailbox.take(update_info.epoch, update_info.version, update_info.digest, MEETING_SECONDS)
+        except LookupError as failure:
+            raise RuntimeError(str(failure)) from failure
         self._holds = None
         if self.device.type == "cpu":
             # The next version needs the same buffers; without this up to half of a load is page faults. Not before the
@@ -146,13 +139,11 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             keep_freed_memory(large=True)
         error: str | None = None
         try:
-            load_weights(self.model, self.model_config, spread)
+            load_weights(self.model, self.model_config, staged.tensors.items())
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)
             return_freed_memory()
-        spread.drain()
-        error = spread.agree(error)
         # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
         if self._mailbox.finish(error) and error is None:
             self._holds = Served(update_info.epoch, update_info.version, update_info.digest)

@@ -8,40 +8,38 @@ from torchtitan.inference.agent.alongside import Alongside
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.vllm.control import VLLMControl
+from torchtitan.weight_sync.pull.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
 
 class DirectLoader(WeightLoader):
-    """host: address on which the engine receives weights; timeout_s: of a load; on_device: it stages them on its
-    device."""
+    """workers: of the engine; timeout_s: of a load; on_device: the only one stages versions on its device."""
 
-    workers = 1
+    def __init__(self, control: VLLMControl, workers: int, timeout_s: float, on_device: bool = False):
+        self.workers = workers
+        self._control, self._timeout_s, self._on_device = control, timeout_s, on_device
 
-    def __init__(self, control: VLLMControl, host: str, timeout_s: float, on_device: bool = False):
-        self._control, self._host, self._timeout_s, self._on_device = control, host, timeout_s, on_device
-
-    def connected(self, leader: str, actor: str, epoch: str, token: str) -> None:
+    def connected(self, weights: Actor) -> None:
         joining = {
-            "leader": leader,
-            "actor": actor,
-            "epoch": epoch,
-            "token": token,
-            "host": self._host,
+            "leader": weights.workers_address,
+            "actor": weights.name,
+            "epoch": weights.epoch,
+            "key": weights.key,
             "stage_on_device": self._on_device,
             "load_timeout_s": self._timeout_s,
         }
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
 
-    # No `prepare`: the engine's receiver has staged it, and an order to the engine would wait for a step that runs.
+    # No `prepare`: the engine's workers have staged it, and an order to the engine would wait for a step that runs.
 
     def load(self, staged: StagedVersion, label: str) -> None:
         self._begin()
         assert staged.apply_on_workers is not None
         wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
-        # The two meet in the engine: the receiver that offers the version, and the engine's thread that takes it.
-        offering = Alongside(staged.apply_on_workers, "the engine's receiver")
+        # The two meet in each worker: its puller, which offers the version, and the engine's thread, which takes it.
+        offering = Alongside(staged.apply_on_workers, "the engine's workers")
         failure: BaseException | None = None
         try:
             self._control.order("/update_weights", {"update_info": wanted}, self._timeout_s)
@@ -50,7 +48,7 @@ class DirectLoader(WeightLoader):
         try:
             offering.result(self._timeout_s)
         except BaseException as error:
-            # The receiver refuses only what the engine's thread has not taken, and will not.
+            # They refuse only what the engine's thread has not taken, and will not.
             if isinstance(error, WeightsRefused) or failure is None:
                 failure = error
         if failure is not None:

@@ -77,13 +77,10 @@ class VLLM(ForeignEngine):
         )  # fmt: skip
 
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
-        from torchtitan.inference.vllm.broadcast import VLLMBroadcastLoader
         from torchtitan.inference.vllm.direct import DirectLoader
 
         assert isinstance(control, VLLMControl)
-        if options.route == "engine":
-            return VLLMBroadcastLoader(control, options)
-        return DirectLoader(control, options.host, options.update_timeout_s, options.stage_on_device)
+        return DirectLoader(control, options.tensor_parallel_size, options.update_timeout_s, options.stage_on_device)
 
 
 def default_memory_gb() -> float:

@@ -288,9 +288,9 @@ class Actor(_Pulling):
 class Worker(_Pulling):
     """Worker `number` of an actor: has `apply` called when its leader says so.
 
-    leader: `host:port`, the actor's workers_address; name, key: of the actor. boxes: the parts that it holds, for which
-    it has staging memory of its own at `where`; None: every worker pulls an equal share of the version into memory that
-    all of them share, and sees the whole.
+    leader: `host:port`, the actor's workers_address; name, key: of the actor. shares: every worker pulls an equal share
+    of the version into host memory that all of them share, and sees the whole. Otherwise it has staging memory of its
+    own at `where` and pulls its boxes (None: all of everything).
     """
 
     def __init__(
@@ -302,6 +302,7 @@ class Worker(_Pulling):
         key: str,
         apply: ApplyFunction,
         *,
+        shares: bool = True,
         boxes: Mapping[str, Box] | None = None,
         served: Served | None = None,
         retry_for_s: float = 60.0,
@@ -310,7 +311,6 @@ class Worker(_Pulling):
     ):
         super().__init__(f"{name}-worker-{number}", epoch, where)
         post = self._runtime.post
-        shares = boxes is None
         engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, boxes, where, post)
         self.puller = LedPuller(
             self._runtime,
