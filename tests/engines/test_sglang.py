@@ -35,7 +35,6 @@ from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorHealth, RequestRefused
-from torchtitan.inference.sglang.broadcast import known_features
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 
 SETTINGS = ("--update-timeout", "20")
@@ -252,25 +251,8 @@ async def sleep_meanwhile(trainer: Trainer, client: Any) -> tuple[list[Completio
     return await long, await late
 
 
-def test_versions_by_the_weight_group(agent: Actor, model: Path, beside: Beside, tmp_path: Path) -> None:
-    with serving(agent, model, tmp_path / "first"):
-        other = beside(agent, "by-group", "--route", "engine")
-        with serving(other, model, tmp_path / "second") as trainer:
-            check_serves_newest(other, trainer)
-            # The first one notices that its engine holds what it has not put there, and asks to be connected anew.
-            trainer.wait_for(lambda: agent.health()["status"] != "ok")
-            assert "started anew, or changed" in agent.health()["weights"]["failure"]
-            for _ in range(2):
-                trainer.bring()
-                check_serves_newest(other, trainer)
-    capabilities = other.asking(lambda client: client.capabilities(20.0))
-    # What this has tried: many parameters as one broadcast.
-    assert capabilities.route == "engine" and known_features(capabilities.version)[0]
-
-
-@pytest.mark.parametrize("route", ["agent", "engine"])
-def test_adapters_are_merged(agent: Actor, model: Path, beside: Beside, tmp_path: Path, route: str) -> None:
-    other = beside(agent, f"adapters-{route}", "--route", route)
+def test_adapters_are_merged(agent: Actor, model: Path, beside: Beside, tmp_path: Path) -> None:
+    other = beside(agent, "adapters")
     with adapter_trainer.training(tmp_path, model) as trainer:
         other.connect(trainer)
         for _ in range(2):
@@ -298,19 +280,6 @@ def test_versions_by_files_that_wait_for_the_slower_of_two_workers(
         trainer.wait_applied()
         check_serves_newest(two_workers, trainer)
         assert not files[0].exists()
-
-
-def test_versions_by_the_weight_group_of_two_workers(
-    two_workers: Actor, model: Path, beside: Beside, tmp_path: Path
-) -> None:
-    """The agent that joins is not told how many they are."""
-    other = beside(two_workers, "by-group-of-three", "--route", "engine")
-    with serving(other, model, tmp_path) as trainer:
-        check_serves_newest(other, trainer)
-        check_goes_on(other, trainer, "keep")
-        check_serves_newest(other, trainer)
-    log = two_workers.processes.log("two-workers.engine").read_text()
-    assert {int(rank) for rank in re.findall(r"rank=(\d), world_size=3", log)} == {1, 2}
 
 
 @pytest.mark.timeout(2 * RUN_SECONDS)

@@ -53,7 +53,7 @@ class Capabilities:
     sleep: bool = False
     """Asleep it takes less memory"""
     route: str = ""
-    """How weights get into a foreign engine: direct, agent or engine"""
+    """How weights get into a foreign engine: direct or agent"""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -59,8 +59,6 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
     on_cpu = os.environ.get("TORCHTITAN_DEVICE") == "cpu"
     ranks = 0 if on_cpu or shares_devices(config) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = config.inference.tensor_parallel_size
-    if config.inference.backend == "vllm" and config.weight_sync.route == "engine":
-        size += 1  # for the agent: NCCL puts no two ranks of a group on one GPU
     first = ranks + number * size
     if first + size > len(devices):
         actors = config.inference.num_actors

@@ -17,8 +17,8 @@ from torchtitan.utils.machine import has_gpu
 # Per backend the routes of weights that there are.
 ROUTES = {
     "embedded": ("auto",),
-    "vllm": ("auto", "direct", "agent", "engine"),
-    "sglang": ("auto", "agent", "engine"),
+    "vllm": ("auto", "direct", "agent"),
+    "sglang": ("auto", "agent"),
 }
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
@@ -113,9 +113,6 @@ def _check_engine(check: Check) -> None:
     refuse("inference.update_mode", inference.update_mode == "drain" and backend == "sglang", text)
     if check.planning:
         return
-    own_group = backend == "vllm" and sync.route == "engine" and "weight-transfer-config" not in inference.engine_args
-    text = "vLLM's own group is NCCL's, and there is no NVIDIA GPU: take direct or agent"
-    refuse("weight_sync.route", own_group and not inference.servers and not has_gpu(), text)
     no_file = inference.engine_python and not Path(inference.engine_python).is_file()
     text = "there is no such file; empty takes what scripts/install_engine.sh made"
     refuse("inference.engine_python", no_file, text)
@@ -134,8 +131,6 @@ def _check_sleep(check: Check) -> None:
     refuse(key, not check.planning and not inference.servers and not has_gpu(), ON_CPU)
     text = "must be tcp, disk or ipc with inference.sleep_level: NCCL has one member of a communicator per GPU"
     refuse("weight_sync.transport", shares_devices(config) and config.weight_sync.transport == "nccl", text)
-    text = "must be direct or agent with inference.sleep_level, where no GPU is left for vLLM's own group"
-    refuse("weight_sync.route", inference.backend == "vllm" and config.weight_sync.route == "engine", text)
 
 
 def _check_colocated(check: Check) -> None:

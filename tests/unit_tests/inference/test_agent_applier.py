@@ -103,7 +103,7 @@ def test_a_version_is_loaded_while_the_engine_stands() -> None:
 def test_an_older_receiver_is_refused_and_touches_nothing() -> None:
     engine, applier = made()
     assert applier.new_connection() == 2
-    with pytest.raises(WeightsRefused, match="another receiver"):
+    with pytest.raises(WeightsRefused, match="another connection"):
         applier.apply(1, staged(3))
     assert engine.calls == [] and applier.holds is None
     applier.apply(2, staged(4))

@@ -12,6 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -26,12 +27,10 @@ from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.agent.loading import FileLoader
 from torchtitan.inference.client import ActorNotReady, Capabilities, RequestRefused
 from torchtitan.inference.http_client import JsonClient
-from torchtitan.inference.sglang import broadcast as sglang_broadcast
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
-from torchtitan.inference.vllm import broadcast as vllm_broadcast
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.control import VLLMControl
@@ -42,6 +41,7 @@ from torchtitan.weight_sync.staging import StagedVersion
 LABEL = "e1/3"
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
 VERSION = StagedVersion("e1", 3, "d3", TENSORS, apply_on_workers=list)
+ACTOR: Any = SimpleNamespace(workers_address="127.0.0.1:7", name="actor-0", epoch="e1", key="key")
 REQUESTS = [
     GenerateRequest("r", [5, 6, 7], SamplingParameters(max_tokens=4)),
     GenerateRequest("r", [5, 6, 7], SamplingParameters(4, 3, 0.7, 0.9, 20, 0.1, [1], 5)),
@@ -78,7 +78,6 @@ VLLM_ROUTES: dict[str, tuple[str, set[str], dict[str, bool]]] = {
     "/resume": ("POST", set(), {}),
     "/reset_prefix_cache": ("POST", {"reset_running_requests", "reset_external"}, {}),
     "/init_weight_transfer_engine": ("POST", set(), {"init_info": True}),
-    "/shutdown_weight_transfer_engine": ("POST", set(), {}),
     "/start_weight_update": ("POST", set(), {}),
     "/update_weights": ("POST", set(), {"update_info": True}),
     "/finish_weight_update": ("POST", set(), {"weight_version": False}),
@@ -87,13 +86,6 @@ VLLM_ROUTES: dict[str, tuple[str, set[str], dict[str, bool]]] = {
     "/inference/v1/generate": ("POST", set(), {name: name in VLLM_GENERATE_NEEDS for name in VLLM_GENERATE}),
 }  # fmt: skip
 VLLM_PAUSE_MODES = {"abort", "wait", "keep"}
-# The dataclasses of the backend `nccl`: any other name is an error, and so are both ways to meet, or none.
-VLLM_INIT_INFO = {
-    "master_address", "master_port", "nccl_unique_id_b64", "packed", "packed_buffer_size_bytes", "packed_num_buffers",
-    "rank_offset", "world_size",
-}  # fmt: skip
-# 0.33.0 needs none: where all are empty it takes those of the update before.
-VLLM_UPDATE_INFO = {"names", "dtype_names", "shapes"}
 # What both versions' own parser of the command line has taken, with and without a GPU, by every route.
 VLLM_OPTIONS = {
     "--host", "--port", "--middleware", "--enable-scale-out", "--logprobs-mode", "--worker-extension-cls",
@@ -148,10 +140,6 @@ SGLANG_SAMPLING: dict[str, str] = {
     "stream_interval": "integer", "sampling_seed": "integer", "beam_width": "integer",
 }  # fmt: skip
 SGLANG_BASE = {"rid": False, "http_worker_ipc": False}
-SGLANG_UPDATE = SGLANG_BASE | {
-    "names": True, "dtypes": True, "shapes": True, "group_name": False, "flush_cache": False,
-    "abort_all_requests": False, "weight_version": False, "load_format": False, "torch_empty_cache": False,
-}  # fmt: skip
 # Path -> (method, body: name -> whether it is needed).
 SGLANG_ROUTES: dict[str, tuple[str, dict[str, bool]]] = {
     "/server_info": ("GET", {}),
@@ -168,21 +156,6 @@ SGLANG_ROUTES: dict[str, tuple[str, dict[str, bool]]] = {
             "token_step": False, "flush_cache": False, "manifest": False,
         },
     ),
-    "/init_weights_update_group": (
-        "POST",
-        SGLANG_BASE | dict.fromkeys(("master_address", "master_port", "rank_offset", "world_size"), True)
-        | {"group_name": False, "backend": False},
-    ),
-    "/destroy_weights_update_group": ("POST", SGLANG_BASE | {"group_name": False}),
-    "/update_weights_from_distributed": ("POST", SGLANG_UPDATE),
-}  # fmt: skip
-SGLANG_CONTRACTS = {
-    "0.5.20": SGLANG_ROUTES,
-    "0.5.23": SGLANG_ROUTES | {
-        "/begin_weight_update": ("POST", SGLANG_BASE | {"selector": False}),
-        "/end_weight_update": ("POST", SGLANG_BASE),
-        "/update_weights_from_distributed": ("POST", SGLANG_UPDATE | {"selector": False}),
-    },
 }  # fmt: skip
 SGLANG_PAUSE_MODES = {"abort", "retract", "in_place"}
 # What both versions' own parser of the command line has taken, with and without a GPU.
@@ -281,17 +254,6 @@ class Recorder:
         }.get(urlsplit(path).path, {"success": True, "message": ""})  # fmt: skip
 
 
-class Group:
-    """In place of WeightGroup and NcclWeightGroup."""
-
-    def __init__(self, *arguments: Any):
-        arguments[-1](7 if isinstance(arguments[0], str) else "AAAA")
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def options(tmp_path: Path) -> EngineOptions:
     (tmp_path / "config.json").write_text("{}")
@@ -311,30 +273,22 @@ def administer(control: Any, loaders: Sequence[Any]) -> None:
     control.reset_prefix_cache()
     control.weights_label()
     for loader in loaders:
-        loader.connected("127.0.0.1:7", "actor-0", "e1", "token")
+        loader.connected(ACTOR)
         loader.prepare(VERSION, LABEL)
         loader.load(VERSION, LABEL)
         loader.close()
 
 
 @pytest.mark.parametrize("version", VLLM_VERSIONS)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_vllm_has_every_route_that_it_is_asked_by(
-    version: str, gpu: bool, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_broadcast, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(vllm_broadcast, "WeightGroup", Group)
-    monkeypatch.setattr("torchtitan.inference.agent.nccl_group.NcclWeightGroup", Group)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_vllm_has_every_route_that_it_is_asked_by(version: str, options: EngineOptions) -> None:
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
         control = VLLMControl("http://127.0.0.1:1", "", 5.0, kv, repacks_heads=True)  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
         control.describe()
         loaders = [
-            DirectLoader(control, "127.0.0.1", 5.0),
+            DirectLoader(control, 2, 5.0),
             FileLoader(options, control.read_files),
-            vllm_broadcast.VLLMBroadcastLoader(control, options),
         ]
         administer(control, loaders)
     for method, path, body in recorder.calls:
@@ -345,34 +299,18 @@ def test_vllm_has_every_route_that_it_is_asked_by(
         assert set(asked.get("mode", [])) <= VLLM_PAUSE_MODES
         assert set(asked.get("clear_cache", [])) <= {"true", "false"}
         check_names(body or {}, known, parts.path)
-    meetings, updates = [], []
-    for _, _, body in recorder.calls:
-        if body and "rank_offset" in (info := body.get("init_info", {})):
-            meetings.append(info)
-        if body and "names" in (info := body.get("update_info", {})):
-            updates.append(info)
     sampled = {call.path for call in VLLM.generate(REQUESTS[0])}
     assert {urlsplit(path).path for _, path, _ in recorder.calls} | sampled == VLLM_ROUTES.keys()
-    assert len(meetings) == len(updates) == 2
-    for info in meetings:
-        assert info.keys() == VLLM_INIT_INFO - ({"master_address", "master_port"} if gpu else {"nccl_unique_id_b64"})
-    # Empty lists would mean those of the update before.
-    assert all(info.keys() == VLLM_UPDATE_INFO and all(info.values()) for info in updates)
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
-def test_sglang_has_every_route_that_it_is_asked_by(
-    version: str, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_broadcast, "WeightGroup", Group)
+def test_sglang_has_every_route_that_it_is_asked_by(version: str, options: EngineOptions) -> None:
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
         control = SGLangControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
-        administer(
-            control, [FileLoader(options, control.read_files), sglang_broadcast.SGLangBroadcastLoader(control, options)]
-        )
-    routes = SGLANG_CONTRACTS[version]
+        administer(control, [FileLoader(options, control.read_files)])
+    routes = SGLANG_ROUTES
     for method, path, body in recorder.calls:
         assert method == routes[path][0]
         check_names(body or {}, routes[path][1], path)
@@ -403,7 +341,7 @@ def test_engines_know_the_options_that_they_are_started_with(
 ) -> None:
     monkeypatch.setattr(vllm_engine, "has_gpu", lambda: gpu)
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
-    changes = itertools.product(("direct", "agent", "engine"), ("keep", "recompute"))
+    changes = itertools.product(("direct", "agent"), ("keep", "recompute"))
     for route, kv in changes:
         asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5})
         words, environment = vllm_engine.ENGINE.command(asked)

@@ -47,7 +47,7 @@ def load(control: Control) -> int:
     """How often workers were ordered to apply."""
     offers = Offers()
     staged = StagedVersion("e1", 3, "digest", {}, apply_on_workers=offers)
-    loader = DirectLoader(control, "127.0.0.1", 5.0)  # type: ignore[arg-type]
+    loader = DirectLoader(control, 1, 5.0)  # type: ignore[arg-type]
     loader.prepare(staged, "label")
     assert not control.orders  # each would wait for a step of the engine, which generates still
     try:

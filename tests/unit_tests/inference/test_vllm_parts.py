@@ -19,9 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
 from torchtitan.inference import engine_server
 from torchtitan.inference.agent.dialect import Malformed, NoVersion
@@ -32,7 +30,6 @@ from torchtitan.inference.types import GenerateRequest, SamplingParameters, Vers
 from torchtitan.inference.vllm.dialect import DIALECT
 from torchtitan.inference.vllm.engine import ENGINE
 from torchtitan.inference.vllm.mailbox import Mailbox
-from torchtitan.inference.vllm.spreading import Spread
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 # Dialect
@@ -268,64 +265,6 @@ def test_a_server_without_a_token_does_not_come_up(monkeypatch: pytest.MonkeyPat
         TokenMiddleware(lambda *_: None)  # type: ignore[arg-type, return-value]
 
 
-# Spread over ranks
-
-
-class Group:
-    """What Spread uses of vLLM's GroupCoordinator."""
-
-    def __init__(self) -> None:
-        self.rank_in_group, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.ranks = list(range(self.world_size))
-        self.cpu_group = self.device_group = dist.group.WORLD
-
-
-def spread_on_ranks() -> dict[str, Any]:
-    """One rank's view."""
-    group: Any = Group()
-    tensors = {f"p{i}": torch.full((i + 2, 3), float(i), dtype=torch.bfloat16) for i in range(4)}
-    # All but the first rank bring nothing.
-    spread = Spread(group, torch.device("cpu"), tensors if group.rank_in_group == 0 else None)
-    got = dict(spread)
-    equal = got.keys() == tensors.keys() and all(torch.equal(got[name], tensors[name]) for name in tensors)
-    places = len({tensor.data_ptr() for tensor in got.values()})
-    agreed = spread.agree(None)
-
-    # The second rank fails in the middle; nobody waits for it, and all hear of it.
-    spread = Spread(group, torch.device("cpu"), tensors if group.rank_in_group == 0 else None)
-    error = None
-    for number, _ in enumerate(spread):
-        if number == 1 and group.rank_in_group == 1:
-            error = "no memory"
-            break
-    spread.drain()
-    failed = spread.agree(error)
-
-    nothing = ""
-    try:
-        Spread(group, torch.device("cpu"), None, "it is not staged" if group.rank_in_group == 0 else "")
-    except RuntimeError as problem:
-        nothing = str(problem)
-    return {"equal": equal, "places": places, "agreed": agreed, "failed": failed, "nothing": nothing}
-
-
-def test_all_ranks_get_every_tensor_or_hear_of_the_failure() -> None:
-    first, second = run_distributed("tests.unit_tests.inference.test_vllm_parts:spread_on_ranks", 2)
-    for view in (first, second):
-        assert view["equal"] and view["places"] == 4 and view["agreed"] is None
-        assert view["nothing"] == "it is not staged"
-    assert "rank 1" in first["failed"] and second["failed"] == "no memory"
-
-
-def test_one_rank_needs_no_collectives() -> None:
-    group: Any = SimpleNamespace(rank_in_group=0, world_size=1)
-    tensors = {"w": torch.ones(2)}
-    spread = Spread(group, torch.device("cpu"), tensors)
-    assert dict(spread)["w"] is tensors["w"] and spread.agree("x") == "x"
-    with pytest.raises(RuntimeError, match="lost"):
-        Spread(group, torch.device("cpu"), None, "lost")
-
-
 # Adopted weights
 
 
@@ -478,7 +417,7 @@ def test_what_is_passed_through_comes_last() -> None:
     theirs = command[command.index("--") + 1 :]
     assert theirs[theirs.index("--tensor-parallel-size") + 1] == "2"
     assert theirs[theirs.index("--kv-cache-memory-bytes") + 1] == str(2**29)
-    backends = {"direct": ['{"backend": "torchtitan"}'], "agent": [], "engine": ['{"backend": "nccl"}']}
+    backends = {"direct": ['{"backend": "torchtitan"}'], "agent": []}
     for route, backend in backends.items():
         line = ENGINE.command(options(route=route))[0]
         assert [one for one, name in zip(line[1:], line, strict=False) if name == "--weight-transfer-config"] == backend
@@ -529,8 +468,8 @@ def test_what_runs_inside_vllm_imports_little() -> None:
     import subprocess
 
     code = (
-        "import sys, torchtitan.inference.vllm.mailbox, torchtitan.inference.vllm.spreading, "
-        "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.worker, "
+        "import sys, torchtitan.inference.vllm.mailbox, "
+        "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.pull.actor, "
         "torchtitan.inference.base_weights, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"

@@ -27,7 +27,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = actor_parser("torchtitan.inference.agent", __doc__, passing)
     parser.add_argument("--engine", required=True, help="vllm or sglang")
     parser.add_argument("--python", default="", help="interpreter that has the engine; default: the installed one")
-    routes = ("auto", "direct", "agent", "engine")
+    routes = ("auto", "direct", "agent")
     parser.add_argument("--route", choices=routes, default="auto", help="how weights get into the engine")
     parser.add_argument("--name", default="actor", help="of the actor, in files and logs")
     parser.add_argument("--url", help="of an engine that runs already; none is started then")

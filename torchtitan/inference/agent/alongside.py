@@ -10,7 +10,7 @@ from torchtitan.inference.agent.control import EngineError
 
 
 class Alongside:
-    """Runs `function` in a thread. As a context, while the block does the other half.
+    """Runs `function` in a thread.
 
     who: what does that half, for messages.
     """
@@ -20,14 +20,6 @@ class Alongside:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="alongside", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Alongside:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._error is not None:
-            # What the engine said explains more than that our half came to nothing.
-            raise EngineError(f"{self._error} ({error})") from error
 
     def result(self, timeout_s: float) -> None:
         """Wait for it; raises what it raised, EngineError where it takes longer."""

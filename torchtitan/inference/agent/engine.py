@@ -13,7 +13,7 @@ from torchtitan.inference.agent.control import EngineControl
 if TYPE_CHECKING:
     from torchtitan.inference.agent.loading import WeightLoader
 
-Route = Literal["direct", "agent", "engine"]
+Route = Literal["direct", "agent"]
 # An agent beside an engine that listens everywhere reaches it here.
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

@@ -55,10 +55,6 @@ class SGLangControl(EngineControl):
         """Whether it runs with our hook (serve.py), which drops what retracted requests had computed."""
         return self.client.exchange("GET", PREFIX_KEYS, self.timeout_s)[0] == 200
 
-    def version(self) -> str:
-        """What it says it is."""
-        return str(self.ask("/server_info").get("version", ""))
-
     def check_health(self, timeout_s: float) -> None:
         # /health samples a token, which a paused engine does not; this question goes to its scheduler too.
         self.ask("/server_info", timeout_s)

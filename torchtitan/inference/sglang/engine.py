@@ -7,15 +7,11 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.inference.agent.control import EngineControl
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
 from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
-
-if TYPE_CHECKING:
-    from torchtitan.inference.agent.loading import WeightLoader
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -36,7 +32,7 @@ class SGLang(ForeignEngine):
     """See agent.engine.ForeignEngine."""
 
     name = "sglang"
-    routes = ("agent", "engine")
+    routes = ("agent",)
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
@@ -78,12 +74,6 @@ class SGLang(ForeignEngine):
 
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
         return SGLangControl(url, token, options.update_timeout_s, options.in_flight_kv)
-
-    def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
-        from torchtitan.inference.sglang.broadcast import SGLangBroadcastLoader
-
-        assert isinstance(control, SGLangControl)
-        return SGLangBroadcastLoader(control, options)
 
 
 def _user() -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 GIGABYTE = 2**30
 # Of the routes that have one: ours, and vLLM's own.
-TRANSFER_BACKENDS = {"direct": BACKEND, "engine": "nccl"}
 # Where its sockets lie, unless somebody has said that already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
@@ -35,7 +34,7 @@ class VLLM(ForeignEngine):
     """See agent.engine.ForeignEngine."""
 
     name = "vllm"
-    routes = ("direct", "agent", "engine")
+    routes = ("direct", "agent")
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         theirs = [
@@ -48,8 +47,8 @@ class VLLM(ForeignEngine):
             "--generation-config", "vllm",
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
-        if options.route in TRANSFER_BACKENDS:
-            theirs += ["--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKENDS[options.route]})]
+        if options.route == "direct":
+            theirs += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         if options.sleep_level:
             theirs.append(SLEEP_MODE)
         if options.device_share:
