@@ -273,9 +273,7 @@ def test_frozen_while_it_receives(server: Server, trainer: Trainer) -> None:
     assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
 
 
-def test_corrupted_bucket_alone_is_sent_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrupted_bucket_alone_is_sent_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAULTS, "corrupt:version=1-1,times=1")
     with training(tmp_path, server.model) as trainer:
         server.actor.connect(trainer)

@@ -40,6 +40,11 @@ class LedPuller(Puller):
 
     _ordered = NOTHING
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        # While it applies it reads what all workers write to, and cannot say what it holds.
+        self.registry.ready = lambda: not self._applying
+
     def _joined(self) -> None:
         super()._joined()
         if not self.poisoned and (self.serving is None or self.serving.epoch != self.epoch):
@@ -98,8 +103,10 @@ class _Worker:
     staged: int = NOTHING
     """Version"""
     bytes: int = 0
+    ordered: bool = False
+    """It has not answered the last order to apply"""
     answer: str | None = None
-    """To an order: empty once it has applied, else why not"""
+    """What it has answered: empty once it has applied, else why not"""
     refused: bool = False
     figures: Message = field(default_factory=dict)
 
@@ -190,7 +197,9 @@ class Leader(Puller):
     # Pulling
 
     def _may_begin(self, manifest: Manifest) -> bool:
-        return self._complete() and super()._may_begin(manifest)
+        # Who still applies reads what the others would write to.
+        idle = not any(worker.ordered for worker in self._workers.values())
+        return idle and self._complete() and super()._may_begin(manifest)
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         super()._begin(serial, manifest)
@@ -201,7 +210,7 @@ class Leader(Puller):
 
     def _ended(self, number: int, worker: _Worker, message: Message) -> None:
         version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"
-        if self._order is not None and version == self._order[0].version:
+        if worker.ordered:
             if outcome == "refused":
                 worker.refused = True
                 self._answered(worker, reason)
@@ -230,18 +239,22 @@ class Leader(Puller):
             done(Outcome("a worker was lost meanwhile", True, {}))
             return
         for worker in self._workers.values():
-            worker.answer, worker.refused = None, False
+            worker.ordered, worker.answer, worker.refused = True, None, False
         self._order = order = served, done
         self._send({"type": "apply", "version": served.version})
 
         def late() -> None:
             if self._order is order:
-                self._settle(Outcome(f"not all workers applied it within {self._apply_timeout_s:g} s", False, {}))
+                for worker in [worker for worker in self._workers.values() if worker.ordered]:
+                    worker.channel.close(f"it did not apply within {self._apply_timeout_s:g} s")
 
         self._runtime.call_later(self._apply_timeout_s, late)
 
     def _answered(self, worker: _Worker, error: str) -> None:
-        worker.answer, worker.staged = error, NOTHING
+        worker.ordered, worker.answer, worker.staged = False, error, NOTHING
+        if self._order is None:
+            self._consider()
+            return
         answers = [one.answer for one in self._workers.values()]
         if None in answers:
             return
@@ -300,12 +313,12 @@ class Leader(Puller):
             version, digest = message["version"], message["digest"]
             worker.known, worker.poisoned = True, False
             worker.held = None if version == NOTHING else Served(self.epoch, version, digest)
-            if self._order is not None and worker.held == self._order[0] and worker.answer is None:
+            if worker.ordered:
                 worker.figures = message["figures"]
                 self._answered(worker, "")
         elif kind == "poisoned":
             worker.known, worker.poisoned, worker.held = True, True, None
-            if self._order is not None and worker.answer is None:
+            if worker.ordered:
                 self._answered(worker, f"worker {number}: {message['reason']}")
         elif kind != "pulling":
             raise ProtocolError(f"a worker does not send {kind!r}")
