@@ -226,6 +226,12 @@ def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
     assert group.leader.status().poisoned is not counts
 
 
+def test_an_engine_of_another_job_is_not_poisoned(job: Job, workers: Callable[..., tuple[Group, list[Engine]]]) -> None:
+    group, _ = workers(served=Served("another", 5, "d5"))
+    wait_for(lambda: group.seen().get("state") == "JOINING", "it joins")
+    assert not group.leader.status().poisoned
+
+
 def test_workers_hold_in_vain_what_the_engine_does_not_serve(
     job: Job, workers: Callable[..., tuple[Group, list[Engine]]]
 ) -> None:

@@ -158,7 +158,7 @@ class Leader(Puller):
 
     def _joined(self) -> None:
         held = {worker.held for worker in self._workers.values()}
-        if self.serving is not None and (held != {self.serving} or not self._complete()):
+        if self.serving is not None and self.serving.epoch == self.epoch and held != {self.serving}:
             self.poisoned, self.serving = True, None
         super()._joined()
 
