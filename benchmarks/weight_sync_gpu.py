@@ -19,7 +19,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +31,10 @@ import torch
 from benchmarks import common
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.states.slot import SlotKeeper
-from torchtitan.weight_sync.transports.base import Delivery, ReceiveContext, SendContext
-from torchtitan.weight_sync.transports.shared_memory import (
-    SharedMemoryReceiveCarrier,
-    SharedMemorySendCarrier,
-)
+from torchtitan.weight_sync.pull.device_memory import DeviceMemories, device_references
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
 
 BARS = {
     "snapshot_share_of_copy": (">=", 0.8),
@@ -65,7 +59,7 @@ def model_parameters(version_bytes: int, where: torch.device) -> dict[str, torch
 
 
 class Slots:
-    """A publisher, and the courier's part of its slots: every version that is READY is published at once."""
+    """A publisher, and the shard server's part of its slots: every version that is READY is published at once."""
 
     def __init__(
         self, parameters: dict[str, torch.Tensor], folder: Path, on_device: bool, stream: SideStream | None = None
@@ -80,7 +74,7 @@ class Slots:
             on_device=on_device,
             stream=stream,
         )
-        self.keeper: SlotKeeper = self.publisher.slots.keeper()
+        self.live = LiveSlots(self.publisher.slots.state_words)
         self.serial = 0
 
     @property
@@ -91,7 +85,7 @@ class Slots:
         """Queue the next version's."""
         self._publish()
         if not self.publisher.reserve():
-            # Slower than the device would be a courier that never frees a slot.
+            # Slower than the device would be a shard server that never frees a slot.
             common.wait_for(self._freed, WAIT_SECONDS, "no slot becomes free")
             self.publisher.reserve()
         self.serial += 1
@@ -99,12 +93,12 @@ class Slots:
 
     def finish(self) -> None:
         """Wait until the last one is READY."""
-        common.wait_for(lambda: self.serial in self.keeper.filled(), WAIT_SECONDS, "a snapshot does not end")
+        common.wait_for(lambda: self.serial in self.live.filled(), WAIT_SECONDS, "a snapshot does not end")
 
     def _publish(self) -> None:
-        filled = self.keeper.filled()
+        filled = self.live.filled()
         if filled:
-            self.keeper.publish(max(filled))
+            self.live.live(max(filled), (), (), time.monotonic())
 
     def _freed(self) -> bool:
         self._publish()
@@ -267,7 +261,7 @@ def torn_without_fence(folder: Path, where: torch.device, on_device: bool) -> fl
                 slots.publisher.fence()
                 parameter.fill_(-1.0)
                 slots.finish()
-                index, _ = slots.keeper.filled()[slots.serial]
+                index, _ = slots.live.filled()[slots.serial]
                 held = slots.publisher.memory[index].view(torch.bfloat16)
                 good &= bool((held == version).all())
             return good
@@ -282,25 +276,16 @@ def ipc_share(parameters: dict[str, torch.Tensor], folder: Path, repeats: int) -
     slots = Slots(parameters, folder, True)
     slots.snapshot()
     slots.finish()
-    index, _ = slots.keeper.filled()[slots.serial]
-    context = SendContext(
-        loop=EventLoop(), epoch="e", rank=0, actor="a", worker=0, stream=0, layout=slots.publisher.layout,
-        options={"slots": slots.publisher.slots}, wake=_nothing, fail=_fail, tell=_fail,
-    )  # fmt: skip
-    carrier = SharedMemorySendCarrier(context)
-    delivery = Delivery(1, slots.serial, slots.serial, {0: slots.publisher.slots.slot(index)}, BUCKET_BYTES)
-    references = []
-    for key in delivery.keys():  # noqa: SIM118
-        payload = carrier.payload(delivery, key)
-        assert payload is not None
-        references.append(bytes(payload.data).decode())
+    index, _ = slots.live.filled()[slots.serial]
+    device_slots = slots.publisher.slots
+    assert isinstance(device_slots, DeviceSlots)
+    refer, layout = device_references(device_slots), slots.publisher.layout
+    ranges = [layout.bucket_range(0, bucket) for bucket in range(layout.bucket_count(0))]
     child = common.Child(
         Path(__file__),
         {
             "where": str(slots.publisher.memory[index].device),
-            "layout": slots.publisher.layout.to_json(),
-            "hello": carrier.hello(),
-            "references": references,
+            "references": [[start, end, refer(index, start, end)] for start, end in ranges],
             "bytes": slots.version_bytes,
             "repeats": repeats,
         },
@@ -310,8 +295,6 @@ def ipc_share(parameters: dict[str, torch.Tensor], folder: Path, repeats: int) -
     finally:
         child.close()
         slots.close()
-    if "error" in answer:
-        raise SystemExit(f"the other process could not read the slots: {answer['error']}")
     expected = slots.publisher.memory[index].sum(dtype=torch.int64).item()
     if answer["sum"] != expected:
         raise SystemExit("the other process read other bytes than were sent")
@@ -323,37 +306,13 @@ def receive(arguments: dict[str, Any]) -> None:
     where = torch.device(arguments["where"])
     staging = torch.zeros(arguments["bytes"], dtype=torch.uint8, device=where)
     other = torch.zeros_like(staging)
-    carrier = SharedMemoryReceiveCarrier(
-        ReceiveContext(
-            loop=EventLoop(),
-            epoch="e",
-            rank=0,
-            actor="a",
-            worker=0,
-            stream=0,
-            layout=Layout.from_json(arguments["layout"]),
-            hello=arguments["hello"],
-            where=str(where),
-            tell=_fail,
-        )
-    )
-    failures: list[str] = []
+    memories = DeviceMemories()
 
     def fetched() -> float:
-        answered = threading.Semaphore(0)
-
-        def done(error: str | None) -> None:
-            if error:
-                failures.append(error)
-            answered.release()
-
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        for number, reference in enumerate(arguments["references"]):
-            target = staging[number * BUCKET_BYTES : (number + 1) * BUCKET_BYTES]
-            carrier.fetch(reference.encode(), target, done)
-        for _ in arguments["references"]:
-            answered.acquire()
+        for start, end, reference in arguments["references"]:
+            memories.copy(reference, staging[start:end])
         return time.perf_counter() - begun
 
     def copied() -> float:
@@ -364,9 +323,6 @@ def receive(arguments: dict[str, Any]) -> None:
         return time.perf_counter() - begun
 
     taken = common.interleaved({"ipc": fetched, "copy": copied}, arguments["repeats"], warm_up=3)
-    if failures:
-        common.say({"error": failures[0]})
-        return
     common.say(
         {
             "share": common.median_ratio(taken["copy"], taken["ipc"]),
@@ -374,14 +330,6 @@ def receive(arguments: dict[str, Any]) -> None:
             "sum": staging.sum(dtype=torch.int64).item(),
         }
     )
-
-
-def _nothing() -> None:
-    pass
-
-
-def _fail(reason: object) -> None:
-    raise RuntimeError(f"the transport failed: {reason!r}")
 
 
 def main() -> None:

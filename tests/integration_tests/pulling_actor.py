@@ -26,7 +26,7 @@ def main() -> None:
     log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
 
     def apply(staged: StagedVersion) -> None:
-        tensors = {name: tensor.clone() for name, tensor in staged.tensors.items()}
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in staged.tensors.items()}
         if arguments["sparse"]:
             held = staged.version if holds_sparse(tensors, staged.version) else None
         else:
@@ -39,6 +39,7 @@ def main() -> None:
         apply,
         progress_s=arguments["progress_s"],
         relay_host=arguments["relay_host"],
+        where=arguments["where"],
     )
     actor.start()
     sys.stdin.read()  # until the test closes it or dies

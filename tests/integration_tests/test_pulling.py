@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 class ActorProcess:
     """One pulling_actor."""
 
-    def __init__(self, job: Job, name: str, faults: str = ""):
+    def __init__(self, job: Job, name: str, faults: str = "", where: str = "cpu"):
         self.job, self.name = job, name
         self.log = job.folder / f"{name}.log"
         self.log.touch()
@@ -56,6 +56,7 @@ class ActorProcess:
             "progress_s": 1.5,
             "relay_host": "127.0.0.1" if job.relays else "",
             "sparse": job.values is sparse_values,
+            "where": where,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration_tests.pulling_actor", json.dumps(arguments)],
@@ -89,6 +90,7 @@ class Job:
         transport: str = "tcp",
         port: int = 0,
         token: str = "",
+        device: str = "cpu",
         options: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ):
@@ -97,7 +99,7 @@ class Job:
         dtype = "float32"
         if transport == "delta":
             self.values, dtype, transport, changes["delta"] = sparse_values, "bfloat16", "tcp", True
-        self.parameters = {f"p{i}": self.values(0, i).float() for i in range(len(SHAPES))}
+        self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
         settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
         self.publication = Publication(
             self.parameters,
@@ -137,8 +139,8 @@ class Job:
         wait_for(lambda: self.watcher.status()["newest"] == self.version, f"version {self.version}")
         return self.version
 
-    def actor(self, name: str, faults: str = "") -> ActorProcess:
-        self.actors.append(ActorProcess(self, name, faults))
+    def actor(self, name: str, faults: str = "", where: str = "cpu") -> ActorProcess:
+        self.actors.append(ActorProcess(self, name, faults, where))
         return self.actors[-1]
 
     def figures(self, name: str) -> dict[str, float]:

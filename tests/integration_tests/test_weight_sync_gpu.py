@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed_launcher import run_distributed
+from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
 from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,11 +54,11 @@ class Unheld:
 
 
 def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:
-    keeper, deadline = publisher.slots.keeper(), time.monotonic() + PATIENCE_S
-    while serial not in keeper.filled():
+    live, deadline = LiveSlots(publisher.slots.state_words), time.monotonic() + PATIENCE_S
+    while serial not in live.filled():
         assert time.monotonic() < deadline, "the fence was never reached"
         time.sleep(0.005)
-    index, _ = keeper.filled()[serial]
+    index, _ = live.filled()[serial]
     return publisher.memory[index]
 
 
@@ -103,7 +105,7 @@ def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool, tmp_path: Path)
         publisher.snapshot(0, 1)
         publisher.fence()
         parameter.fill_(-1.0)
-        assert not publisher.slots.keeper().filled(), "the trainer waited for the copy"
+        assert not LiveSlots(publisher.slots.state_words).filled(), "the trainer waited for the copy"
         whole.append(bool((wait_until_ready(publisher, 1).view(torch.bfloat16) == 5).all()))
         publisher.close()
     assert whole == [True, False]
@@ -115,22 +117,32 @@ def test_checksums_of_device_and_host_agree() -> None:
         assert sum_checksum(data.cuda()) == sum_checksum(data) == sum_checksum_numpy(data.numpy().tobytes())
 
 
-def play(run_dir: Path, transport: str, where: str) -> None:
-    result = run_distributed(
-        "tests.integration_tests.test_weight_sync_transports:on_ranks",
-        1,
-        timeout=250,
-        run_dir=str(run_dir),
-        scenario="faults_one_after_the_other",
-        device="cuda",
-        where=where,
-        transport=transport,
-    )
-    assert result == [{"corrupt": True, "in order": True, "last": True}]
+def play(folder: Path, transport: str, where: str) -> None:
+    """Actors that stage on a device: a damaged bucket, and one that freezes half-way and goes on."""
+    job = Job(folder, transport=transport, device="cuda", options={"chunk_bytes": 16 * 1024})
+    try:
+        assert job.publication.publisher.layout.checksum == "sum"
+        healthy = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2", where)
+        victim = job.actor("actor-1", "freeze:phase=receive,version=2,bucket=5", where)
+        for _ in range(2):
+            job.publish()
+            job.served_by(healthy, victim)
+        for _ in range(4):
+            job.publish()
+            job.served_by(healthy)
+        assert victim.newest() < 2
+        victim.process.send_signal(signal.SIGCONT)
+        job.served_by(victim)
+    finally:
+        job.close()
 
 
 def test_ipc_between_processes_on_one_gpu(tmp_path: Path) -> None:
     play(tmp_path, "ipc", "cuda:0")
+
+
+def test_ipc_into_staging_memory_of_the_host(tmp_path: Path) -> None:
+    play(tmp_path, "ipc", "cpu")
 
 
 @needs_two
