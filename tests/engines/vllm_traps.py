@@ -89,14 +89,14 @@ def in_trainers_order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {name: weights[name] for name in sorted(names, key=lambda name: name.split(".")[:3])}
 
 
-def received(weights: dict[str, torch.Tensor], ranks: int = 2) -> Staging:
+def received(weights: dict[str, torch.Tensor], ranks: int = 2, bucket_bytes: int = 2**20) -> Staging:
     """Staging memory that holds these weights, each cut by its rows over the ranks of a trainer."""
     plans = []
     for rank in range(ranks):
         placed = [Placed(tuple(tensor.shape), (ranks,), (rank,), (Sharded(0),)) for tensor in weights.values()]
         parameters = [PlacedParameter(name, place) for name, place in zip(weights, placed, strict=True)]
-        plans.append(plan_rank(parameters, rank, dtype_of(weights), 2**20))
-    staging = Staging(Layout(2**20, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))
+        plans.append(plan_rank(parameters, rank, dtype_of(weights), bucket_bytes))
+    staging = Staging(Layout(bucket_bytes, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))
     for area, layout in zip(staging.memory, staging.layout.ranks, strict=True):
         for shard in layout.shards:
             whole = weights[staging.layout.parameters[shard.parameter].name]

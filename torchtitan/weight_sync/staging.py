@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.manifest import Layout, RankLayout
+from torchtitan.weight_sync.layout_tables import Box, ShardEntry
+from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout, RankLayout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 from torchtitan.weight_sync.needs import intersection
 from torchtitan.weight_sync.transports.base import Area
@@ -94,7 +96,8 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 class Staging:
     """Memory for one incoming version of one layout.
 
-    boxes: parameter name -> the part that is wanted; None: all of everything. where: the device of the memory. memory:
+    boxes: parameter name -> the part that is wanted; None: all of everything. where: the device of the memory; on one,
+    only the buckets that are needed have memory (pages of the host that are never written take none anyway). memory:
     instead of new memory, for all of the layout's slots (see Layout.slot_starts).
     """
 
@@ -107,26 +110,28 @@ class Staging:
     ):
         self.layout = layout
         self.memory: list[Area] = []
-        """Per rank the bytes of its slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
-        bases = []
-        for start, rank in zip(layout.slot_starts(), layout.ranks, strict=False):
-            base, area = _new_area(rank.slot_bytes, where) if memory is None else _slot_within(memory, start, rank)
-            bases.append(base)
-            self.memory.append(area)
+        """Per rank the bytes of its slot, or of its runs of buckets: memoryviews on the host, one-dimensional uint8
+        tensors elsewhere"""
+        self._runs: list[list[_Run]] = []
         pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
-        for base, rank in zip(bases, layout.ranks, strict=True):
-            for shard in rank.shards:
-                entry = layout.parameters[shard.parameter]
-                whole = Box(shard.offset, shard.shape)
-                part = whole if boxes is None else None
-                if boxes is not None and entry.name in boxes:
-                    part = intersection(boxes[entry.name], whole)
-                if part is not None:
-                    dtype = TORCH_DTYPES[entry.dtype]
-                    size = shard.elements * dtype.itemsize
-                    flat = base[shard.byte_offset : shard.byte_offset + size].view(dtype)
-                    piece = within(flat.view(shard.shape), whole, part)
-                    pieces.setdefault(shard.parameter, []).append((part, piece))
+        for number, (start, rank) in enumerate(zip(layout.slot_starts(), layout.ranks, strict=False)):
+            wanted = [] if boxes is None else list(_wanted(layout, number, boxes))
+            if boxes is None:
+                wanted = [(shard, Box(shard.offset, shard.shape)) for shard in rank.shards]
+            whole = boxes is None or where == "cpu"
+            hulls = [(0, rank.slot_bytes)] if whole else [_hull(layout, shard, part) for shard, part in wanted]
+            runs = _runs(hulls, layout.bucket_bytes, rank.slot_bytes)
+            size = runs[-1].at + runs[-1].end - runs[-1].start if runs else 0
+            base, area = _new_area(size, where) if memory is None else _slot_within(memory, start, rank)
+            self.memory.append(area)
+            self._runs.append(runs)
+            for shard, part in wanted:
+                dtype = TORCH_DTYPES[layout.parameters[shard.parameter].dtype]
+                low, high = _hull(layout, shard, part)
+                at = _run_of(runs, low).place(low)
+                strides = torch.empty(shard.shape, device="meta").stride()
+                piece = base[at : at + high - low].view(dtype).as_strided(part.shape, strides)
+                pieces.setdefault(shard.parameter, []).append((part, piece))
         self.tensors = StagedTensors()
         for index, entry in enumerate(layout.parameters):
             if boxes is None or entry.name in boxes:
@@ -137,7 +142,54 @@ class Staging:
         """The bytes of bucket (rank, number)."""
         rank, bucket = key
         start, end = self.layout.bucket_range(rank, bucket)
-        return self.memory[rank][start:end]
+        at = _run_of(self._runs[rank], start).place(start)
+        return self.memory[rank][at : at + end - start]
+
+
+class _Run(NamedTuple):
+    """Bytes [start, end) of a slot, whole buckets, and where they lie in staging memory."""
+
+    start: int
+    end: int
+    at: int
+
+    def place(self, byte: int) -> int:
+        return self.at + byte - self.start
+
+
+def _runs(hulls: list[tuple[int, int]], bucket_bytes: int, slot_bytes: int) -> list[_Run]:
+    """The buckets that these ranges of bytes touch; what lies aligned in the slot does so here."""
+    runs: list[_Run] = []
+    for low, high in sorted(hulls):
+        start, end = low // bucket_bytes * bucket_bytes, min(-(-high // bucket_bytes) * bucket_bytes, slot_bytes)
+        if runs and start <= runs[-1].end:
+            runs[-1] = runs[-1]._replace(end=max(end, runs[-1].end))
+        else:
+            behind = runs[-1].place(runs[-1].end) if runs else 0
+            runs.append(_Run(start, end, behind + (start - behind) % SHARD_ALIGNMENT))
+    return runs
+
+
+def _run_of(runs: list[_Run], byte: int) -> _Run:
+    return runs[bisect.bisect_right(runs, byte, key=lambda run: run.start) - 1]
+
+
+def _wanted(layout: Layout, rank: int, boxes: Mapping[str, Box]) -> Iterator[tuple[ShardEntry, Box]]:
+    """The shards of a rank with a part of the boxes, and that part."""
+    for shard in layout.ranks[rank].shards:
+        box = boxes.get(layout.parameters[shard.parameter].name)
+        part = None if box is None else intersection(box, Box(shard.offset, shard.shape))
+        if part is not None:
+            yield shard, part
+
+
+def _hull(layout: Layout, shard: ShardEntry, part: Box) -> tuple[int, int]:
+    """From the first to behind the last byte of a part of a shard, in the rank's slot."""
+    width = TORCH_DTYPES[layout.parameters[shard.parameter].dtype].itemsize
+    first = last = 0
+    for low, origin, size, full in zip(part.offset, shard.offset, part.shape, shard.shape, strict=True):
+        first, last = first * full + low - origin, last * full + low - origin + size - 1
+    return shard.byte_offset + first * width, shard.byte_offset + (last + 1) * width
 
 
 def _slot_within(memory: mmap.mmap, start: int, rank: RankLayout) -> tuple[torch.Tensor, Area]:
