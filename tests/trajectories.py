@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.rollout.types import Sample
+from torchtitan.rollout.types import Sample, Trajectory
 
 
 def single_turn(
@@ -27,3 +29,9 @@ def completion_of(sample: Sample) -> Completion:
     """The one completion of a sample of a single turn."""
     (completion,) = sample.branches[0].sampled
     return completion
+
+
+def answer(token_ids: list[int], said: Any, finish_reason: str = "stop") -> Trajectory:
+    """A trajectory of one turn that reward functions are to judge by what it says."""
+    branch = single_turn([1], token_ids, [0.0] * len(token_ids), [VersionSpan("e", 0, 0, len(token_ids))]).branches
+    return Trajectory(branch, finish_reason, said)

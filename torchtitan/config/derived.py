@@ -94,6 +94,28 @@ def trains_only_adapters(config: JobConfig) -> bool:
     return config.lora.rank > 0 and not config.lora.modules_to_save
 
 
+def environment_name(config: JobConfig) -> str:
+    """The name of the reward that the environment gives: that of its class; empty where there is none."""
+    return config.environment.factory.rpartition(":")[2]
+
+
+def has_environment(config: JobConfig) -> bool:
+    """Whether the policy talks to an environment or to tools, over several turns."""
+    return bool(config.environment.factory or config.environment.tools)
+
+
+def reward_weights(config: JobConfig) -> dict[str, float]:
+    """The weight of every reward by its name: those of the functions, and the environment's own with weight 1."""
+    functions = config.rewards.functions
+    weights = dict(zip(functions, config.rewards.weights or [1.0] * len(functions), strict=True))
+    return {**weights, **({environment_name(config): 1.0} if config.environment.factory else {})}
+
+
+def judging_reward(config: JobConfig) -> str:
+    """The reward by which an evaluation decides whether a sample passes."""
+    return config.eval.reward_function or [*config.rewards.functions, environment_name(config)][0]
+
+
 def has_sequence_ratios(grpo: GRPO) -> bool:
     """Whether an importance ratio is one number per sequence, as GSPO has it."""
     return grpo.importance_level == "sequence" or (grpo.importance_level == "auto" and grpo.loss_type == "gspo")

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from pydantic.fields import FieldInfo
 
+from torchtitan.config.tables.environment import Environment
 from torchtitan.config.tables.grpo import GRPO
 from torchtitan.config.tables.inference import Inference
 from torchtitan.config.tables.model import ActivationCheckpoint, Comm, Compile, Lora, Model, Parallelism
@@ -20,9 +21,9 @@ from torchtitan.config.tables.training import LRScheduler, Optimizer, Training
 from torchtitan.config.tables.weight_sync import WeightSync
 
 __all__ = [
-    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Eval", "FaultInjection", "Inference", "Job",
-    "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling", "Rewards",
-    "Rollout", "Training", "WeightSync", "known_keys", "table_types",
+    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Environment", "Eval", "FaultInjection",
+    "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling",
+    "Rewards", "Rollout", "Training", "WeightSync", "known_keys", "table_types",
 ]  # fmt: skip
 
 
@@ -46,6 +47,7 @@ class JobConfig:
     grpo: GRPO = field(default_factory=GRPO)
     rollout: Rollout = field(default_factory=Rollout)
     rewards: Rewards = field(default_factory=Rewards)
+    environment: Environment = field(default_factory=Environment)
     inference: Inference = field(default_factory=Inference)
     weight_sync: WeightSync = field(default_factory=WeightSync)
     fault_injection: FaultInjection = field(default_factory=FaultInjection)

@@ -38,7 +38,7 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
 
 
 # What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
-DEBUG_ASSETS = ("assets/debug_arithmetic", "assets/debug_arithmetic_moe")
+DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in ("arithmetic", "arithmetic_moe", "calculator", "guess"))
 
 
 def is_missing_debug_checkpoint(config: JobConfig) -> bool:

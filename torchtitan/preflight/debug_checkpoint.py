@@ -1,10 +1,13 @@
-"""Make the debug policy: a Hugging Face directory with a tiny Qwen3 that has barely learned two-digit addition, or in a
-folder whose name ends with _moe a tiny mixture of experts (Qwen3-MoE).
+"""Make the policies of the built-in tasks: for each a Hugging Face directory with a tiny Qwen3 that barely does it.
+
+For arithmetic, two-digit addition (in a folder whose name ends with _moe of a tiny mixture of experts, Qwen3-MoE):
 
 Random weights, then a short supervised warm start on clean examples that stops on measured accuracy (sampled at
 temperature 1 on held-out pairs): enough that some samples earn a reward, little enough that GRPO does the lifting.
 
     python -m torchtitan.preflight.debug_checkpoint --output outputs/assets/debug_arithmetic
+
+The folder's name says the task: debug_guess and debug_calculator are those of agent_warm_start.py.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +26,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight import agent_warm_start
 from torchtitan.rollout.datasets import arithmetic_rows, hold_out
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
@@ -49,9 +54,9 @@ def debug_model_args(mixture: bool = False) -> ModelArgs:
     )
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
     """A tokenizer of single characters, as Hugging Face's fast tokenizers read it."""
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<eos>", "<bos>", "<unk>"])
@@ -117,17 +122,24 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     started = time.perf_counter()
-    policy = Decoder(debug_model_args(mixture=arguments.output.name.endswith("_moe")))
+    task = arguments.output.name.removeprefix("debug_")
+    agent = task in agent_warm_start.WARM_STARTS
+    policy = Decoder(agent_warm_start.policy_args() if agent else debug_model_args(task.endswith("_moe")))
     policy.initialize_weights(arguments.seed)
-    steps, accuracy = warm_start(policy, arguments.held_out_fraction, arguments.seed)
+    if agent:
+        steps, accuracy = agent_warm_start.warm_start(policy, task, arguments.seed)
+        what = "a play as imitated has probability"
+    else:
+        steps, accuracy = warm_start(policy, arguments.held_out_fraction, arguments.seed)
+        what = "sampled at temperature 1, held-out accuracy"
     if accuracy > ACCURACY_LIMIT:
-        raise SystemExit(f"the warm start overshot: held-out accuracy {accuracy:.3f} is above {ACCURACY_LIMIT}")
+        raise SystemExit(f"the warm start overshot: {what} {accuracy:.3f}, above {ACCURACY_LIMIT}")
     export_policy(policy, arguments.output)
-    write_tokenizer(arguments.output)
+    write_tokenizer(arguments.output, agent_warm_start.SYMBOLS if agent else SYMBOLS)
     seconds = time.perf_counter() - started
     print(
         f"wrote {arguments.output}: {policy.args.num_parameters():,} parameters, {steps} supervised steps, "
-        f"held-out accuracy {accuracy:.3f} (sampled at temperature 1), {seconds:.1f} s"
+        f"{what} {accuracy:.3g}, {seconds:.1f} s"
     )
 
 

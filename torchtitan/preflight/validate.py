@@ -12,7 +12,9 @@ from pathlib import Path
 
 from torchtitan.config.derived import (
     clip_range,
+    environment_name,
     global_batch_size,
+    has_environment,
     has_sequence_ratios,
     sleeps_between_batches,
     world_size,
@@ -25,7 +27,8 @@ from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.lora import check_lora
 from torchtitan.preflight.model import check_model
-from torchtitan.preflight.reward_names import reward_problem
+from torchtitan.preflight.user_names import name_problem, reward_problem
+from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.weight_sync.faults import Fault, FaultError
 from torchtitan.weight_sync.transports import IN_TRAINER
@@ -44,7 +47,8 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     check = Check(config, world_size(), planning, wrong)
     for rules in (
         _check_parallelism, _check_batch, _check_lengths, _check_objective, check_lora, _check_rollout, _check_rewards,
-        check_inference, _check_weight_sync, _check_faults, _check_evaluation, _check_files, check_model,
+        _check_environment, check_inference, _check_weight_sync, _check_faults, _check_evaluation, _check_files,
+        check_model,
     ):  # fmt: skip
         rules(check)
     return check.problems
@@ -115,6 +119,7 @@ def _check_objective(check: Check) -> None:
     if grpo.async_weight_update and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
         refuse(key, True, text)
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
+    single = single and not check.config.environment.factory
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
 
 
@@ -155,16 +160,17 @@ def _check_rollout(check: Check) -> None:
 
 def _evaluates_training_data(config: JobConfig) -> bool:
     rollout, evaluation = config.rollout, config.eval
-    if rollout.replay or rollout.dataset != evaluation.dataset:
+    # A game's starts may be few, and none of them is its answer.
+    if rollout.replay or rollout.dataset != evaluation.dataset or has_environment(config):
         return False
-    has_splits = rollout.dataset != "arithmetic" and not rollout.dataset.endswith(FILE_ENDINGS)
+    has_splits = rollout.dataset not in BUILT_IN and not rollout.dataset.endswith(FILE_ENDINGS)
     return not has_splits or rollout.dataset_split == evaluation.dataset_split
 
 
 def _check_dataset(check: Check, key: str, name: str) -> None:
-    what = "must be arithmetic, a .jsonl or .parquet file, or a Hugging Face dataset name"
+    what = f"must be {', '.join(BUILT_IN)}, a .jsonl or .parquet file, or a Hugging Face dataset name"
     path = Path(name)
-    if name == "arithmetic":
+    if name in BUILT_IN:
         return
     if name.endswith(FILE_ENDINGS):
         if not path.is_file():
@@ -176,22 +182,36 @@ def _check_dataset(check: Check, key: str, name: str) -> None:
         check.refuse(key, True, what)
     elif find_spec("datasets") is None and not check.planning:
         text = f"{what}, which needs the package datasets: EXTRAS=data in front of ./run_grpo.sh installs it"
-        text += nearest(name, ["arithmetic"])
+        text += nearest(name, BUILT_IN)
         check.refuse(key, True, text)
 
 
 def _check_rewards(check: Check) -> None:
     rewards, evaluation = check.config.rewards, check.config.eval
     key, functions = "rewards.functions", rewards.functions
-    check.refuse(key, not functions, f"must name at least one of {', '.join(BUILTIN)}")
+    text = f"must name at least one of {', '.join(BUILTIN)} (or environment.factory one whose rewards are trained on)"
+    check.refuse(key, not functions and not check.config.environment.factory, text)
     for name in functions:
         if problem := reward_problem(name):
             check.say(key, f"{key}: {problem}")
     check.refuse(key, len(set(functions)) < len(functions), "every function may be named once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
-    if evaluation.enable and evaluation.reward_function and (problem := reward_problem(evaluation.reward_function)):
+    judge = evaluation.reward_function if evaluation.enable else ""
+    if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
         check.say("eval.reward_function", f"eval.reward_function: {problem}")
+
+
+def _check_environment(check: Check) -> None:
+    environment = check.config.environment
+    named = [("factory", "environment", environment.factory), ("tool_parser", "tool parser", environment.tool_parser)]
+    for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
+        if name not in ("", "hermes") and (problem := name_problem(name, what)):
+            check.say(f"environment.{key}", f"environment.{key}: {problem}")
+    text = "every function may be named once"
+    check.refuse("environment.tools", len(set(environment.tools)) < len(environment.tools), text)
+    without = environment.tool_parser != "hermes" and not has_environment(check.config)
+    check.refuse("environment.tool_parser", without, "needs environment.tools or environment.factory")
 
 
 def _is_wildcard(host: str) -> bool:

@@ -1,15 +1,17 @@
-"""Rows of prompts (the built-in task, a .jsonl or .parquet file, a Hugging Face dataset) and their held-out share."""
+"""Rows of prompts (the built-in tasks, a .jsonl or .parquet file, a Hugging Face dataset) and their held-out share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.rollout.environments import calculator, guess
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 
 Row = dict[str, Any]
@@ -29,7 +31,7 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
     """
     rollout, evaluation = config.rollout, config.eval
     trained_on = set(config.rewards.functions)
-    judging = {evaluation.reward_function or config.rewards.functions[0]} if evaluation.enable else set()
+    judging = {judging_reward(config)} if evaluation.enable else set()
     rows = load_rows(rollout.dataset, rollout.dataset_split)
     # The held-out share of the training rows is judged by both.
     functions = trained_on if evaluation.dataset else trained_on | judging
@@ -48,13 +50,14 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
 
 
 def load_rows(dataset: str, split: str = "train") -> list[Row]:
-    """All rows of `dataset`: `arithmetic`, a .jsonl or .parquet path, or a Hugging Face name (`name` or `name:config`).
+    """All rows of `dataset`: a built-in task, a .jsonl or .parquet path, or a Hugging Face name (`name` or
+    `name:config`).
 
     Raises:
         UserError: the file is missing, empty or malformed, or the dataset cannot be loaded.
     """
-    if dataset == "arithmetic":
-        return arithmetic_rows()
+    if dataset in BUILT_IN:
+        return BUILT_IN[dataset]()
     if not dataset.endswith(FILE_ENDINGS):
         return _load_hugging_face(dataset, split)
     path = Path(dataset).expanduser()
@@ -79,6 +82,13 @@ def arithmetic_rows() -> list[Row]:
         for a in range(LARGEST_OPERAND + 1)
         for b in range(a, LARGEST_OPERAND + 1)
     ]
+
+
+BUILT_IN: dict[str, Callable[[], list[Row]]] = {
+    "arithmetic": arithmetic_rows,
+    "calculator": calculator.rows,
+    "guess": guess.rows,
+}
 
 
 def hold_out(
@@ -133,7 +143,7 @@ def _load_hugging_face(dataset: str, split: str) -> list[Row]:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"rollout.dataset or eval.dataset = {dataset!r} is neither `arithmetic` nor a .jsonl or .parquet file, and "
+            f"rollout.dataset or eval.dataset = {dataset!r} is neither built in nor a .jsonl or .parquet file, and "
             "loading it by its Hugging Face name needs the package datasets: EXTRAS=data in front of ./run_grpo.sh "
             "installs it"
         ) from error

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 
-from torchtitan.config.derived import global_batch_size, sleeps_between_batches
+from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
@@ -60,6 +60,7 @@ class RolloutFlow:
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._no_completion_s = self._no_group_s = 0.0
+        self._progress = 0
         self._statistics = self._fresh_statistics()
 
     def set_version(self, version: int) -> None:
@@ -151,15 +152,13 @@ class RolloutFlow:
 
     async def _make_group(self, prompt: Prompt, min_version: int) -> None:
         try:
-            completions = await self._groups.generate(prompt, min_version)
-            self._no_completion_s = 0.0
-            scores = await self._groups.score(prompt, completions)
+            trajectories = await self._groups.sample(prompt, self._groups.request(prompt), min_version)
+            scores = await self._groups.score(prompt, trajectories)
             samples = []
-            for completion, (reward, rewards) in zip(completions, scores, strict=True):
-                truncated = completion.finish_reason == "length"
-                self._statistics.add_sample(len(completion.token_ids), truncated, reward, rewards)
+            for trajectory, (reward, rewards) in zip(trajectories, scores, strict=True):
+                self._statistics.add_sample(trajectory, reward, rewards)
                 if reward is not None:
-                    samples.append(make_sample(prompt, completion, reward, rewards))
+                    samples.append(make_sample(trajectory, reward, rewards))
             self._take_in(Group(prompt.index, samples))
         except Exception as error:
             heapq.heappush(self._redo, prompt.index)  # a state that is saved now still has it
@@ -179,10 +178,10 @@ class RolloutFlow:
             usable = False
         self._without_reward = 0 if group.samples else self._without_reward + 1
         if self._without_reward >= BATCHES_WITHOUT_REWARD * self._batch_groups:
-            failure = self._groups.rewards.last_failure or "the functions returned None"
             raise UserError(
-                f"the last {self._without_reward} groups got no reward at all; {failure}: "
-                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column)"
+                f"the last {self._without_reward} groups got no reward at all; {self._groups.last_failure}: "
+                "fix the reward functions ([rewards] functions, timeout_s, memory_limit_mb, answer_column) or the "
+                "environment (environment_failed in events.jsonl)"
             )
         # Over about two batches: fast enough to follow the policy, slow enough not to follow single groups.
         self._survival += (usable - self._survival) / (2 * self._batch_groups)
@@ -230,7 +229,8 @@ class RolloutFlow:
 
     def _count_wait(self, seconds: float) -> None:
         """Only time in which the trainer waits counts; raises UserError when it has waited for too long."""
-        self._no_completion_s += seconds
+        self._no_completion_s = self._no_completion_s + seconds if self._groups.progress == self._progress else 0.0
+        self._progress = self._groups.progress
         self._no_group_s += seconds
         limit = self._config.rollout.data_timeout_s
         if self._no_completion_s > limit:
@@ -263,8 +263,7 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
         return False
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.reward_aggregation == "normalize_each":
-        weights = config.rewards.weights or [1.0] * len(config.rewards.functions)
-        names = [name for name, weight in zip(config.rewards.functions, weights, strict=True) if weight]
+        names = [name for name, weight in reward_weights(config).items() if weight]
         given = [[sample.rewards.get(name) for sample in group.samples] for name in names]
         parts = [[value for value in values if value is not None] for values in given]
     return all(max(values) - min(values) < EQUAL_REWARDS for values in parts if values)

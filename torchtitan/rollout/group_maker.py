@@ -1,18 +1,19 @@
-"""From a prompt to a scored group: sampled on one actor, decoded, judged by the reward workers."""
+"""From a prompt to a scored group: sampled on the actors, with an environment or without, and judged."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
+from torchtitan.config.derived import environment_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.episodes import EpisodePlayer, stream_seed
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.types import Prompt, Sample
+from torchtitan.rollout.types import Prompt, Sample, Trajectory
 
 Engines = InferencePool | ColocatedPool
 
@@ -20,13 +21,36 @@ Engines = InferencePool | ColocatedPool
 class GroupMaker:
     """Samples and scores groups as the configuration says."""
 
-    def __init__(self, config: JobConfig, pool: Engines, rewards: RewardPool, tokenizer: Tokenizer, epoch: str):
+    def __init__(
+        self,
+        config: JobConfig,
+        pool: Engines,
+        rewards: RewardPool,
+        tokenizer: Tokenizer,
+        epoch: str,
+        episodes: EpisodePlayer | None = None,
+    ):
+        """episodes: where the policy talks to an environment; otherwise a prompt has one turn."""
         self._config = config
         self.pool = pool
         self.rewards = rewards
         self._tokenizer = tokenizer
         self._epoch = epoch
+        self._episodes = episodes
+        self._environment = environment_name(config)
+        self._groups = 0
         self.stop_token_ids = list(dict.fromkeys([*config.rollout.stop_token_ids, *tokenizer.eos_token_ids]))
+
+    @property
+    def progress(self) -> int:
+        """Grows while the actors sample anything."""
+        return self._groups + (0 if self._episodes is None else self._episodes.statistics["turns"])
+
+    @property
+    def last_failure(self) -> str:
+        """Why the latest sample without a reward has none, in words."""
+        lost = "" if self._episodes is None else f"{self._episodes.statistics['episodes_lost']} episodes were lost"
+        return self.rewards.last_failure or lost or "the functions returned None"
 
     def request(self, prompt: Prompt) -> GenerateRequest:
         """The request of a prompt's group. Its seed depends on the prompt's position alone, so that a group that is
@@ -40,33 +64,50 @@ class GroupMaker:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             stop_token_ids=self.stop_token_ids,
-            seed=_seed(self._config.training.seed, prompt.index),
+            seed=stream_seed(self._config.training.seed, prompt.index),
         )
         return GenerateRequest(f"{self._epoch}-{prompt.index}", prompt.token_ids, sampling)
 
-    async def generate(self, prompt: Prompt, min_version: int) -> list[Completion]:
-        """Completions of a whole group. Raises UserError where no actor can make them."""
-        return await self.pool.generate(self.request(prompt), min_version)
+    async def sample(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
+        """The trajectories of a request: request.sampling.n, or fewer where environments have failed.
+
+        Raises UserError where no actor can make them.
+        """
+        if self._episodes is not None:
+            return await self._episodes.play(prompt, request, min_version)
+        completions = await self.pool.generate(request, min_version)
+        self._groups += 1
+        return [self._of_one_turn(prompt, completion) for completion in completions]
+
+    def _of_one_turn(self, prompt: Prompt, completion: Completion) -> Trajectory:
+        branches: list[Branch] = []
+        add_turn(branches, prompt.token_ids, completion)
+        text = self._tokenizer.decode(completion.token_ids)
+        said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+        return Trajectory(branches, completion.finish_reason, said)
 
     async def score(
-        self, prompt: Prompt, completions: Sequence[Completion], functions: Sequence[str] | None = None
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:
-        """Rewards of completions; what they say is decoded without special tokens."""
-        texts = [self._tokenizer.decode(completion.token_ids) for completion in completions]
-        return await self.rewards.score(prompt, list(zip(completions, texts, strict=True)), functions)
+        """Rewards of trajectories: those of `functions` (None: the configured ones), and their environments' own, which
+        counts once."""
+        if not trajectories:
+            return []
+        own = self._environment
+        asked = None if functions is None else [name for name in functions if name != own]
+        scores = await self.rewards.score(prompt, trajectories, asked)
+        return [
+            score if one.reward is None else ((score[0] or 0.0) + one.reward, {**score[1], own: one.reward})
+            for score, one in zip(scores, trajectories, strict=True)
+        ]
 
     def counters(self) -> dict[str, float]:
         """Counts since the start, under their names in metrics.jsonl."""
-        rewards = {f"reward/{name}": float(count) for name, count in self.rewards.statistics.items()}
-        return rewards | {f"inference/{name}": float(count) for name, count in self.pool.statistics.items()}
+        parts = {"reward": self.rewards.statistics, "inference": self.pool.statistics}
+        if self._episodes is not None:
+            parts["environment"] = self._episodes.counts()
+        return {f"{part}/{name}": float(count) for part, counts in parts.items() for name, count in counts.items()}
 
 
-def make_sample(prompt: Prompt, completion: Completion, reward: float, rewards: dict[str, float | None]) -> Sample:
-    branches: list[Branch] = []
-    add_turn(branches, prompt.token_ids, completion)
-    return Sample(branches, completion.finish_reason, reward, rewards)
-
-
-def _seed(job_seed: int, index: int) -> int:
-    """48 bits, which every engine and every JSON reader can hold."""
-    return int.from_bytes(hashlib.blake2b(f"{job_seed}/{index}".encode(), digest_size=6).digest(), "little")
+def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float | None]) -> Sample:
+    return Sample(trajectory.branches, trajectory.finish_reason, reward, rewards)

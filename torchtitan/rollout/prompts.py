@@ -34,6 +34,8 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
         """Prompts with more tokens leave no room for a whole completion within training.seq_len"""
+        self.tools: list[dict[str, Any]] = []
+        """JSON schemas of what the policy may call, which chat templates write into prompts"""
         if self._rollout.chat_template and not tokenizer.has_chat_template:
             raise UserError(
                 "rollout.chat_template = true, but the checkpoint's tokenizer files hold no chat template: take an "
@@ -54,16 +56,30 @@ class PromptMaker:
         prefill = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
         return Prompt(index, content, token_ids, columns, prefill[0] if prefill else "")
 
+    def extended(self, prompt: Prompt, text: str) -> list[int]:
+        """The tokens of a prompt to which an environment adds `text`: at its end, or to its last message."""
+        if not text:
+            return prompt.token_ids
+        if isinstance(prompt.text, str) and not self._rollout.chat_template:
+            return prompt.token_ids + self._tokenizer.encode_shielded(self._tokenizer.shield(text))
+        messages = self._messages(prompt.text)
+        last = messages[-1]
+        messages[-1] = {**last, "content": f"{last['content']}{self._tokenizer.shield(text)}"}
+        return self._tokenizer.apply_chat_template(messages, tools=self.tools)
+
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.token_ids) <= self.longest
 
     def _tokenise(self, content: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:
             return self._tokenizer.encode(content)
+        return self._tokenizer.apply_chat_template(self._messages(content), tools=self.tools)
+
+    def _messages(self, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         if self._rollout.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._rollout.system_prompt})
-        return self._tokenizer.apply_chat_template(messages)
+        return messages
 
 
 class PromptStream:

@@ -9,12 +9,14 @@ import random
 from pathlib import Path
 from types import TracebackType
 
-from torchtitan.config.derived import is_colocated
+from torchtitan.config.derived import has_environment, is_colocated
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.rollout.datasets import load_datasets
+from torchtitan.rollout.environments.pool import EnvironmentPool
+from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
@@ -47,13 +49,18 @@ class Rollouts:
         journal: Journal | None,
         epoch: str,
         ranks: int,
+        environments: EnvironmentPool | None = None,
     ):
         """ranks: of the trainer. Raises UserError for a dataset or tokenizer that does not fit the configuration."""
         train, self._held_out = load_datasets(config)
         self._config = config
         self._maker = PromptMaker(config, tokenizer)
         self.pool, self.rewards = pool, rewards
-        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch)
+        self._environments = environments
+        episodes = None
+        if environments is not None:
+            episodes = EpisodePlayer(config, pool, environments, self._maker, tokenizer)
+        self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
         stream = PromptStream(train, self._maker, config.training.seed, config.rollout.shuffle)
         self.flow = RolloutFlow(config, self.groups, stream, journal, ranks)
 
@@ -86,6 +93,9 @@ class Rollouts:
 
     async def _start(self) -> None:
         await self.rewards.start()
+        if self._environments is not None:
+            await self._environments.start()
+            self._maker.tools = self._environments.tools
         await self.pool.start()
 
     def _end(self) -> None:
@@ -98,7 +108,8 @@ class Rollouts:
 
     async def _close(self) -> None:
         await self.flow.close()
-        await asyncio.gather(self.rewards.close(), self.pool.close())
+        closing = [self.rewards.close(), self.pool.close()]
+        await asyncio.gather(*closing, *([] if self._environments is None else [self._environments.close()]))
 
 
 def make_rollouts(
@@ -125,4 +136,7 @@ def make_rollouts(
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
     else:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks)
+    environments = None
+    if has_environment(config):
+        environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments)

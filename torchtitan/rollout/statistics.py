@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.rollout.staleness import sample_version
-from torchtitan.rollout.types import Group, Sample
+from torchtitan.rollout.types import Group, Sample, Trajectory
 
 
 @dataclass
@@ -19,6 +20,7 @@ class RolloutStatistics:
     max_completion_tokens: int
     rewards: list[float] = field(default_factory=list)
     per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turns: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     groups_scored: int = 0
@@ -28,9 +30,11 @@ class RolloutStatistics:
     admitted: list[bool] = field(default_factory=list)
     admitted_long: list[bool] = field(default_factory=list)
 
-    def add_sample(self, tokens: int, truncated: bool, reward: float | None, rewards: dict[str, float | None]) -> None:
-        self.lengths.append(tokens)
-        self.truncated += truncated
+    def add_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
+        turns = sampled_segments(trajectory.branches)
+        self.turns.append(len(turns))
+        self.lengths.append(sum(len(turn.token_ids) for turn in turns))
+        self.truncated += trajectory.finish_reason == "length"
         if reward is None:
             self.samples_unscored += 1
             return
@@ -66,6 +70,9 @@ class RolloutStatistics:
             "rollout/admission_rate": _mean(self.admitted) if self.admitted else 1.0,
             "rollout/mixed_version_fraction": _mean([len(sample.spans) > 1 for sample in samples]),
         }
+        turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
+        if max(turns) > 1:
+            figures["environment/turns_mean"] = _mean(turns)
         if self.admitted_long:
             figures["rollout/admission_rate_long"] = _mean(self.admitted_long)
         for name, values in sorted(self.per_function.items()):

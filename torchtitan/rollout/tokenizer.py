@@ -6,6 +6,7 @@ Reads tokenizer.json with the `tokenizers` library; chat templates run in jinja2
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from torchtitan.errors import UserError
 
+# Around what is spelled like a token and is text: characters that no text has (noncharacters of a private plane).
+SHIELD = ("\U0010fffe", "\U0010ffff")
+SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -78,6 +82,12 @@ class Tokenizer:
         # A saved tokenizer may carry padding or truncation of its training; both would change prompts silently.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        added = sorted((str(one.content) for one in self._tokenizer.get_added_tokens_decoder().values()), key=len)
+        self._added = re.compile("|".join(map(re.escape, reversed(added)))) if added else None
+        # The same tokenizer, which knows none of the tokens that were added to its model.
+        self._without_added = FastTokenizer.from_str(json.dumps(_read_json(path) | {"added_tokens": []}))
+        self._without_added.no_padding()
+        self._without_added.no_truncation()
         settings = _read_json(self.directory / "tokenizer_config.json")
         special = _read_json(self.directory / "special_tokens_map.json")
         self.special_tokens = {
@@ -102,12 +112,34 @@ class Tokenizer:
         """Token ids of a text; nothing is added in front or behind."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def shield(self, text: str) -> str:
+        """The text, marked so that encode_shielded makes text of everything in it that is spelled like a token of the
+        tokenizer's own (`<|im_end|>`): such a token comes from a template alone, never from what a tool has said."""
+        plain = text.replace(SHIELD[0], "\ufffd").replace(SHIELD[1], "\ufffd")
+        return self._added.sub(lambda found: f"{SHIELD[0]}{found[0]}{SHIELD[1]}", plain) if self._added else plain
+
+    def encode_shielded(self, text: str) -> list[int]:
+        """Token ids of a text parts of which were shielded."""
+        ids: list[int] = []
+        for number, part in enumerate(SHIELDS.split(text)):
+            tokenizer = self._without_added if number % 2 else self._tokenizer
+            ids += tokenizer.encode(part, add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know (padding rows of an embedding) give no text."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt text that the chat template makes of [{"role": …, "content": …}, …]."""
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
+        """The prompt text that the chat template makes of [{"role": …, "content": …}, …].
+
+        tools: JSON schemas of what the assistant may call.
+        """
         if self._template_source is None:
             raise UserError(
                 f"{self.directory} has no chat template (neither chat_template.jinja nor chat_template in "
@@ -117,14 +149,22 @@ class Tokenizer:
             if self._template is None:
                 self._template = self._compile(self._template_source)
             return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
+                **self.special_tokens,
             )
         except jinja2.exceptions.TemplateError as error:
             raise UserError(f"the chat template of {self.directory} failed: {error}") from error
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a chat; special tokens come from the template alone."""
-        return self.encode(self.render_chat(messages, add_generation_prompt))
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """Token ids of a chat, parts of whose contents may be shielded."""
+        return self.encode_shielded(self.render_chat(messages, add_generation_prompt, tools))
 
     @staticmethod
     def _compile(source: str) -> jinja2.Template:

@@ -24,6 +24,26 @@ class Prompt:
 
 
 @dataclass
+class Trajectory:
+    """A finished conversation with the policy, not judged yet."""
+
+    branches: list[Branch]
+    finish_reason: str
+    completion: str | list[dict[str, Any]]
+    """What reward functions get: text, or chat messages where the prompt is a chat"""
+    reward: float | None = None
+    """What its environment gives"""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """The environment's public attributes at the end"""
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """Everything behind the prompt, in the branch that ended last: sampled and given."""
+        branch = self.branches[-1]
+        return branch.token_ids[len(branch.segments[0].token_ids) :]
+
+
+@dataclass
 class Sample:
     """One trajectory with everything that training needs to know about it.
 

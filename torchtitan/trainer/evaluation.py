@@ -16,11 +16,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.utils.events import EventLog
 
 Result = TypeVar("Result")
@@ -42,7 +44,8 @@ class _Missing(Exception):
 class Evaluator:
     """Evaluates the policy that the actors serve on a fixed set of prompts. Belongs to the thread of `groups`.
 
-    Rewards are those of eval.reward_function (or else the first of rewards.functions), without weights.
+    Rewards are those of eval.reward_function (or else the first of rewards.functions, or else the environment's own),
+    without weights.
     """
 
     def __init__(self, config: JobConfig, epoch: str, prompts: Sequence[Prompt], groups: GroupMaker, events: EventLog):
@@ -75,9 +78,9 @@ class Evaluator:
         requests = [self._request(step, prompt, greedy=False) for prompt in self.prompts]
         if self.config.eval.greedy:
             requests += [self._request(step, prompt, greedy=True) for prompt in self.prompts]
-        completions, redone = await self._generate_pinned(requests, version, deadline)
         prompts = self.prompts * (2 if self.config.eval.greedy else 1)
-        rewards = await self._score(prompts, completions, deadline)
+        trajectories, redone = await self._sample_pinned(prompts, requests, version, deadline)
+        rewards = await self._score(prompts, trajectories, deadline)
         sampled, greedy = rewards[: len(self.prompts)], rewards[len(self.prompts) :]
         judged = [[reward for reward in group if reward is not None] for group in sampled]
         counts = [(len(group), sum(reward >= PASSING_REWARD for reward in group)) for group in judged]
@@ -89,33 +92,38 @@ class Evaluator:
         if self.config.eval.greedy:
             answers = [reward for group in greedy for reward in group if reward is not None]
             figures["eval/greedy"] = _mean([float(reward >= PASSING_REWARD) for reward in answers])
-        flat = [completion for group in completions[: len(self.prompts)] for completion in group]
+        flat = [trajectory for group in trajectories[: len(self.prompts)] for trajectory in group]
+        lengths = [sum(len(turn.token_ids) for turn in sampled_segments(one.branches)) for one in flat]
         return figures | {
             "eval/prompts": len(self.prompts),
             "eval/samples": sum(n for n, _ in counts),
             "eval/unscored": sum(reward is None for group in rewards for reward in group),
-            "eval/length_mean": _mean([len(completion.token_ids) for completion in flat]),
-            "eval/truncated_fraction": _mean([float(completion.finish_reason == "length") for completion in flat]),
+            "eval/length_mean": _mean(lengths),
+            "eval/truncated_fraction": _mean([float(one.finish_reason == "length") for one in flat]),
             "eval/redone": redone,
         }
 
-    async def _generate_pinned(
-        self, requests: list[GenerateRequest], version: int, deadline: float
-    ) -> tuple[list[list[Completion]], int]:
-        """Completions of one version only, and how many requests had to be redone for that."""
-        results: dict[int, list[Completion]] = {}
+    async def _sample_pinned(
+        self, prompts: list[Prompt], requests: list[GenerateRequest], version: int, deadline: float
+    ) -> tuple[list[list[Trajectory]], int]:
+        """Trajectories of one version only, and how many requests had to be redone for that."""
+        results: dict[int, list[Trajectory]] = {}
         redone = 0
         for round_number in range(MAX_ROUNDS):
             wanted = [index for index in range(len(requests)) if index not in results]
             # A request is redone as a whole and with its own seed: the outcome is the one it would have had at once.
             again = f"-again{round_number}" if round_number else ""
-            batch = [replace(requests[index], request_id=requests[index].request_id + again) for index in wanted]
+            batch = [
+                (prompts[index], replace(requests[index], request_id=requests[index].request_id + again))
+                for index in wanted
+            ]
             redone += len(wanted) if round_number else 0
             # Actors that serve an older version are left out.
-            groups = await _before(deadline, [self.groups.pool.generate(request, version) for request in batch])
+            groups = await _before(deadline, [self.groups.sample(*one, version) for one in batch])
             for index, group in zip(wanted, groups, strict=True):
-                whole = len(group) == requests[index].sampling.n
-                if whole and all(is_pinned(completion, self.epoch, version) for completion in group):
+                turns = [turn for one in group for turn in sampled_segments(one.branches)]
+                # What an environment has lost is left out, and not the fault of a version.
+                if turns and all(is_pinned(turn, self.epoch, version) for turn in turns):
                     results[index] = group
             if len(results) == len(requests):
                 return [results[index] for index in range(len(requests))], redone
@@ -125,11 +133,11 @@ class Evaluator:
         )
 
     async def _score(
-        self, prompts: list[Prompt], completions: list[list[Completion]], deadline: float
+        self, prompts: list[Prompt], trajectories: list[list[Trajectory]], deadline: float
     ) -> list[list[float | None]]:
-        name = self.config.eval.reward_function or self.config.rewards.functions[0]
-        work = [self.groups.score(prompt, group, [name]) for prompt, group in zip(prompts, completions, strict=True)]
-        return [[rewards[name] for _, rewards in group] for group in await _before(deadline, work)]
+        name = judging_reward(self.config)
+        work = [self.groups.score(prompt, group, [name]) for prompt, group in zip(prompts, trajectories, strict=True)]
+        return [[rewards.get(name) for _, rewards in group] for group in await _before(deadline, work)]
 
     def _request(self, step: int, prompt: Prompt, greedy: bool) -> GenerateRequest:
         rollout, settings = self.config.rollout, self.config.eval

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from torchtitan.config.derived import reward_weights
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -153,10 +154,10 @@ class PolicyTrainer:
         return Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
 
     def _assign_advantages(self, batch: Batch) -> None:
-        grpo, functions = self.config.grpo, self.config.rewards.functions
+        grpo = self.config.grpo
         tokens = [[trained_tokens(sample, grpo.mask_truncated) for sample in group.samples] for group in batch.groups]
         if grpo.reward_aggregation == "normalize_each":
-            weights = dict(zip(functions, self.config.rewards.weights or [1.0] * len(functions), strict=True))
+            weights = reward_weights(self.config)
             by_function = [[sample.rewards for sample in group.samples] for group in batch.groups]
             advantages = normalized_each(by_function, weights, grpo.scale_rewards, grpo.advantage, tokens)
         else:

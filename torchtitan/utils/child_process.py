@@ -73,16 +73,20 @@ class ChildProcess:
         return None if self._process is None else self._process.pid
 
     async def launch(self, command: Sequence[str], environment: Mapping[str, str], pipes: bool = False) -> None:
-        """Start it, after its predecessor has been stopped. pipes: `streams` are its standard input and output."""
+        """Start it, after its predecessor has been stopped.
+
+        pipes: `streams` are its standard input and output, and `output`, not the log file, is what it prints.
+        """
         await self.stop()
         with contextlib.ExitStack() as files:
             log = None
-            if self.log_file is not None:
+            if self.log_file is not None and not pipes:
                 self.log_file.parent.mkdir(parents=True, exist_ok=True)
                 log = files.enter_context(self.log_file.open("ab"))
             # It leads a session of its own: Ctrl-C reaches us alone, and whatever it starts can be ended with it.
+            output = PIPE if pipes else log
             self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE if pipes else DEVNULL, stdout=PIPE if pipes else log, stderr=log,
+                *command, stdin=PIPE if pipes else DEVNULL, stdout=output, stderr=output,
                 env=dict(environment), start_new_session=True,
             )  # fmt: skip
         self._group, self._stopping = self._process.pid, False
@@ -111,6 +115,13 @@ class ChildProcess:
         if self._process is None or self._process.stdin is None or self._process.stdout is None:
             raise ConnectionError(f"{self._what} has no pipes")
         return self._process.stdin, self._process.stdout
+
+    @property
+    def output(self) -> asyncio.StreamReader:
+        """Its standard error. Raises ConnectionError where it has not been launched with pipes."""
+        if self._process is None or self._process.stderr is None:
+            raise ConnectionError(f"{self._what} has no pipes")
+        return self._process.stderr
 
     async def wait(self) -> None:
         """Return when it has ended (at once where there is none); what it has left behind is killed."""

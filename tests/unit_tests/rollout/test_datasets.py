@@ -33,7 +33,7 @@ class Characters:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(chr(i) for i in ids if not (skip_special and i < 32))
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 
 

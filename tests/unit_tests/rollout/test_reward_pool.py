@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.rewards.pool import RewardPool
-from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.types import Prompt, Trajectory
 
 HERE = "tests.unit_tests.rollout.reward_examples"
 
@@ -26,11 +26,11 @@ def make_config(*functions: str, **settings: Any) -> JobConfig:
     return config
 
 
-def completions_of(*texts: str) -> list[tuple[Completion, str]]:
-    return [(Completion([i, 7], [0.0, 0.0], "stop", [VersionSpan("e", 0, 0, 2)]), text) for i, text in enumerate(texts)]
+def completions_of(*said: Any) -> list[Trajectory]:
+    return [answer([i, 7], one) for i, one in enumerate(said)]
 
 
-def score(config: JobConfig, *calls: tuple[Prompt, list[tuple[Completion, str]]]) -> tuple[list[Any], dict[str, int]]:
+def score(config: JobConfig, *calls: tuple[Prompt, list[Trajectory]]) -> tuple[list[Any], dict[str, int]]:
     async def run() -> tuple[list[Any], dict[str, int]]:
         pool = RewardPool(config)
         await pool.start()
@@ -70,7 +70,8 @@ def test_a_function_that_is_slow_for_every_sample_keeps_its_rewards() -> None:
 
 def test_arguments_follow_trl() -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], [1], {"level": 3, "answer": "x"})
-    results, _ = score(make_config("seen"), (prompt, completions_of("a", "b")))
+    said = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
+    results, _ = score(make_config("seen"), (prompt, completions_of(*said)))
     assert totals(results[0]) == [1.0, 1.0]
 
 

@@ -26,7 +26,7 @@ from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.staleness import Pace, sample_version
-from torchtitan.rollout.types import Batch, Group, Prompt
+from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 
 GROUP_SIZE, BATCH_GROUPS = 2, 4
 
@@ -85,7 +85,7 @@ class FakeRewards:
         pass
 
     async def score(
-        self, prompt: Prompt, completions: Sequence[tuple[Completion, str]], functions: Sequence[str] | None = None
+        self, prompt: Prompt, completions: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:
         name = functions[0] if functions else "arithmetic"
         values = [

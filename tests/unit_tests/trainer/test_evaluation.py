@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
-from torchtitan.rollout.types import Prompt
+from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
 from torchtitan.utils.events import EventLog
 
@@ -64,12 +64,12 @@ class Actors:
         return group
 
     async def score(
-        self, prompt: Prompt, completions: list[tuple[Completion, str]], functions: list[str]
+        self, prompt: Prompt, completions: list[Trajectory], functions: list[str]
     ) -> list[tuple[float | None, dict[str, float | None]]]:
         assert functions == ["arithmetic"]
         rewards = [
-            None if self.blind(prompt.index, i) else float(sample.token_ids[0])
-            for i, (sample, _text) in enumerate(completions)
+            None if self.blind(prompt.index, i) else float(sample.completion_ids[0])
+            for i, sample in enumerate(completions)
         ]
         return [(reward, {"arithmetic": reward}) for reward in rewards]
 

@@ -24,7 +24,8 @@ from torchtitan.config.values import (
 @dataclass(config=TABLE)
 class Rollout:
     dataset: PathText = "arithmetic"
-    """`arithmetic` (built in), a .jsonl or .parquet file, or a Hugging Face dataset name (needs the `data` extra)"""
+    """`arithmetic`, `guess` or `calculator` (built in), a .jsonl or .parquet file, or a Hugging Face dataset name
+    (needs the `data` extra)"""
 
     dataset_split: str = "train"
     """Split of a Hugging Face dataset"""

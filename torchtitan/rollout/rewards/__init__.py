@@ -7,12 +7,11 @@ limit), so it takes ``**kwargs``. It returns one float per completion, or None w
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.workers.loading import did_you_mean, load_object
 
 __all__ = ["BUILTIN", "CHECKS_MATHEMATICS", "NEEDS_ANSWER", "load_reward"]
 
@@ -40,28 +39,10 @@ def load_reward(name: str) -> Callable[..., Any]:
     Raises:
         UserError: no such built-in, module or function; names the nearest known one.
     """
-    module_name, colon, function_name = BUILTIN.get(name, name).partition(":")
-    if not colon or not module_name or not function_name:
+    name_of = BUILTIN.get(name, name)
+    if not all(name_of.partition(":")):
         raise UserError(
-            f"unknown reward function {name!r}{_nearest(name, list(BUILTIN))}: it must be one of "
+            f"unknown reward function {name!r}{did_you_mean(name, BUILTIN)}: it must be one of "
             f"{', '.join(BUILTIN)}, or `package.module:function`"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way
-        raise UserError(
-            f"reward function {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        what = "has no function" if function is None else "has something that is not a function under the name"
-        raise UserError(
-            f"reward function {name!r}: {module_name} {what} {function_name!r}{_nearest(function_name, known)}"
-        )
-    return function
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return load_object(name_of, "reward function")

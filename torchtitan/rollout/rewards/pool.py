@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import struct
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,32 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion
 from torchtitan.rollout.rewards import load_reward
-from torchtitan.rollout.types import Prompt
-from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 Score = tuple[float | None, dict[str, float | None]]
 """Weighted sum of the rewards (None where no function gave one) and every function's own reward"""
 
-HEADER = struct.Struct(">I")
-START_TIMEOUT_S = 60.0
-MAX_START_ATTEMPTS = 3
-STOP_TIMEOUT_S = 2.0
 # After a group's call timed out, its samples get this many times the group's limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
-
-
-class CallFailed(Exception):
-    """A call that gave no rewards. `kind` is timeout, crash or exception."""
-
-    def __init__(self, kind: str, reason: str):
-        super().__init__(reason)
-        self.kind = kind
 
 
 class RewardPool:
@@ -59,9 +42,12 @@ class RewardPool:
             load_reward(name)
         self._timeout_s = rewards.timeout_s
         self._max_completion_tokens = config.rollout.max_completion_tokens
-        setup = {"functions": self._all_functions, "path": sys.path, "memory_limit_mb": rewards.memory_limit_mb}
-        self._workers = [_Worker(setup, log_file) for _ in range(rewards.num_workers)]
-        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
+        setup = {"functions": self._all_functions, "memory_limit_mb": rewards.memory_limit_mb}
+        self._workers = [
+            WorkerProcess("the reward worker", "torchtitan.rollout.rewards.worker", setup, log_file)
+            for _ in range(rewards.num_workers)
+        ]
+        self._free: asyncio.Queue[WorkerProcess] = asyncio.Queue()
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """The latest failure in words, for messages"""
@@ -79,15 +65,17 @@ class RewardPool:
     async def score(
         self,
         prompt: Prompt,
-        completions: Sequence[tuple[Completion, str]],
+        completions: Sequence[Trajectory],
         functions: Sequence[str] | None = None,
     ) -> list[Score]:
-        """Rewards of one prompt's completions, given with their texts; `functions` replaces the configured ones.
+        """Rewards of one prompt's completions; `functions` replaces the configured ones.
 
         Raises:
             UserError: a worker died and no new one could be started.
         """
         names = self.functions if functions is None else list(functions)
+        if not names:
+            return [(None, {}) for _ in completions]
         worker = await self._free.get()
         try:
             columns = [await self._run(worker, name, prompt, completions) for name in names]
@@ -100,7 +88,7 @@ class RewardPool:
         return (sum(given) if given else None), rewards
 
     async def _run(
-        self, worker: _Worker, name: str, prompt: Prompt, completions: Sequence[tuple[Completion, str]]
+        self, worker: WorkerProcess, name: str, prompt: Prompt, completions: Sequence[Trajectory]
     ) -> list[float | None]:
         """One function over one group. Where that fails, each sample is tried alone to find the bad ones; the others
         are then scored together, since a reward may compare the completions of its group."""
@@ -148,25 +136,27 @@ class RewardPool:
 
     async def _call(
         self,
-        worker: _Worker,
+        worker: WorkerProcess,
         name: str,
         prompt: Prompt,
-        completions: Sequence[tuple[Completion, str]],
+        completions: Sequence[Trajectory],
         timeout_s: float,
     ) -> dict[str, Any]:
         message = {
             "function": name,
             "samples": {
                 "prompt": prompt.text,
-                "chat": not isinstance(prompt.text, str),
                 "columns": prompt.columns,
-                "texts": [text for _, text in completions],
-                "completion_ids": [completion.token_ids for completion, _ in completions],
-                "finish_reasons": [completion.finish_reason for completion, _ in completions],
+                "completions": [one.completion for one in completions],
+                "completion_ids": [one.completion_ids for one in completions],
+                "finish_reasons": [one.finish_reason for one in completions],
+                "environments": [one.environment for one in completions],
                 "max_completion_tokens": self._max_completion_tokens,
                 "prefill": prompt.prefill,
             },
         }
+        if not worker.alive:
+            await worker.start()
         try:
             return await worker.call(message, timeout_s)
         except CallFailed as failure:
@@ -175,66 +165,7 @@ class RewardPool:
                 self.statistics["worker_restarts"] += 1
                 await worker.start()
             raise
-
-
-class _Worker:
-    """One worker process, replaced whenever a call kills it."""
-
-    def __init__(self, setup: dict[str, Any], log_file: Path | None):
-        self._setup = setup
-        self._log_file = log_file
-        self._process = ChildProcess("the reward worker", log_file)
-
-    async def start(self) -> None:
-        """(Re)start the process; raises UserError after a few attempts in vain."""
-        reason = ""
-        for _ in range(MAX_START_ATTEMPTS):
-            await self.stop()
-            command = [sys.executable, "-m", "torchtitan.rollout.rewards.worker"]
-            await self._process.launch(command, child_environment(threads=1), pipes=True)
-            try:
-                reply = await self._exchange(self._setup, START_TIMEOUT_S)
-            except CallFailed as failure:
-                reason = f"{failure.kind}: {failure}"
-                continue
-            if "error" not in reply:
-                return
-            await self.stop()
-            raise UserError(f"the reward worker could not load the functions: {reply['error']}")
-        where = f", see {self._log_file}" if self._log_file else ""
-        raise UserError(f"the reward worker does not start ({MAX_START_ATTEMPTS} attempts, last: {reason}){where}")
-
-    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Raises CallFailed; after a timeout or a crash the process is gone until start() or the next call."""
-        if not self._process.alive:
-            await self.start()
-        reply = await self._exchange(message, timeout_s)
-        if "error" in reply:
-            raise CallFailed("exception", reply["error"])
-        return reply
-
-    async def stop(self) -> None:
-        """Kill the process and what it has forked; none of them has anything to lose. Never takes long."""
-        await self._process.stop(grace_s=0, kill_grace_s=STOP_TIMEOUT_S)
-
-    async def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        data = json.dumps(message, default=str).encode()
-        try:
-            return await asyncio.wait_for(self._round_trip(data), timeout_s)
-        except asyncio.TimeoutError:
-            await self.stop()
-            raise CallFailed("timeout", f"no answer within {timeout_s:g} s") from None
         except asyncio.CancelledError:
-            # The reply would be taken for that of the next call.
-            await self.stop()
+            # The next call would have to wait for this one.
+            await worker.stop()
             raise
-        except (OSError, asyncio.IncompleteReadError) as error:
-            await self.stop()
-            raise CallFailed("crash", self._process.describe_end()) from error
-
-    async def _round_trip(self, data: bytes) -> dict[str, Any]:
-        to_worker, from_worker = self._process.streams
-        to_worker.write(HEADER.pack(len(data)) + data)
-        await to_worker.drain()
-        (length,) = HEADER.unpack(await from_worker.readexactly(HEADER.size))
-        return json.loads(await from_worker.readexactly(length))

@@ -1,10 +1,10 @@
-"""Whether a reward function named in the configuration is there, without running any of its module's code."""
+"""Whether what the configuration names as `package.module:name` is there, without running any of its module's code."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -15,31 +15,37 @@ from torchtitan.rollout.rewards import BUILTIN
 
 def reward_problem(name: str) -> str | None:
     """What is wrong with the name of a reward function; None where nothing is, or where only running it would tell."""
-    if name in BUILTIN:
+    return name_problem(name, "reward function", BUILTIN)
+
+
+def name_problem(name: str, what: str, built_in: Collection[str] = ()) -> str | None:
+    """What is wrong with the name of a function or class, which messages call `what`."""
+    if name in built_in:
         return None
     module, _, function = name.partition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        allowed = f"must be one of {', '.join(BUILTIN)}, or package.module:function"
-        return f"unknown reward function {show(name)}: {allowed}{nearest(name, BUILTIN)}"
+        choice = f"one of {', '.join(built_in)}, or " if built_in else ""
+        allowed = f"must be {choice}package.module:function"
+        return f"unknown {what} {show(name)}: {allowed}{nearest(name, built_in)}"
     try:
         spec = _find_module(module)
     except Exception as error:  # of user code: the parent package had to be imported
-        return f"reward function {show(name)}: module {module} cannot be found: {type(error).__name__}: {error}"
+        return f"{what} {show(name)}: module {module} cannot be found: {type(error).__name__}: {error}"
     if spec is None:
         looked = f"is not on the Python path (the working folder is {Path.cwd()})"
-        return f"reward function {show(name)}: module {module} {looked}"
+        return f"{what} {show(name)}: module {module} {looked}"
     if spec.origin is None:
-        return f"reward function {show(name)}: {module} is a folder, not a module"
+        return f"{what} {show(name)}: {module} is a folder, not a module"
     if not spec.origin.endswith(".py"):
         return None
     try:
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except (OSError, SyntaxError, ValueError) as error:
-        return f"reward function {show(name)}: {spec.origin} cannot be read as Python: {error}"
+        return f"{what} {show(name)}: {spec.origin} cannot be read as Python: {error}"
     known = set(_names(tree.body))
     if function in known or "*" in known or "__getattr__" in known:
         return None
-    return f"reward function {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
+    return f"{what} {show(name)}: {spec.origin} has no {function}{nearest(function, known)}"
 
 
 def _find_module(name: str) -> ModuleSpec | None:

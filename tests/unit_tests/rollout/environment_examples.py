@@ -1,0 +1,162 @@
+"""Environments and tools, friendly and hostile, for the workers that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+
+class Counter:
+    """Counts what it is told; the word `bad` brings out what is bad about its subclasses."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self._hidden = object()
+        self.unwritable = object()
+
+    def reset(self, **row: Any) -> str:
+        self.said = []
+        return f"<{row.get('name', '')}>"
+
+    def step(self, action: str) -> tuple[Any, float, bool]:
+        self.said.append(action)
+        if action.startswith("bad"):
+            return self.bad(action), 0.0, False
+        return f"{len(self.said)}", 0.5, action == "end"
+
+    def bad(self, action: str) -> Any:
+        return None
+
+
+class Hangs(Counter):
+    def bad(self, action: str) -> Any:
+        while True:
+            time.sleep(0.01)
+
+
+class HangsAsleep(Counter):
+    async def step(self, action: str) -> tuple[Any, float, bool]:  # type: ignore[override]
+        await asyncio.sleep(1000 if action == "bad" else 0)
+        return "", 1.0, True
+
+
+class Raises(Counter):
+    def bad(self, action: str) -> Any:
+        raise RuntimeError("no such move")
+
+
+class Crashes(Counter):
+    def bad(self, action: str) -> Any:
+        os._exit(3)
+
+
+class Eats(Counter):
+    def bad(self, action: str) -> Any:
+        return len(bytearray(1 << 33))
+
+
+class Prints(Counter):
+    def bad(self, action: str) -> Any:
+        for _ in range(10):
+            sys.stdout.write("x" * (1 << 20))
+            os.write(1, b"y" * (1 << 10))
+        return "printed"
+
+
+class NoText(Counter):
+    def bad(self, action: str) -> Any:
+        return object()
+
+
+class TooMuch(Counter):
+    def bad(self, action: str) -> Any:
+        return "much " * 2_000_000
+
+
+class Forks(Counter):
+    """A child goes on as if it were the worker, and never ends."""
+
+    def bad(self, action: str) -> Any:
+        if os.fork() == 0:
+            time.sleep(0.2)
+            return "the child's"
+        return "the parent's"
+
+
+class Gym:
+    """As gymnasium's environments are: no **kwargs, and tuples."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        return f"seed {seed}", {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return {"seen": action}, 1.0, False, action == "cut", {}
+
+
+class Remote:
+    """As OpenEnv's clients are: objects."""
+
+    def reset(self, **row: Any) -> Any:
+        return SimpleNamespace(observation="hello", reward=None, done=False)
+
+    def step(self, action: str) -> Any:
+        return SimpleNamespace(observation=[1, 2], reward=None, done=True)
+
+
+class Shop:
+    """Its public methods are tools, as in TRL."""
+
+    def __init__(self) -> None:
+        self.basket: list[str] = []
+
+    def reset(self, **row: Any) -> None:
+        self.basket = []
+
+    def buy(self, what: str, pieces: int = 1) -> str:
+        """Put something into the basket.
+
+        Args:
+            what: What to buy.
+            pieces (int): How many of it,
+        """
+        self.basket += [what] * pieces
+        return f"{len(self.basket)} things"
+
+    async def look(self) -> list[str]:
+        """See what is in the basket."""
+        await asyncio.sleep(0)
+        return self.basket
+
+    def get_reward(self) -> float:
+        return float(len(self.basket))
+
+    def _private(self) -> str:
+        return "no tool"
+
+
+def weather(city: str) -> str:
+    """The weather of a city.
+
+    Args:
+        city: Its name.
+    """
+    if city == "Atlantis":
+        raise KeyError("it has sunk")
+    return f"sunny in {city}"
+
+
+def untyped(city) -> str:  # type: ignore[no-untyped-def]
+    """A tool without types."""
+    return ""
+
+
+def undocumented(city: str) -> str:
+    return city
+
+
+class NoEnvironment:
+    def reset(self, **row: Any) -> None: ...

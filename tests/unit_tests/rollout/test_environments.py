@@ -1,0 +1,207 @@
+"""Environments in worker processes: the conventions that they follow, and that they cost an episode at most."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.rollout.environments.pool import EnvironmentPool
+from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
+from torchtitan.utils.events import EventLog
+
+HERE = "tests.unit_tests.rollout.environment_examples"
+
+
+def run(
+    tmp_path: Path, work: Callable[[EnvironmentPool], Awaitable[Any]], factory: str = "", tools: tuple[str, ...] = ()
+) -> Any:
+    """What `work` does with a pool of two workers."""
+    config = JobConfig()
+    config.rollout.max_completion_tokens = 100
+    config.environment.factory = f"{HERE}:{factory}" if factory else ""
+    config.environment.tools = [f"{HERE}:{name}" for name in tools]
+    config.environment.num_workers, config.environment.step_timeout_s = 2, 2.0
+    config.environment.memory_limit_mb = 512
+
+    async def with_pool() -> Any:
+        pool = EnvironmentPool(config, EventLog(tmp_path / "events.jsonl"), tmp_path / "environments.log")
+        try:
+            await pool.start()
+            return await work(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(asyncio.wait_for(with_pool(), 120))
+
+
+def events(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in EventLog(tmp_path / "events.jsonl").read() if event["kind"] == kind]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async def play(number: int) -> Any:
+            async with await pool.episode() as episode:
+                begun = await episode.reset({"name": number})
+                replies = [await episode.act(text) for text in (*"ab"[: number % 3], "end")]
+                outcome = await episode.finish()
+            assert begun == f"<{number}>" and [reply.done for reply in replies][-1:] == [True]
+            assert [reply.messages[0]["content"] for reply in replies] == [str(i + 1) for i in range(len(replies))]
+            assert outcome.reward == sum(reply.reward for reply in replies) == 0.5 * len(replies)
+            return outcome.attributes
+
+        return [await asyncio.gather(*(play(number) for number in range(50))) for _ in range(2)][1]
+
+    attributes = run(tmp_path, work, "Counter")
+    # What JSON can hold, and what is not private; instances are used again, not built for each of 100 episodes.
+    assert attributes[4] == {"said": ["a", "end"]}
+    assert not events(tmp_path, "environment_failed")
+
+
+@pytest.mark.parametrize(
+    ("factory", "failure", "word"),
+    [
+        ("Hangs", "timeout", "within 2 s"),
+        ("HangsAsleep", "timeout", "within 2 s"),
+        ("Raises", "exception", "RuntimeError: no such move"),
+        ("Crashes", "crash", "exit code 3"),
+        ("Eats", "exception", "MemoryError"),
+        ("NoText", "exception", "step returned object, which is not text"),
+        ("Prints", None, ""),
+        ("TooMuch", None, ""),
+        ("Forks", None, ""),
+    ],
+)
+def test_hostile_environments_cost_their_own_episode(
+    tmp_path: Path, factory: str, failure: str | None, word: str
+) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        # Beside it, on both workers, others go on; a crash takes those of its own worker with it.
+        others = [await pool.episode() for _ in range(3)]
+        bad = await pool.episode()
+        for episode in (*others, bad):
+            await episode.reset({})
+        reply, reason = None, None
+        try:
+            reply = await bad.act("bad")
+        except CallFailed as error:
+            reason = (error.kind, str(error))
+        await bad.__aexit__()
+        lost = 0
+        for episode in others:
+            try:
+                await episode.act("end")
+                await episode.finish()
+            except CallFailed:
+                lost += 1
+            await episode.__aexit__()
+        assert lost <= (failure == "crash")
+        async with await pool.episode() as fresh:
+            await fresh.reset({})
+            assert (await fresh.act("end")).done
+        return reply, reason, dict(pool.statistics)
+
+    reply, reason, statistics = run(tmp_path, work, factory)
+    said = events(tmp_path, "environment_failed")
+    assert len(said) == statistics["failures"] >= bool(failure)
+    if failure:
+        assert reason[0] == said[0]["what"] == failure and word in reason[1] and word in said[0]["reason"]
+    elif factory == "Prints":
+        assert reply.messages[0]["content"] == "printed" and len(events(tmp_path, "environment_output_cut")) == 1
+        assert (tmp_path / "environments.log").stat().st_size <= LOGGED_BYTES + 4096
+    elif factory == "TooMuch":
+        # Cut at what could be trained on in no case.
+        assert 100 < len(reply.messages[0]["content"]) < 20_000
+    else:
+        assert reply.messages[0]["content"] == "the parent's"
+
+
+def test_classes_of_other_libraries(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            begun = await episode.reset({"seed": 7, "prompt": "x"})
+            replies = [await episode.act(text) for text in ("go", "cut")]
+            return begun, [(reply.messages[0]["content"], reply.reward, reply.done) for reply in replies]
+
+    assert run(tmp_path, work, "Gym") == ("seed 7", [('{"seen": "go"}', 1.0, False), ('{"seen": "cut"}', 1.0, True)])
+    assert run(tmp_path, work_of_one, "Remote") == ("hello", ("[1, 2]", 0.0, True))
+
+
+async def work_of_one(pool: EnvironmentPool) -> Any:
+    async with await pool.episode() as episode:
+        begun, reply = await episode.reset({}), await episode.act("go")
+        return begun, (reply.messages[0]["content"], reply.reward, reply.done)
+
+
+def test_tools_follow_trl(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        schemas = {tool["function"]["name"]: tool["function"] for tool in pool.tools}
+        assert list(schemas) == ["buy", "look", "weather"]
+        assert schemas["buy"]["description"] == "Put something into the basket."
+        assert schemas["buy"]["parameters"]["required"] == ["what"]
+        assert schemas["buy"]["parameters"]["properties"]["pieces"]["description"] == "How many of it,"
+        async with await pool.episode() as episode:
+            assert await episode.reset({}) == ""
+            results = []
+            for text in (
+                f"I buy. {call('buy', what='egg', pieces='2')}{call('look')}",
+                call("weather", city="Oslo"),
+                call("weather", city="Atlantis"),
+                call("buy", pieces=1),
+                call("buy", what="egg", colour="red"),
+                call("steal"),
+                "<tool_call>{oops</tool_call>",
+            ):
+                reply = await episode.act(text)
+                assert not reply.done
+                results.append([message["content"] for message in reply.messages])
+            last = await episode.act("That is all.")
+            assert last.done and not last.messages
+            outcome = await episode.finish()
+        assert (outcome.reward, outcome.attributes) == (2.0, {"basket": ["egg", "egg"]})
+        assert (pool.statistics["tool_calls"], pool.statistics["tool_errors"]) == (7, 5)
+        return results
+
+    results = run(tmp_path, work, "Shop", ("weather",))
+    assert results[:2] == [["2 things", '["egg", "egg"]'], ["sunny in Oslo"]]
+    words = ("it has sunk", "Field required", "Extra inputs", "there is no tool 'steal'", "in JSON")
+    for (text,), word in zip(results[2:], words, strict=True):
+        assert word in json.loads(text)["error"]
+
+
+def test_functions_alone_are_tools(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            await episode.reset({})
+            reply = await episode.act(call("weather", city="Rome"))
+            outcome = await episode.finish()
+            return reply.messages, outcome.reward
+
+    message = {"role": "tool", "name": "weather", "content": "sunny in Rome"}
+    assert run(tmp_path, work, tools=("weather",)) == ([message], None)
+
+
+@pytest.mark.parametrize(
+    ("factory", "tools", "word"),
+    [
+        ("NoEnvironment", (), "neither step"),
+        ("Nothing", (), "has no 'Nothing'"),
+        ("", ("untyped",), "parameter city needs a type"),
+        ("", ("undocumented",), "needs a docstring"),
+        ("Counter", ("weather",), "cannot have tools"),
+    ],
+)
+def test_what_is_no_environment_is_refused(tmp_path: Path, factory: str, tools: tuple[str, ...], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        run(tmp_path, work_of_one, factory, tools)

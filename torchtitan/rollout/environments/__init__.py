@@ -1,0 +1,10 @@
+"""Environments and tools of the user: what their programs look like, and the worker processes that run them.
+
+Two kinds of class, each without constructor arguments and with `reset(**row)`:
+
+- with `step(action)`: it gets the text of a turn and returns (observation, reward, done), as gymnasium's or an OpenEnv
+  client's do too;
+- without: its other public methods are tools, typed and with docstrings, as TRL has it.
+
+Either may have `get_reward()`. See docs/environments.md.
+"""

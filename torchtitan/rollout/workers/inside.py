@@ -1,0 +1,89 @@
+"""Inside of a worker process: messages in and out, and what the user's code must not do to them or to the machine.
+
+A message is a JSON object behind its length. The first one sets the worker up and is answered by {"ready": true, …} or
+{"error": text}. Every later one has an `id`, which its reply repeats; replies may come in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from torchtitan.errors import UserError
+
+HEADER = struct.Struct(">I")
+PR_SET_PDEATHSIG = 1
+
+
+def protect() -> tuple[BinaryIO, BinaryIO]:
+    """Make this process a worker: (messages, replies). What user code prints goes to standard error, it finds nothing
+    on standard input, a process that it forks can neither read nor answer our messages, and all ends with our parent.
+    """
+    if sys.platform == "linux":
+        # The kernel does it: a hung function would not notice by itself.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    incoming = os.fdopen(os.dup(0), "rb")
+    outgoing = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def let_go() -> None:
+        for file in (incoming, outgoing):
+            os.close(file.fileno())
+
+    os.register_at_fork(after_in_child=let_go)
+    return incoming, outgoing
+
+
+def read_message(file: BinaryIO) -> Any:
+    """The next message, None at the end of input."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    return json.loads(file.read(HEADER.unpack(header)[0]))
+
+
+def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    file.write(HEADER.pack(len(data)) + data)
+    file.flush()
+
+
+def set_up(incoming: BinaryIO, outgoing: BinaryIO, load: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Read the set-up, import what it needs with `load`, whose result is sent back, and limit the memory.
+
+    The set-up has `path` (folders to import from) and `memory_limit_mb`. False: there is nothing more to do.
+    """
+    setup = read_message(incoming)
+    if setup is None:
+        return False
+    sys.path.extend(folder for folder in setup["path"] if folder not in sys.path)
+    try:
+        about = load(setup)
+    except Exception as error:  # of user code
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        write_message(outgoing, {"error": text})
+        return False
+    limit_memory(setup["memory_limit_mb"])
+    write_message(outgoing, {"ready": True, **about})
+    return True
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let this process map at most `megabytes` more than it has mapped now (Linux)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            mapped = int(file.read().split()[0]) * resource.getpagesize()
+    except FileNotFoundError:
+        print("worker: no /proc here, the memory limit is not enforced", file=sys.stderr, flush=True)
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = mapped + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -1,0 +1,39 @@
+"""Functions and classes of the user by their names."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchtitan.errors import UserError
+
+
+def load_object(name: str, what: str) -> Callable[..., Any]:
+    """The function or class of `package.module:name`; messages call it `what`.
+
+    Raises:
+        UserError: no such module or object, or nothing that can be called; names the nearest that is there.
+    """
+    module_name, colon, object_name = name.partition(":")
+    if not colon or not module_name or not object_name:
+        raise UserError(f"{what} {name!r}: it must be `package.module:name`")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way
+        raise UserError(
+            f"{what} {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    found = getattr(module, object_name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        problem = "has no" if found is None else "has something that is not a function under the name"
+        raise UserError(f"{what} {name!r}: {module_name} {problem} {object_name!r}{did_you_mean(object_name, known)}")
+    return found
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names as part of a message, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
