@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor import Actor, ActorState
+from torchtitan.inference.actor import Actor, ActorState, Ask
 from torchtitan.inference.actor_client import ActorClient
 from torchtitan.inference.actor_process import ActorProcess
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, ActorNotReady, RequestRefused
@@ -29,12 +29,15 @@ logger = logging.getLogger(__name__)
 
 # New versions reach actors a little apart. Without this grace the first to have one would be given all that waits.
 GRACE_S = 0.1
+# Conversations of which it is remembered who had their last turn.
+MOST_NAMES = 65536
 
 
 @dataclass
 class _Waiter:
     sequences: int
     min_version: int
+    shares: str
     actor: asyncio.Future[Actor]
     grace_until: float | None = None
 
@@ -58,13 +61,16 @@ class InferencePool:
         environment variable TORCHTITAN_ACTOR_TOKEN, or else the same one. For the weights each actor gets its own key,
         which is derived from `token`. make_client: of another engine than inference.backend names."""
         self._config, self._epoch, self._job_token = config, epoch, token
-        self._token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
+        self.token = os.environ.get(TOKEN_VARIABLE, token) if config.inference.servers else token
+        """Of the actors"""
         self._run_dir, self._events = run_dir, events
         self._make_client = make_client or partial(make_engine_client, config.inference.backend)
         self._actors: list[Actor] = []
         self._tasks: list[asyncio.Task[None]] = []
         """All supervisions, and the parity guard"""
         self._waiting: list[_Waiter] = []
+        self._last_of: dict[str, Actor] = {}
+        """Name that requests shared -> the actor that had the last one, the latest last"""
         self._redone = 0
         self._asleep = False
         """Actors sleep, or are about to: requests wait for all of their memory to be there again"""
@@ -112,9 +118,9 @@ class InferencePool:
                     self._epoch,
                     role_key(self._job_token, ACTOR, name),
                     self._events,
-                    make_client=lambda url: self._make_client(url, self._token),
+                    make_client=lambda url: self._make_client(url, self.token),
                     changed=self._dispatch,
-                    process=None if servers else ActorProcess(name, self._config, self._token, self._run_dir, i),
+                    process=None if servers else ActorProcess(name, self._config, self.token, self._run_dir, i),
                     url=servers[i] if servers else "",
                 )
             )
@@ -160,10 +166,17 @@ class InferencePool:
         self._asleep = bool(asleep)
         self._dispatch()
 
-    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+    async def generate(
+        self, request: GenerateRequest, min_version: int = 0, *, shares: str = "", ask: Ask | None = None
+    ) -> list[Completion]:
         """Sample a request on an actor that serves at least `min_version`; redone elsewhere where an actor fails.
 
         Waits for such an actor for as long as it takes, so the caller sets the deadline.
+
+        Args:
+            shares: names what it begins with, such as the conversation of which it is a turn: where it can be, it goes
+                to the actor that had the last one of that name, which has computed the beginning.
+            ask: who asks the actor, if not this process.
 
         Raises:
             UserError: all actors have been given up, the request was refused, or it failed on
@@ -172,9 +185,9 @@ class InferencePool:
         failures: list[str] = []
         while True:
             self._check_guard()
-            actor = await self._acquire(request.sampling.n, min_version)
+            actor = await self._acquire(request.sampling.n, min_version, shares)
             try:
-                return await actor.generate(request)
+                return await actor.generate(request, ask)
             except ActorNotReady as error:
                 logger.debug("%s is not ready: %s", actor.name, error)
             except RequestRefused as error:
@@ -210,8 +223,8 @@ class InferencePool:
                 "be stale or torn. Resume from the last checkpoint; weight_sync.verify = off trains without it"
             )
 
-    async def _acquire(self, sequences: int, min_version: int) -> Actor:
-        waiter = _Waiter(sequences, min_version, asyncio.get_running_loop().create_future())
+    async def _acquire(self, sequences: int, min_version: int, shares: str) -> Actor:
+        waiter = _Waiter(sequences, min_version, shares, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._dispatch()
         try:
@@ -248,7 +261,13 @@ class InferencePool:
             if not open_to:
                 left += waiting[number:]  # all are busy; who came later waits longer
                 break
-            chosen = min(open_to, key=lambda actor: actor.load)
+            chosen = self._last_of.pop(waiter.shares, None)
+            if chosen not in open_to:
+                chosen = min(open_to, key=lambda actor: actor.load)
+            if waiter.shares:
+                self._last_of[waiter.shares] = chosen
+                if len(self._last_of) > MOST_NAMES:
+                    del self._last_of[next(iter(self._last_of))]
             chosen.load += waiter.sequences
             waiter.actor.set_result(chosen)
         self._waiting = left

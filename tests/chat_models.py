@@ -1,0 +1,132 @@
+"""A tiny model that can chat: a byte-level tokenizer with ChatML's special tokens, and a template as models have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Tokens of their own that are not special: they stay in the text.
+ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+VOCABULARY = 272  # 256 bytes, 9 added, and a multiple of 8
+
+# After Qwen2.5's: tools in the system message, answers of tools together in a user's turn.
+CHAT_TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\nAnswer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- set said = message.content or '' %}
+        {%- if '</think>' in said %}{%- set said = said.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+        {{- said }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if said or not loop.first %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+""".strip()
+
+
+def write_chat_tokenizer(directory: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """tokenizer.json and tokenizer_config.json, as transformers reads them too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": template,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def token_id(text: str) -> int:
+    """Of an added token."""
+    return 256 + [*SPECIAL, *ADDED].index(text)
+
+
+END = token_id("<|im_end|>")
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+QUESTION = "Weather in Rome?"
+WEATHER = "sunny, 21 °C"
+SAID = ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>', "It is sunny."]
+
+
+def make_chat_model(directory: Path, taught: bool = True) -> Path:
+    """A checkpoint of a small random Qwen3; taught, its greedy answers to one conversation are those of SAID."""
+    import torch
+
+    from tests.conftest import make_checkpoint
+    from torchtitan.models import export_policy, load_policy
+    from torchtitan.models.attention import PackedLayout
+    from torchtitan.rollout.tokenizer import Tokenizer
+
+    make_checkpoint(
+        directory, "qwen3", False, vocab_size=VOCABULARY, eos_token_id=END, bos_token_id=None,
+        max_position_embeddings=2048,
+    )  # fmt: skip
+    write_chat_tokenizer(directory)
+    if not taught:
+        return directory
+    tokenizer = Tokenizer(directory)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": WEATHER},
+        {"role": "assistant", "content": SAID[1]},
+    ]
+    text = tokenizer.render_chat(messages, False, TOOLS)
+    assert SAID[0] in text
+    ids = torch.tensor(tokenizer.encode(text))
+    policy = load_policy(directory)
+    optimizer = torch.optim.AdamW(policy.parameters(), 3e-3, weight_decay=0.0)
+    for _ in range(400):
+        log_probs, _ = policy(ids, PackedLayout([len(ids)]), ids.roll(-1), 1.0)
+        loss = -log_probs[:-1].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss < 0.01:
+            break
+    export_policy(policy, directory)
+    return directory

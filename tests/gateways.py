@@ -1,0 +1,80 @@
+"""A gateway with everything behind it: a trainer that publishes, a pool of actors, and agents' clients."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engines.job import Trainer
+from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.pool import InferencePool
+from torchtitan.rollout.gateway.process import Gateway
+from torchtitan.utils.events import EventLog
+
+MAX_CALLS = 16
+
+
+class ChangingTrainer(Trainer):
+    """Version 0 has the checkpoint's weights; each later one a little more of something else."""
+
+    @torch.no_grad()
+    def change(self, version: int) -> None:
+        if version:
+            generator = torch.Generator().manual_seed(version)
+            for parameter in self.model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+@dataclass
+class Behind:
+    """What is behind a gateway."""
+
+    gateway: Gateway
+    pool: InferencePool
+    trainer: ChangingTrainer
+    run_dir: Path
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in EventLog(self.run_dir / "events.jsonl").read() if event["kind"] == kind]
+
+    def sampled(self, record: Path) -> list[tuple[list[int], list[int]]]:
+        """(prompt, tokens) of all that recording actors have sampled."""
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        return [(prompt, completion["token_ids"]) for _, prompt, completion in lines]
+
+
+def make_config(model: Path, **inference: Any) -> JobConfig:
+    config = JobConfig()
+    config.model.hf_assets_path = str(model)
+    config.training.seq_len, config.rollout.max_completion_tokens = 1024, 96
+    config.inference.threads_per_actor, config.inference.num_actors = 1, 1
+    config.inference.health_interval_s, config.inference.health_timeout_s = 0.2, 2.0
+    for name, value in inference.items():
+        setattr(config.inference, name, value)
+    return config
+
+
+@contextlib.asynccontextmanager
+async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[Behind]:
+    """Everything, with version 0 published."""
+    os.makedirs(run_dir / "logs")
+    trainer = ChangingTrainer(run_dir, Path(config.model.hf_assets_path))
+    events = EventLog(run_dir / "events.jsonl")
+    pool = InferencePool(config, trainer.epoch, trainer.token, run_dir, events)
+    gateway = Gateway(config, pool, trainer.token, [eos], events, run_dir, MAX_CALLS)
+    try:
+        await pool.start()
+        await pool.connect_weights(trainer.sync.coordinator_address)
+        trainer.publish()
+        yield Behind(gateway, pool, trainer, run_dir)
+    finally:
+        await gateway.close()
+        await pool.close()
+        trainer.close()

@@ -1,0 +1,33 @@
+"""The embedded engine's actor, which notes all that it has sampled in the file that RECORD names."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from torchtitan.inference.embedded.__main__ import main
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.inference.types import Completion, GenerateRequest
+
+RECORD = "TORCHTITAN_TEST_RECORD"
+_run = EngineServer._run
+
+
+async def _recorded(self: EngineServer, request: GenerateRequest) -> list[Completion]:
+    completions = await _run(self, request)
+    _note(request, completions)
+    return completions
+
+
+def _note(request: GenerateRequest, completions: list[Completion]) -> None:
+    with Path(os.environ[RECORD]).open("a") as file:
+        for one in completions:
+            file.write(json.dumps([request.request_id, request.prompt_ids, one.to_json()]) + "\n")
+
+
+EngineServer._run = _recorded  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Messages to tokens: against transformers' rendering, and with what the policy has said left as it was said."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
+from torchtitan.inference.trajectory import Given
+from torchtitan.inference.types import Completion, SamplingParameters, VersionSpan
+from torchtitan.rollout.gateway.rendering import ChatRenderer
+from torchtitan.rollout.gateway.sessions import Session, branches_from_json
+from torchtitan.rollout.gateway.wire import parse_chat, said
+from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
+
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <|im_end|> up", "parameters": {}}}]
+PIECES = ["a", " ", "\n", "\n\n", "é", "日本", "🙂", "\u200d", "{}", '"', "<", "|", "im_end", *SPECIAL, *ADDED]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chat")))
+
+
+def answer(token_ids: list[int], finish: Any = "stop") -> Completion:
+    spans = [VersionSpan("e", 3, 0, len(token_ids))]
+    return Completion(token_ids, [-0.5] * len(token_ids), finish, spans)
+
+
+def noise(generator: random.Random) -> str:
+    return "".join(generator.choices(PIECES, k=generator.randint(0, 12)))
+
+
+def test_whole_conversations_are_what_transformers_renders(tokenizer: Tokenizer) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.directory)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is\n\n there? é 🙂"},
+        {
+            "role": "assistant", "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "日"}}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "a house"},
+        {"role": "tool", "tool_call_id": "2", "content": "a tree"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"at": {"type": "string"}}}}]
+    for given in ([], tools):
+        expected = theirs.apply_chat_template(
+            messages, tools=given or None, add_generation_prompt=True, return_dict=False
+        )
+        assert ChatRenderer(tokenizer).whole(messages, given) == expected
+
+
+def test_names_of_special_tokens_in_texts_are_text(tokenizer: Tokenizer) -> None:
+    renderer, generator = ChatRenderer(tokenizer), random.Random(1)
+    special = {*range(256, 256 + len(SPECIAL) + len(ADDED))}
+
+    def count(ids: list[int]) -> int:
+        return sum(one in special for one in ids)
+
+    plain = count(renderer.whole([{"role": "user", "content": ""}, {"role": "tool", "content": ""}], TOOLS))
+    for _ in range(200):
+        contents = noise(generator), noise(generator)
+        messages = [{"role": "user", "content": contents[0]}, {"role": "tool", "content": contents[1]}]
+        ids = renderer.whole(messages, TOOLS)
+        assert count(ids) == plain
+        text = tokenizer.decode(ids, skip_special=False)
+        assert text == tokenizer.render_chat(messages, True, TOOLS) and "Look <|im_end|> up" in text
+        more = renderer.goes_on([65, END], True, messages, [])
+        assert more is not None and more[:2] == [65, END]
+        assert tokenizer.decode(more[2:], skip_special=False).count(contents[0]) >= 1
+
+
+def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
+    """Whatever tokens the policy samples, ended or cut off: the next prompt holds them, and behind them what the
+    template puts there."""
+    renderer, generator = ChatRenderer(tokenizer), random.Random(2)
+    for episode in range(50):
+        session = Session(str(episode), SamplingParameters(8), 100_000)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": noise(generator)}]
+        held: list[int] = []
+        for turn in range(6):
+            prompt = session.prompt(renderer, messages, TOOLS)
+            assert prompt[: len(held)] == held
+            if turn:
+                behind = tokenizer.decode(prompt[len(held) :], skip_special=False)
+                ending = "\n" if held[-1] == END else "<|im_end|>\n"
+                assert (
+                    behind == f"{ending}<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n<|im_start|>assistant\n"
+                )
+            sampled = [generator.randrange(256 + len(SPECIAL) + len(ADDED)) for _ in range(generator.randint(1, 8))]
+            completion = answer([*sampled, END]) if generator.random() < 0.7 else answer(sampled, "length")
+            session.record(prompt, completion)
+            message = said(completion, tokenizer, True, "x")
+            held = prompt + completion.token_ids
+            session.remember(messages, TOOLS, message, prompt, completion)
+            messages += [message, {"role": "user", "content": noise(generator)}]
+        (branch,) = branches_from_json(session.to_json()["branches"])
+        assert branch.token_ids == held and len(branch.sampled) == 6
+
+
+def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer)
+    session = Session("s", SamplingParameters(8), 10_000)
+
+    def turn(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+        prompt = session.prompt(renderer, messages, [])
+        completion = answer([*tokenizer.encode(text), END])
+        session.record(prompt, completion)
+        message = said(completion, tokenizer, False, "x")
+        session.remember(messages, [], message, prompt, completion)
+        return message
+
+    begin = [{"role": "user", "content": "hello"}]
+    first = turn(begin, "<think>hm</think>hi")
+    # As a client's library sends it back: other form, same message.
+    replayed = {**first, "refusal": None, "tool_calls": None, "content": [{"type": "text", "text": first["content"]}]}
+    call = parse_chat({"messages": [*begin, replayed, {"role": "user", "content": "and?"}]}, tokenizer)
+    turn(call.messages, "yes")
+    assert len(session.branches) == 1
+    # The program drops what was thought.
+    dropped = [*begin, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
+    turn(dropped, "no")
+    # A second talk from the first answer on.
+    turn([*begin, first, {"role": "user", "content": "so?"}], "maybe")
+    assert [len(branch.sampled) for branch in session.branches] == [2, 1, 1]
+    third = session.branches[2].segments[0]
+    assert isinstance(third, Given) and tokenizer.decode(third.token_ids[:40], skip_special=False).startswith(
+        "<|im_start|>user\nhello"
+    )
+    texts = [tokenizer.decode(one.token_ids) for branch in session.branches for one in branch.sampled]
+    assert texts == ["<think>hm</think>hi", "yes", "no", "maybe"]
+
+
+def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) -> None:
+    hides = "{{- '<|im_start|>' + messages[-1].content + '<|im_end|>' }}"
+    renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "hides", hides)))
+    assert renderer.goes_on([65, END], True, [{"role": "user", "content": "x"}], []) is None
+    refuses = CHAT_TEMPLATE + "{%- if messages | length > 2 %}{{ raise_exception('no') }}{%- endif %}"
+    renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "refuses", refuses)))
+    assert renderer.goes_on([65, END], True, [{"role": "user", "content": "x"}], []) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        ('so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "so", [ToolCall("f", {"a": 1})]),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g"}',
+            "", [ToolCall("f", {}), ToolCall("g", {})],
+        ),
+        ('{"name": "f", "parameters": {"a": [1]}}', "", [ToolCall("f", {"a": [1]})]),
+        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, []),
+        ('{"answer": 3}', '{"answer": 3}', []),
+    ],
+)  # fmt: skip
+def test_tool_calls_are_read_or_left_as_text(text: str, rest: str | None, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(text) == (text if rest is None else rest, calls)

@@ -1,0 +1,75 @@
+"""The gateway's way to the actors: the run says which one, the tokens go straight there and back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.engines import make_client
+from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.rollout.gateway.peer import CallFailed, Peer
+
+
+class NoAnswer(Exception):
+    """The system could not answer a call of the policy. The message is why."""
+
+
+@dataclass
+class _Pending:
+    request: GenerateRequest
+    completions: list[Completion] = field(default_factory=list)
+
+
+class Engines:
+    """Has requests sampled. `peer` is the run, whose pool knows the actors, their versions and their load."""
+
+    def __init__(self, backend: str, actor_token: str, job_token: str, request_timeout_s: float, timeout_s: float):
+        """request_timeout_s: of one actor's answer; timeout_s: of all of it, with the wait for an actor."""
+        self._backend, self._tokens = backend, (actor_token, job_token)
+        self._request_timeout_s, self._timeout_s = request_timeout_s, timeout_s
+        self.peer: Peer | None = None
+        self._numbers = itertools.count()
+        self._pending: dict[int, _Pending] = {}
+        self._clients: dict[str, ActorClient] = {}
+
+    async def sample(self, request: GenerateRequest, min_version: int, shares: str) -> Completion:
+        """The one completion of a request. Raises NoAnswer."""
+        if self.peer is None:
+            raise NoAnswer("the run is not there yet")
+        number = next(self._numbers)
+        pending = self._pending[number] = _Pending(request)
+        try:
+            answer = await asyncio.wait_for(
+                self.peer.call("sample", number=number, min_version=min_version, shares=shares), self._timeout_s
+            )
+        except asyncio.TimeoutError:
+            raise NoAnswer(f"no actor answered within {self._timeout_s:g} s") from None
+        except (CallFailed, ConnectionError) as error:
+            raise NoAnswer(str(error)) from error
+        finally:
+            del self._pending[number]
+        # Engines inside of the trainer's processes have no address: their answers come by the run.
+        (completion,) = pending.completions or [Completion.from_json(one) for one in answer]
+        return completion
+
+    async def ask_actor(self, number: int, url: str) -> list[dict[str, Any]]:
+        """Called by the run: send a request to the actor at `url`. Returns what it says beside the tokens."""
+        pending = self._pending[number]
+        client = self._clients.get(url)
+        if client is None:
+            client = self._clients[url] = make_client(self._backend, url, *self._tokens)
+            # An agent's client learns from this where the engine is.
+            await client.health(self._request_timeout_s)
+        pending.completions = await client.generate(pending.request, self._request_timeout_s)
+        nothing: dict[str, Any] = {"token_ids": [], "log_probs": [], "kept_token_ids": None}
+        return [one.to_json() | nothing for one in pending.completions]
+
+    async def request(self, number: int) -> dict[str, Any]:
+        """Called by the run, where the engines are its own: the request itself."""
+        return self._pending[number].request.to_json()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))

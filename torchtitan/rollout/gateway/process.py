@@ -1,0 +1,238 @@
+"""The gateway as the run sees it: its process, and what it is asked for and asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused, TokenRefused, base_url
+from torchtitan.inference.colocated.pool import ColocatedPool
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.trajectory import Branch
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, CallFailed, Peer
+from torchtitan.rollout.gateway.sessions import branches_from_json
+from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.utils.events import EventLog
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+TOKEN_ENV = "TORCHTITAN_GATEWAY_TOKEN"
+START_TIMEOUT_S = 60.0
+# The gateway answers these at once.
+ORDER_TIMEOUT_S = 30.0
+FAILURES = {error.__name__: error for error in (ActorError, ActorNotReady, RequestRefused, TokenRefused)}
+
+
+class GatewayLost(Exception):
+    """The gateway has ended, and with it what its sessions had recorded: their episodes have to begin anew."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """How a program gets at the policy: `base_url` and `key` for an OpenAI client."""
+
+    session: str
+    base_url: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a session has left."""
+
+    branches: list[Branch]
+    calls: int
+    failed: int
+    """Calls that the system did not answer, and that did not come again: the episode says nothing of the policy"""
+    cut: bool
+    """A limit ended the last answer, or left no room for one"""
+
+
+class Gateway:
+    """Starts the gateway's process, and again where it has ended. All methods belong to one asyncio loop.
+
+    Args:
+        pool: says which actor a call goes to, and redoes it elsewhere.
+        token: of the job, with which actors find the weight coordinator.
+        stop_token_ids: end an answer.
+        max_calls: of the policy, in one session.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        pool: InferencePool | ColocatedPool,
+        token: str,
+        stop_token_ids: list[int],
+        events: EventLog,
+        run_dir: Path,
+        max_calls: int,
+    ):
+        self._config, self._pool, self._events = config, pool, events
+        self._stop_token_ids = stop_token_ids
+        self._settings = {
+            "model": config.model.hf_assets_path,
+            "name": Path(config.model.hf_assets_path).name,
+            "seq_len": config.training.seq_len,
+            "max_calls": max_calls,
+            "backend": config.inference.backend,
+            "actor_token": "" if isinstance(pool, ColocatedPool) else pool.token,
+            "job_token": token,
+            "request_timeout_s": config.inference.request_timeout_s,
+            "timeout_s": config.rollout.data_timeout_s,
+        }
+        self._token = secrets.token_urlsafe(24)
+        self._process = ChildProcess("the gateway", run_dir / "logs" / "gateway.log")
+        self._port_file = run_dir / "logs" / "gateway.port"
+        self._http: aiohttp.ClientSession | None = None
+        self._peer: Peer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self.statistics: Counter[str] = Counter({"starts": 0, "late_calls": 0})
+        self.url = ""
+
+    async def open(
+        self,
+        session: str,
+        *,
+        seed: int,
+        temperature: float | None = None,
+        min_version: int = 0,
+        shares: str = "",
+        many: bool = False,
+    ) -> Door:
+        """A new session of that name; or, with `many`, a key with which calls name their sessions in X-Session-ID.
+
+        Sampling is the run's, but for `temperature` where it is given (evaluation has its own).
+
+        Raises UserError where the gateway does not start.
+        """
+        peer = await self._connected()
+        rollout = self._config.rollout
+        sampling = SamplingParameters(
+            max_tokens=rollout.max_completion_tokens,
+            temperature=rollout.temperature if temperature is None else temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            stop_token_ids=self._stop_token_ids,
+            seed=seed,
+        )
+        opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
+        key = await self._order(peer.call("open", session=session, many=many, **opening))
+        return Door(session, f"{self.url}/v1", str(key))
+
+    async def end(self, session: str) -> Played:
+        """End a session: later calls of it are refused. Raises GatewayLost where nobody knows it any more."""
+        if self._peer is None:
+            raise GatewayLost("the gateway has ended")
+        data = await self._order(self._peer.call("end", session=session))
+        if data is None:
+            raise GatewayLost(f"the gateway knows no session {session}")
+        return Played(branches_from_json(data["branches"]), data["calls"], data["failed"], data["cut"])
+
+    async def close(self) -> None:
+        await self._disconnect()
+
+    async def _order(self, order: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(order, ORDER_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise GatewayLost(f"the gateway gave no answer within {ORDER_TIMEOUT_S:g} s") from None
+        except ConnectionError as error:
+            raise GatewayLost(str(error)) from error
+
+    async def _connected(self) -> Peer:
+        async with self._starting:
+            if self._peer is None:
+                await self._start()
+            assert self._peer is not None
+            return self._peer
+
+    async def _start(self) -> None:
+        """Raises UserError."""
+        await self._disconnect()
+        self._port_file.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "torchtitan.rollout.gateway",
+            "--host", HOST,
+            "--port-file", str(self._port_file),
+            "--token-env", TOKEN_ENV,
+            "--parent-pid", str(os.getpid()),
+        ]  # fmt: skip
+        self.statistics["starts"] += 1
+        await self._process.launch(command, child_environment(1, **{TOKEN_ENV: self._token}))
+        port = await self._process.read_port(self._port_file, time.monotonic() + START_TIMEOUT_S)
+        self.url = base_url(HOST, port)
+        self._http = aiohttp.ClientSession()
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            socket = await self._http.ws_connect(f"{self.url}/control", headers=headers, max_msg_size=LONGEST_MESSAGE)
+            peer = Peer(socket, {"sample": self._sample, "late_call": self._late_call})
+            self._serving = asyncio.create_task(self._serve(peer))
+            await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, CallFailed) as error:
+            await self._disconnect()
+            raise UserError(f"the gateway does not start: {error!r}; {self._process.log_tail()}") from error
+        self._peer = peer
+
+    async def _serve(self, peer: Peer) -> None:
+        await peer.run()
+        self._peer = None
+        await self._process.stop()
+        self._events.write("gateway_ended", level=logging.WARNING, reason=self._process.describe_end())
+
+    async def _disconnect(self) -> None:
+        self._peer = None
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+            self._serving = None
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+        await self._process.stop()
+
+    # What the gateway asks for
+
+    async def _sample(self, number: int, min_version: int, shares: str) -> list[dict[str, Any]]:
+        """Find an actor for request `number`, which the gateway has; where one fails, another."""
+        peer = self._peer
+        assert peer is not None
+        if isinstance(self._pool, ColocatedPool):
+            request = GenerateRequest.from_json(await peer.call("request", number=number))
+            return [one.to_json() for one in await self._pool.generate(request, min_version)]
+
+        async def ask(client: ActorClient, _request: GenerateRequest) -> list[Completion]:
+            try:
+                answers = await peer.call("ask_actor", number=number, url=client.url)
+            except CallFailed as error:
+                raise FAILURES.get(error.kind, ActorError)("generate", str(error)) from error
+            except ConnectionError as error:
+                raise RequestRefused("generate", str(error)) from error
+            return [Completion.from_json(one) for one in answers]
+
+        # Its tokens are none of our business.
+        stands_for = GenerateRequest(f"gateway-{number}", [], SamplingParameters(max_tokens=1))
+        await self._pool.generate(stands_for, min_version, shares=shares, ask=ask)
+        return []
+
+    async def _late_call(self, session: str, path: str) -> None:
+        self.statistics["late_calls"] += 1
+        self._events.write("call_after_end", level=logging.WARNING, session=session, path=path)

@@ -1,0 +1,304 @@
+"""The gateway's HTTP server: OpenAI's routes for programs, and the run's own connection."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan.errors import UserError
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.gateway.engines import Engines, NoAnswer
+from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer
+from torchtitan.rollout.gateway.rendering import ChatRenderer
+from torchtitan.rollout.gateway.sessions import Session
+from torchtitan.rollout.gateway.wire import (
+    WrongCall,
+    chat_answer,
+    chat_frames,
+    log_prob_entries,
+    parse_chat,
+    parse_tokens,
+    said,
+    tokens_answer,
+)
+from torchtitan.rollout.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 64 * 1024 * 1024
+# Keys of sessions that have ended, of which late calls are told so.
+MOST_ENDED = 65536
+SESSION_HEADER = "X-Session-ID"
+SESSION_ENDED = "session_ended"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run says of itself when it connects."""
+
+    model: str
+    """Checkpoint directory, with the tokenizer"""
+    name: str
+    """Of the model, as programs see it"""
+    seq_len: int
+    max_calls: int
+    """Of one session"""
+    backend: str
+    actor_token: str
+    job_token: str
+    request_timeout_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What sessions begin with."""
+
+    sampling: dict[str, Any]
+    min_version: int = 0
+    shares: str = ""
+
+
+@dataclass
+class _Key:
+    """What a bearer key opens: one session, or all those that the header names."""
+
+    opening: Opening
+    session: str
+    many: bool
+
+
+class GatewayServer:
+    """Sessions behind HTTP. token: of the run's own connection; programs have the keys of their sessions."""
+
+    def __init__(self, token: str):
+        self._token = token
+        self._keys: dict[str, _Key] = {}
+        self._ended: OrderedDict[str, bool] = OrderedDict()
+        """Sessions that have ended, the latest last -> whether the run knows of a call after that"""
+        self._sessions: dict[str, Session] = {}
+        self._under_way: dict[str, set[asyncio.Task[Any]]] = {}
+        self._settings: Settings | None = None
+        self.gone = asyncio.Event()
+        """The run has disconnected"""
+
+    def application(self) -> web.Application:
+        """All routes. Errors are OpenAI's: {"error": {"message", "type", "code"}}."""
+        application = web.Application(client_max_size=MOST_BODY_BYTES)
+        application.add_routes(
+            [
+                web.get("/control", self._control),
+                web.post("/v1/chat/completions", self._answering(self._chat)),
+                web.get("/v1/models", self._answering(self._models)),
+                web.post("/inference/v1/generate", self._answering(self._generate)),
+            ]
+        )
+        return application
+
+    # The run
+
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise web.HTTPUnauthorized
+        socket = web.WebSocketResponse(max_msg_size=LONGEST_MESSAGE)
+        await socket.prepare(request)
+        answers: dict[str, Answer] = {
+            "set_up": self._set_up,
+            "open": self._open,
+            "end": self._end,
+            "ask_actor": lambda **arguments: self._engines.ask_actor(**arguments),
+            "request": lambda **arguments: self._engines.request(**arguments),
+        }
+        self._peer = Peer(socket, answers)
+        try:
+            await self._peer.run()
+        finally:
+            self.gone.set()
+        return socket
+
+    async def _set_up(self, **values: Any) -> None:
+        settings = Settings(**values)
+        self._tokenizer = Tokenizer(settings.model)
+        self._renderer = ChatRenderer(self._tokenizer)
+        self._engines = Engines(
+            settings.backend, settings.actor_token, settings.job_token, settings.request_timeout_s, settings.timeout_s
+        )
+        self._engines.peer = self._peer
+        self._settings = settings
+
+    async def _open(self, session: str, many: bool, **opening: Any) -> str:
+        """A new key: of one session, or (many) of all sessions that calls with it name in a header."""
+        key = secrets.token_urlsafe(24)
+        self._keys[key] = _Key(Opening(**opening), session, many)
+        if not many:
+            self._begin(session, self._keys[key].opening)
+        return key
+
+    async def _end(self, session: str) -> dict[str, Any] | None:
+        """What the calls of a session have left, None where there was none. Calls under way are broken off."""
+        found = self._sessions.pop(session, None)
+        self._ended[session] = False
+        if len(self._ended) > MOST_ENDED:
+            oldest, _ = self._ended.popitem(last=False)
+            self._keys = {key: one for key, one in self._keys.items() if one.session != oldest}
+        if found is None:
+            return None
+        found.ended = True
+        for task in self._under_way.pop(session, set()):
+            task.cancel()
+        return found.to_json()
+
+    def _begin(self, name: str, opening: Opening) -> Session:
+        assert self._settings is not None
+        session = Session(
+            name, SamplingParameters(**opening.sampling), self._settings.seq_len, opening.min_version, opening.shares
+        )
+        self._sessions[name] = session
+        return session
+
+    # Programs
+
+    def _answering(
+        self, handler: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = await self._find_session(request)
+                task = asyncio.ensure_future(handler(request, session))
+                tasks = self._under_way.setdefault(session.name, set())
+                tasks.add(task)
+                try:
+                    return await task
+                except asyncio.CancelledError:
+                    task.cancel()
+                    if not session.ended:
+                        raise  # the program has gone
+                    raise _ended() from None
+                finally:
+                    tasks.discard(task)
+            except WrongCall as error:
+                return _error(str(error), error.status, "invalid_request_error", error.code)
+            except NoAnswer as error:
+                return _error(f"the policy could not answer: {error}", 503, "server_error", None)
+
+        return handle
+
+    async def _find_session(self, request: web.Request) -> Session:
+        """Raises WrongCall: no key of ours, or of a session that has ended, which is told to the run once."""
+        given = request.headers.get("Authorization", "")
+        key = self._keys.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+        if key is None:
+            raise WrongCall("this key opens no session here", "invalid_api_key", 401)
+        name = request.headers.get(SESSION_HEADER, "") if key.many else key.session
+        if not name and request.path != "/v1/models":
+            raise WrongCall(f"a call with this key names its session in the header {SESSION_HEADER}")
+        if name in self._ended:
+            if not self._ended[name]:
+                self._ended[name] = True
+                await self._peer.call("late_call", session=name, path=request.path)
+            raise _ended()
+        return self._sessions.get(name) or self._begin(name, key.opening)
+
+    async def _models(self, _request: web.Request, _session: Session) -> web.Response:
+        assert self._settings is not None
+        model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
+        return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
+
+    async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
+        call = parse_chat(await _body(request), self._tokenizer)
+        try:
+            prompt_ids = session.prompt(self._renderer, call.messages, call.tools)
+        except UserError as error:
+            raise WrongCall(str(error)) from error
+        name, completion = await self._sample(session, prompt_ids, call.max_tokens, call.stop_token_ids)
+        message = said(completion, self._tokenizer, bool(call.tools), name)
+        session.remember(call.messages, call.tools, message, prompt_ids, completion)
+        assert self._settings is not None
+        about = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": self._settings.name}
+        log_probs = log_prob_entries(completion, self._tokenizer) if call.log_probs else None
+        if not call.stream:
+            return web.json_response(chat_answer(about, message, completion, len(prompt_ids), log_probs))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for frame in chat_frames(about, message, completion, len(prompt_ids), log_probs, call.usage_in_stream):
+            await response.write(frame)
+        await response.write_eof()
+        return response
+
+    async def _generate(self, request: web.Request, session: Session) -> web.Response:
+        call = parse_tokens(await _body(request), self._tokenizer)
+        name, completion = await self._sample(session, call.token_ids, call.max_tokens, call.stop_token_ids)
+        return web.json_response(tokens_answer(name, completion))
+
+    async def _sample(
+        self, session: Session, prompt_ids: list[int], max_tokens: int | None, stop_token_ids: list[int]
+    ) -> tuple[str, Completion]:
+        """Sample behind a prompt, and record it before anybody hears of it. Returns the call's name too.
+
+        Raises WrongCall where there is no room or the session has had its calls, NoAnswer where the system fails.
+        """
+        assert self._settings is not None
+        room = session.longest - len(prompt_ids)
+        if room < 1:
+            session.cut = True
+            raise WrongCall(
+                f"the conversation has {len(prompt_ids)} tokens, of at most {session.longest} (training.seq_len)",
+                "context_length_exceeded",
+            )
+        if session.calls >= self._settings.max_calls:
+            session.cut = True
+            raise WrongCall(f"this session has had its {session.calls} calls", "too_many_calls", 429)
+        own, number = session.sampling, session.calls
+        session.calls += 1
+        stops = list(dict.fromkeys([*own.stop_token_ids, *stop_token_ids]))
+        sampling = replace(
+            own,
+            max_tokens=min(room, own.max_tokens, max_tokens or room),
+            stop_token_ids=stops,
+            seed=_turn_seed(own.seed, number),
+        )
+        name = f"{session.name}-{number}"
+        try:
+            completion = await self._engines.sample(
+                GenerateRequest(name, prompt_ids, sampling), session.min_version, session.shares
+            )
+        except NoAnswer:
+            session.failed.add(hash(tuple(prompt_ids)))
+            raise
+        session.record(prompt_ids, completion)
+        return name, completion
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        data = json.loads(await request.read())
+    except ValueError as error:
+        raise WrongCall(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise WrongCall("the body must be a JSON object")
+    return data
+
+
+def _ended() -> WrongCall:
+    return WrongCall("this session has ended: its episode is over", SESSION_ENDED, 410)
+
+
+def _error(message: str, status: int, kind: str, code: str | None) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
+
+
+def _turn_seed(seed: int, number: int) -> int:
+    """48 bits of (seed, number of the call), so that an episode that is redone draws the same random numbers."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")

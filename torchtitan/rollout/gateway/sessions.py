@@ -1,0 +1,130 @@
+"""What the calls of one session leave: branches of tokens for training, and the conversations that can go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.inference.trajectory import Branch, Given, add_turn
+from torchtitan.inference.types import Completion, SamplingParameters
+from torchtitan.rollout.gateway.rendering import ChatRenderer, Messages
+
+Canonical = tuple[Any, ...]
+
+
+@dataclass
+class _Turn:
+    """A conversation up to an answer of the policy."""
+
+    messages: list[Canonical]
+    tools: str
+    token_ids: list[int]
+    ended: bool
+    """By its last token, and by no limit"""
+
+
+@dataclass
+class Session:
+    """One episode's calls.
+
+    `failed` holds the prompts of calls that the system could not answer, and has not answered since: a program that
+    played on without an answer was not beaten by the policy.
+    """
+
+    name: str
+    sampling: SamplingParameters
+    """Of every call; its seed and number of tokens are this session's first"""
+    longest: int
+    """Tokens of a branch, prompt and completion"""
+    min_version: int = 0
+    shares: str = ""
+    """See InferencePool.generate"""
+    calls: int = 0
+    failed: set[int] = field(default_factory=set)
+    cut: bool = False
+    """A limit ended the last answer, or left no room for one"""
+    ended: bool = False
+    branches: list[Branch] = field(default_factory=list)
+    _turns: list[_Turn] = field(default_factory=list)
+
+    def prompt(self, renderer: ChatRenderer, messages: Messages, tools: Messages) -> list[int]:
+        """Tokens of a conversation: those of the longest one that it goes on from, and its new messages; where it goes
+        on from none, or its history was rewritten, all of it anew. Raises UserError where the template refuses it."""
+        canonical = [canonical_message(message) for message in messages]
+        known = [
+            turn
+            for turn in self._turns
+            if turn.tools == _canonical_tools(tools)
+            and len(turn.messages) < len(canonical)
+            and canonical[: len(turn.messages)] == turn.messages
+        ]
+        for turn in sorted(known, key=lambda turn: len(turn.messages), reverse=True):
+            new = messages[len(turn.messages) :]
+            if any(message.get("role") == "assistant" for message in new):
+                continue  # the program wrote it: what the template makes of it depends on the rest
+            token_ids = renderer.goes_on(turn.token_ids, turn.ended, new, tools)
+            if token_ids is not None:
+                return token_ids
+        return renderer.whole(messages, tools)
+
+    def record(self, prompt_ids: list[int], completion: Completion) -> None:
+        """A call has been answered with this."""
+        add_turn(self.branches, prompt_ids, completion)
+        self.cut = completion.finish_reason == "length"
+        self.failed.discard(hash(tuple(prompt_ids)))
+
+    def remember(
+        self,
+        messages: Messages,
+        tools: Messages,
+        said: Mapping[str, Any],
+        prompt_ids: list[int],
+        completion: Completion,
+    ) -> None:
+        """The conversation `messages`, with what the policy said then, is these tokens."""
+        canonical = [canonical_message(message) for message in (*messages, said)]
+        token_ids, ended = prompt_ids + completion.token_ids, completion.finish_reason == "stop"
+        self._turns.append(_Turn(canonical, _canonical_tools(tools), token_ids, ended))
+
+    def to_json(self) -> dict[str, Any]:
+        """What the run needs of it; `branches_from_json` reads the branches."""
+        branches = [
+            [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments]
+            for branch in self.branches
+        ]
+        return {"branches": branches, "calls": self.calls, "failed": len(self.failed), "cut": self.cut}
+
+
+def branches_from_json(data: Sequence[Sequence[Any]]) -> list[Branch]:
+    return [
+        Branch([Given(one) if isinstance(one, list) else Completion.from_json(one) for one in branch])
+        for branch in data
+    ]
+
+
+def canonical_message(message: Mapping[str, Any]) -> Canonical:
+    """What makes a message the same one, whatever a program or its library has done to its form: role, text, calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    calls = tuple(
+        (one["function"].get("name"), _canonical_json(one["function"].get("arguments")))
+        for one in message.get("tool_calls") or ()
+        if isinstance(one, dict) and isinstance(one.get("function"), dict)
+    )
+    return message.get("role"), content, calls, message.get("tool_call_id"), message.get("name")
+
+
+def _canonical_tools(tools: Messages) -> str:
+    return json.dumps(tools, sort_keys=True) if tools else ""
+
+
+def _canonical_json(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return arguments
+    return json.dumps(arguments, sort_keys=True)

@@ -1,0 +1,248 @@
+"""The JSON of the OpenAI API, and of vLLM's tokens-in-tokens-out route as verifiers and renderers speak it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.inference.types import Completion
+from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tool_calls import parse_tool_calls
+
+# What would change the answer and cannot be done here, unless it has one of these values.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "functions": (None, []),
+    "best_of": (None, 1),
+    "echo": (None, False),
+}
+
+
+class WrongCall(Exception):
+    """The program's own mistake. `code` is OpenAI's name for it, where that has one."""
+
+    def __init__(self, message: str, code: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A call of /v1/chat/completions. Temperature and its kin are the run's, whatever the program asks for."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    max_tokens: int | None
+    stop_token_ids: list[int]
+    log_probs: bool
+    stream: bool
+    usage_in_stream: bool
+
+
+@dataclass(frozen=True)
+class TokenCall:
+    """A call of /inference/v1/generate."""
+
+    token_ids: list[int]
+    max_tokens: int | None
+    stop_token_ids: list[int]
+
+
+def parse_chat(data: Mapping[str, Any], tokenizer: Tokenizer) -> ChatCall:
+    """Raises WrongCall."""
+    _refuse_unsupported(data)
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise WrongCall("messages must be a non-empty list of objects")
+    tools = data.get("tools") if data.get("tool_choice") != "none" else None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise WrongCall("tools must be a list of objects")
+    options = data.get("stream_options") or {}
+    return ChatCall(
+        [_plain(message) for message in messages],
+        tools or [],
+        _max_tokens(data.get("max_completion_tokens", data.get("max_tokens"))),
+        _stop_ids(data, tokenizer),
+        bool(data.get("logprobs")),
+        bool(data.get("stream")),
+        isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def parse_tokens(data: Mapping[str, Any], tokenizer: Tokenizer) -> TokenCall:
+    """Raises WrongCall. What belongs to vLLM alone (cache_salt, routed experts, ...) has no meaning here."""
+    sampling = data.get("sampling_params") or {}
+    token_ids = data.get("token_ids")
+    if not isinstance(sampling, dict):
+        raise WrongCall("sampling_params must be an object")
+    if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int for one in token_ids):
+        raise WrongCall("token_ids must be a non-empty list of integers")
+    _refuse_unsupported(sampling)
+    return TokenCall(token_ids, _max_tokens(sampling.get("max_tokens")), _stop_ids(sampling, tokenizer))
+
+
+def _refuse_unsupported(data: Mapping[str, Any]) -> None:
+    for name, values in ONLY.items():
+        if data.get(name) not in values:
+            raise WrongCall(f"{name} = {json.dumps(data[name])} is not supported: one answer is sampled, freely")
+
+
+def _max_tokens(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise WrongCall(f"the number of tokens must be at least 1, got {value!r}")
+    return value
+
+
+def _stop_ids(data: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end the answer: those that are named, and texts that are one token each."""
+    stop = data.get("stop") or []
+    found = list(data.get("stop_token_ids") or [])
+    if not all(type(one) is int for one in found):
+        raise WrongCall("stop_token_ids must be a list of integers")
+    for text in [stop] if isinstance(stop, str) else stop:
+        ids = tokenizer.encode(text)
+        if len(ids) != 1:
+            raise WrongCall(f"stop {text!r} is {len(ids)} tokens: only single tokens can end an answer here")
+        found += ids
+    return found
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """As chat templates expect it: content is text, arguments of tool calls are objects, and nothing is null."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            raise WrongCall("only text can be a message's content")
+        content = "".join(texts)
+    if not isinstance(content, str):
+        raise WrongCall("a message's content must be text")
+    plain["content"] = content
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+        return {**call, "function": function}
+    except (KeyError, TypeError, ValueError):
+        raise WrongCall(f"a tool call must have a function with a name and arguments: {call!r}") from None
+
+
+def said(completion: Completion, tokenizer: Tokenizer, tools: bool, name: str) -> dict[str, Any]:
+    """The policy's message. An answer that was cut off calls no tool."""
+    text = tokenizer.decode(completion.token_ids)
+    calls: list[dict[str, Any]] = []
+    if tools and completion.finish_reason == "stop":
+        text, found = parse_tool_calls(text)
+        calls = [
+            {
+                "id": f"call_{name}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for number, call in enumerate(found)
+        ]
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def chat_answer(
+    about: Mapping[str, Any],
+    message: Mapping[str, Any],
+    completion: Completion,
+    prompt_tokens: int,
+    log_probs: list[Any] | None,
+) -> dict[str, Any]:
+    """A chat completion. about: id, created, model."""
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": _finish(message, completion),
+        "logprobs": None if log_probs is None else {"content": log_probs, "refusal": None},
+    }
+    usage = _usage(prompt_tokens, completion)
+    return {**about, "object": "chat.completion", "choices": [choice], "usage": usage}
+
+
+def chat_frames(
+    about: Mapping[str, Any],
+    message: Mapping[str, Any],
+    completion: Completion,
+    prompt_tokens: int,
+    log_probs: list[Any] | None,
+    usage: bool,
+) -> Iterator[bytes]:
+    """The same as server-sent events: it was sampled whole, and comes in the frames of a stream."""
+
+    def frame(delta: Mapping[str, Any], **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None, **more}
+        return _event({**about, "object": "chat.completion.chunk", "choices": [choice]})
+
+    scored = None if log_probs is None else {"content": log_probs, "refusal": None}
+    yield frame({"role": "assistant", "content": message["content"] or ""}, logprobs=scored)
+    for number, call in enumerate(message.get("tool_calls", ())):
+        yield frame({"tool_calls": [{"index": number, **call}]})
+    yield frame({}, finish_reason=_finish(message, completion))
+    if usage:
+        yield _event(
+            {**about, "object": "chat.completion.chunk", "choices": [], "usage": _usage(prompt_tokens, completion)}
+        )
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _finish(message: Mapping[str, Any], completion: Completion) -> str:
+    return "tool_calls" if message.get("tool_calls") else completion.finish_reason
+
+
+def _usage(prompt_tokens: int, completion: Completion) -> dict[str, int]:
+    generated = len(completion.token_ids)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+    }
+
+
+def log_prob_entries(completion: Completion, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """OpenAI's form: text and log-prob of each token."""
+    return [
+        {
+            "token": (text := tokenizer.decode([token], skip_special=False)),
+            "logprob": log_prob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+        for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
+    ]
+
+
+def tokens_answer(name: str, completion: Completion) -> dict[str, Any]:
+    """vLLM's answer. An entry names its token as vLLM did up to 0.31, which renderers read, and as it does since."""
+    entries: Sequence[dict[str, Any]] = [
+        {"token": f"token_id:{token}", "token_id": token, "logprob": log_prob, "rank": None}
+        for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+        "logprobs": {"content": entries},
+        "weight_versions": [vars(span) for span in completion.spans],
+    }
+    return {"request_id": name, "choices": [choice]}
