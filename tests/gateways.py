@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from tests.chat_models import QUESTION, TOOLS, WEATHER
 from tests.engines.job import Trainer
+from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
-from torchtitan.rollout.gateway.process import Gateway
+from torchtitan.rollout.gateway.process import Door, Gateway
 from torchtitan.utils.events import EventLog
 
 MAX_CALLS = 16
@@ -78,3 +80,33 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
         await gateway.close()
         await pool.close()
         trainer.close()
+
+
+def client(door: Door) -> Any:
+    """OpenAI's, as an agent makes it."""
+    import openai
+
+    return openai.AsyncOpenAI(base_url=door.base_url, api_key=door.key, max_retries=0, timeout=PATIENCE_S)
+
+
+async def play_with_tools(door: Door, stream: bool) -> list[dict[str, Any]]:
+    """The loop of every agent: call tools until the policy has said its last."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
+    async with client(door) as api:
+        while True:
+            arguments: dict[str, Any] = {"model": "chat", "messages": messages, "tools": TOOLS}
+            if stream:
+                async with api.chat.completions.stream(**arguments) as events:
+                    async for _ in events:
+                        pass
+                    choice = (await events.get_final_completion()).choices[0]
+            else:
+                choice = (await api.chat.completions.create(**arguments)).choices[0]
+            message = choice.message.model_dump()
+            message.pop("parsed", None)
+            messages.append(message)
+            if choice.finish_reason != "tool_calls":
+                return messages
+            for call in choice.message.tool_calls:
+                assert json.loads(call.function.arguments) == {"city": "Rome"} and call.function.name == "weather"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": WEATHER})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.chat_models import END, QUESTION, SAID, TOOLS, WEATHER, make_chat_model
+from tests.chat_models import END, QUESTION, SAID, make_chat_model
 from tests.engines.job import differences
-from tests.gateways import MAX_CALLS, Behind, make_config, playing
+from tests.gateways import MAX_CALLS, Behind, client, make_config, play_with_tools, playing
 from tests.integration_tests.recording_actor import RECORD
-from tests.patience import PATIENCE_S, asynchronous, eventually
+from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
 from torchtitan.inference import actor_process, engines
 from torchtitan.inference.trajectory import Branch
@@ -45,10 +44,6 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record.jsonl"
 
 
-def client(door: Door) -> Any:
-    return openai.AsyncOpenAI(base_url=door.base_url, api_key=door.key, max_retries=0, timeout=PATIENCE_S)
-
-
 async def open_greedy(behind: Behind, name: str) -> Door:
     return await behind.gateway.open(name, seed=1, temperature=0.0)
 
@@ -63,29 +58,6 @@ def pairs(branches: list[Branch]) -> list[tuple[list[int], list[int]]]:
                 found.append((list(held), segment.token_ids))
             held += segment.token_ids
     return found
-
-
-async def play_with_tools(door: Door, stream: bool) -> list[dict[str, Any]]:
-    """The loop of every agent: call tools until the policy has said its last."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": QUESTION}]
-    async with client(door) as api:
-        while True:
-            arguments: dict[str, Any] = {"model": "chat", "messages": messages, "tools": TOOLS}
-            if stream:
-                async with api.chat.completions.stream(**arguments) as events:
-                    async for _ in events:
-                        pass
-                    choice = (await events.get_final_completion()).choices[0]
-            else:
-                choice = (await api.chat.completions.create(**arguments)).choices[0]
-            message = choice.message.model_dump()
-            message.pop("parsed", None)
-            messages.append(message)
-            if choice.finish_reason != "tool_calls":
-                return messages
-            for call in choice.message.tool_calls:
-                assert json.loads(call.function.arguments) == {"city": "Rome"} and call.function.name == "weather"
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": WEATHER})
 
 
 @asynchronous

@@ -113,11 +113,14 @@ class KeyValueCache:
         present = self.rows if length <= self.length else 0
         return min(self.max_rows, max(grown, present))
 
-    @property
-    def spare_bytes(self) -> int:
-        """Memory that may be used beside the rows: as much as they take, within the limit."""
-        own = self.bytes_of(self.rows, self.length)
-        return min(own, self.max_bytes - own) if self.max_bytes else own
+    def spare_bytes(self, rows: int, length: int, used_rows: int) -> int:
+        """Memory that may be used beside the rows once they have been reserved so, and meanwhile: as much as they take,
+        within the limit."""
+        if self.holds(rows, length):
+            own, growing = self.bytes_of(self.rows, self.length), 0
+        else:
+            own, growing = self.bytes_of(*self._grown(rows, length, used_rows)), self._growth_bytes()
+        return min(own, self.max_bytes - own - growing) if self.max_bytes else own
 
     def holds(self, rows: int, length: int) -> bool:
         """Whether there is room for so many rows of up to `length` tokens without growing."""
@@ -125,8 +128,11 @@ class KeyValueCache:
 
     def reserve(self, rows: int, length: int, used_rows: int) -> None:
         """Make room for `rows` rows (at most `room`) of up to `length` tokens, keeping rows [0, used_rows)."""
-        if self.holds(rows, length):
-            return
+        if not self.holds(rows, length):
+            self._allocate(*self._grown(rows, length, used_rows), used_rows)
+
+    def _grown(self, rows: int, length: int, used_rows: int) -> tuple[int, int]:
+        """(rows, length) after growing for that: to powers of two, where the limit allows it."""
         length = self.key_length(length)
         needed_length = max(length, self.length) if used_rows else length
         shape = (
@@ -135,7 +141,7 @@ class KeyValueCache:
         )
         if self.max_bytes and self.bytes_of(*shape) + (self._growth_bytes() if used_rows else 0) > self.max_bytes:
             shape = (self.whole_rows(rows), needed_length)
-        self._allocate(*shape, used_rows)
+        return shape
 
     def _allocate(self, rows: int, length: int, used_rows: int) -> None:
         """New tensors in the place of the old ones, with what rows [0, used_rows) hold."""

@@ -303,7 +303,8 @@ class Engine:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
                 copies.append((sibling.row, used, count, len(prompt)))
-            self._reserve(used + count, length, used)
+            self._prefixes.trim(self._cache.spare_bytes(used + count, length, used))
+            self._cache.reserve(used + count, length, used)
             self._start_rows(running, count)
             if source is not None:
                 self._begin_with(used, source, shared)
@@ -334,12 +335,6 @@ class Engine:
         self._sampler = None
         self._emit(first, self._make_sampler(first), torch.cat(new_logits))
         return again
-
-    def _reserve(self, rows: int, length: int, used: int) -> None:
-        """Room for rows of this length, in which what prefixes take must not stand in the way."""
-        if self._cache.max_bytes and not self._cache.holds(rows, length):
-            self._prefixes.trim(0)
-        self._cache.reserve(rows, length, used)
 
     def _begin_with(self, row: int, source: Prefix, tokens: int) -> None:
         """Put so many tokens of another sequence's beginning into a row."""
@@ -507,7 +502,7 @@ class Engine:
             return
         length = int(self._lengths[sequence.row])
         self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length))
-        self._prefixes.trim(self._cache.spare_bytes)
+        self._prefixes.trim(self._cache.spare_bytes(0, 0, 0))
 
     def _tokens_of(self, sequence: Sequence) -> np.ndarray:
         """[tokens] prompt and what was generated."""

@@ -1,0 +1,271 @@
+"""What conversations of many turns cost: prompts that are computed again, and the gateway in front of the engines.
+
+    python benchmarks/agents.py --json
+    python benchmarks/agents.py --backend vllm --json             the first and the last figure, of a vLLM
+
+A small random Qwen3 that a trainer in this process publishes, and an actor that a pool starts. Groups of 8 episodes
+with the same beginning, 8 turns each; every turn is a request of its own.
+
+    prefill_saved      tokens of all prompts ÷ those of them that the engine has computed
+    gateway_overhead   tokens per second of 64 sessions, by chat completions through the gateway ÷ conversations of the
+                       same lengths as tokens, straight to the pool; median over turns of both
+    stale_kv_reads     completions that were asked for after a new version had come, in conversations that an older one
+                       began, whose log-probs are not those of that version, computed anew in this process
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import asyncio
+import secrets
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+import aiohttp  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks import common  # noqa: E402
+from tests.chat_models import VOCABULARY, write_chat_tokenizer  # noqa: E402
+from torchtitan.config.job_config import JobConfig  # noqa: E402
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
+from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
+from torchtitan.inference.pool import InferencePool  # noqa: E402
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters  # noqa: E402
+from torchtitan.models import export_policy  # noqa: E402
+from torchtitan.models.attention import PackedLayout  # noqa: E402
+from torchtitan.models.decoder import Decoder  # noqa: E402
+from torchtitan.models.model_args import ModelArgs  # noqa: E402
+from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
+from torchtitan.utils.events import EventLog  # noqa: E402
+from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
+from torchtitan.weight_sync.parameters import unique_parameters  # noqa: E402
+
+BARS = {"prefill_saved": (">=", 5.0), "gateway_overhead": (">=", 0.85), "stale_kv_reads": ("<=", 0.0)}
+GROUP, START_SECONDS, LENGTH = 8, 300.0, 2048
+# Of log-probs of two engines in fp32, for this model.
+TOLERANCE = 1e-4
+# Counters of foreign engines: (prompt tokens, those of them that were not computed).
+COUNTERS = {
+    "embedded": ("engine_prefilled_tokens_total", "engine_reused_tokens_total"),
+    "vllm": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    "sglang": ("sglang:prompt_tokens_total", "sglang:cached_tokens_total"),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the work."""
+
+    groups: int
+    turns: int
+    prompt: int
+    sampled: int
+    observed: int
+
+
+class Stand:
+    """A trainer's weights, a pool with one actor, and a gateway."""
+
+    def __init__(self, folder: Path, backend: str, python: str):
+        args = ModelArgs("qwen3", VOCABULARY, 128, 256, 4, 4, 2, 32, max_position_embeddings=LENGTH)
+        self.policy = Decoder(args)
+        self.policy.initialize_weights(0, std=0.1)
+        model = folder / "model"
+        export_policy(self.policy, model)
+        write_chat_tokenizer(model)
+        self.config = config = JobConfig()
+        config.model.hf_assets_path = str(model)
+        config.training.seq_len = LENGTH
+        config.inference.backend, config.inference.engine_python = backend, python
+        config.inference.num_actors, config.inference.threads_per_actor = 1, 1
+        config.inference.max_sequences = 64
+        config.inference.startup_timeout_s = START_SECONDS
+        # vLLM shares whole blocks, of 128 tokens on a CPU and of 16 on a GPU.
+        config.inference.engine_args = {"vllm": {"block-size": 16}, "sglang": {"enable-metrics": True}}.get(backend, {})
+        self.epoch, token = f"bench-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
+        os.environ.pop(TOKEN_VARIABLE, None)
+        parameters = unique_parameters(dict(self.policy.named_parameters()))
+        self.sync = WeightSync(WeightSyncConfig(), parameters, epoch=self.epoch, token=token, run_dir=folder)
+        events = EventLog(folder / "events.jsonl")
+        self.pool = InferencePool(config, self.epoch, token, folder, events)
+        self.gateway = Gateway(config, self.pool, token, [], events, folder, max_calls=64)
+        self.version = -1
+
+    async def start(self) -> None:
+        await self.pool.start()
+        await self.pool.connect_weights(self.sync.coordinator_address)
+        await self.publish()
+
+    async def publish(self) -> None:
+        """The next version, once the actor serves it."""
+        no = not self.sync.reserve()
+        self.sync.fence()
+        self.version += 1
+        if self.version:
+            generator = torch.Generator().manual_seed(self.version)
+            with torch.no_grad():
+                for parameter in self.policy.parameters():
+                    parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        self.sync.commit(self.version, int(no))
+        self.sync.fence()
+        outcome = await asyncio.to_thread(self.sync.wait_until_applied, self.version, START_SECONDS, 1)
+        if not outcome.applied:
+            raise SystemExit(f"version {self.version} did not come: {outcome.missing}")
+
+    async def close(self) -> None:
+        await self.gateway.close()
+        await self.pool.close()
+        self.sync.close()
+
+    async def generate(self, name: str, prompt: list[int], tokens: int, shares: str = "") -> Completion:
+        request = GenerateRequest(name, prompt, SamplingParameters(tokens, seed=zlib.crc32(name.encode())))
+        (completion,) = await self.pool.generate(request, shares=shares)
+        return completion
+
+    async def prompt_tokens(self) -> tuple[float, float]:
+        """(asked for, computed) by the engine so far."""
+        (actor,) = self.pool._actors
+        client: Any = actor._client
+        engine = getattr(client, "_engine", None) or client.client
+        headers = {"Authorization": f"Bearer {engine._token}"}
+        async with aiohttp.ClientSession(headers=headers) as http, http.get(engine.url + "/metrics") as response:
+            lines = [line.split() for line in (await response.text()).splitlines() if not line.startswith("#")]
+        counts: dict[str, float] = {}
+        for name, value in (line[:2] for line in lines if len(line) >= 2):
+            counts[name.partition("{")[0]] = counts.get(name.partition("{")[0], 0.0) + float(value)
+        first, second = (counts.get(name, 0.0) for name in COUNTERS[self.config.inference.backend])
+        return (first + second, first) if self.config.inference.backend == "embedded" else (first, first - second)
+
+    @torch.no_grad()
+    def is_stale(self, prompt: list[int], completion: Completion) -> bool:
+        """Whether its log-probs are not those of the weights as they are."""
+        ids = torch.tensor(prompt + completion.token_ids)
+        log_probs, _ = self.policy(ids, PackedLayout([len(ids)]), ids.roll(-1), 1.0)
+        difference = log_probs[len(prompt) - 1 : -1] - torch.tensor(completion.log_probs)
+        return not float(difference.abs().max()) <= TOLERANCE
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    """Letters."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(65, 90, (count,), generator=generator).tolist()
+
+
+async def conversation(stand: Stand, name: str, group: int, size: Size) -> int:
+    """As tokens, straight to the pool; returns how many were sampled."""
+    prompt, sampled = tokens_of(group, size.prompt), 0
+    for turn in range(size.turns):
+        done = await stand.generate(f"{name}-{turn}", prompt, size.sampled, shares=name)
+        sampled += len(done.token_ids)
+        prompt = prompt + done.token_ids + tokens_of(turn, size.observed)
+    return sampled
+
+
+async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, group: int, size: Size) -> int:
+    """The same through the gateway."""
+    door = await stand.gateway.open(name, seed=zlib.crc32(name.encode()), shares=name)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size.prompt}]
+    headers = {"Authorization": f"Bearer {door.key}"}
+    for turn in range(size.turns):
+        body = {"model": "chat", "messages": messages, "max_tokens": size.sampled}
+        async with http.post(f"{door.base_url}/chat/completions", json=body, headers=headers) as response:
+            answer = await response.json()
+            if response.status != 200:
+                raise SystemExit(f"the gateway answered {response.status}: {answer}")
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": f"{turn}" * size.observed}]
+    played = await stand.gateway.end(name)
+    return sum(len(one.token_ids) for branch in played.branches for one in branch.sampled)
+
+
+async def measure_prefill(stand: Stand, size: Size) -> float:
+    before = await stand.prompt_tokens()
+    groups = [group for group in range(size.groups) for _ in range(GROUP)]
+    await asyncio.gather(*(conversation(stand, f"prefill-{i}", 1000 + group, size) for i, group in enumerate(groups)))
+    after = await stand.prompt_tokens()
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+async def measure_gateway(stand: Stand, sessions: int, size: Size, repeats: int) -> float:
+    rates: dict[str, list[float]] = {"straight": [], "gateway": []}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        for turn in range(-1, repeats):
+            for condition in list(rates)[:: 1 if turn % 2 else -1]:
+                begun = time.perf_counter()
+                names = [f"{condition}-{turn}-{i}" for i in range(sessions)]
+                if condition == "straight":
+                    work = [conversation(stand, name, 2000 + turn, size) for name in names]
+                else:
+                    work = [chat(stand, http, name, turn, size) for name in names]
+                sampled = sum(await asyncio.gather(*work))
+                if turn >= 0:
+                    rates[condition].append(sampled / (time.perf_counter() - begun))
+    return common.median_ratio(rates["gateway"], rates["straight"])
+
+
+async def count_stale(stand: Stand, size: Size, versions: int) -> tuple[int, int]:
+    """(stale completions, completions): a version comes between any two turns, while a request is under way."""
+    prompts = [tokens_of(3000 + number // GROUP, size.prompt) for number in range(size.groups * GROUP)]
+    stale = asked = 0
+    for turn in range(versions):
+        running = asyncio.create_task(stand.generate(f"long-{turn}", prompts[0], 20 * size.sampled))
+        names = [f"stale-{turn}-{number}" for number in range(len(prompts))]
+        done: Sequence[Completion] = await asyncio.gather(
+            *(stand.generate(name, prompt, size.sampled) for name, prompt in zip(names, prompts, strict=True))
+        )
+        stale += sum(stand.is_stale(prompt, one) for prompt, one in zip(prompts, done, strict=True))
+        asked += len(done)
+        prompts = [
+            prompt + one.token_ids + tokens_of(turn, size.observed) for prompt, one in zip(prompts, done, strict=True)
+        ]
+        await stand.publish()
+        await running
+    return stale, asked
+
+
+async def measure(backend: str, python: str, quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    size = Size(1, 4, 128, 8, 16) if quick else Size(2, 8, 256, 32, 32)
+    with tempfile.TemporaryDirectory() as folder:
+        stand = Stand(Path(folder), backend, python)
+        try:
+            common.progress("starting")
+            await stand.start()
+            common.progress("prompts that are computed")
+            figures = {"prefill_saved": await measure_prefill(stand, size)}
+            if backend == "embedded":
+                common.progress("the gateway")
+                sessions, repeats = (8, 1) if quick else (64, 5)
+                talk = Size(1, 2 if quick else 4, 128, 64, 32)
+                figures["gateway_overhead"] = await measure_gateway(stand, sessions, talk, repeats)
+            common.progress("keys of older weights")
+            stale, asked = await count_stale(stand, size, 2 if quick else 8)
+            figures["stale_kv_reads"] = float(stale)
+        finally:
+            await stand.close()
+    return figures, {"backend": backend, "size": size, "compared": asked, "quick": quick, "cpu": common.processor()}
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--backend", choices=tuple(COUNTERS), default="embedded")
+    parser.add_argument("--engine-python", default="", help="as inference.engine_python")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    figures, conditions = asyncio.run(measure(arguments.backend, arguments.engine_python, arguments.quick))
+    conditions["size"] = vars(conditions["size"])
+    common.report("agents", figures, BARS, conditions, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
