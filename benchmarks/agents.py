@@ -100,12 +100,12 @@ class Stand:
         self.sync = WeightSync(WeightSyncConfig(), parameters, epoch=self.epoch, token=token, run_dir=folder)
         events = EventLog(folder / "events.jsonl")
         self.pool = InferencePool(config, self.epoch, token, folder, events)
-        self.gateway = Gateway(config, self.pool, token, [], events, folder, max_calls=64)
+        self.gateway = Gateway(config, self.pool, [], events, folder, max_calls=64)
         self.version = -1
 
     async def start(self) -> None:
         await self.pool.start()
-        await self.pool.connect_weights(self.sync.coordinator_address)
+        await self.pool.connect_weights(self.sync.registry_address)
         await self.publish()
 
     async def publish(self) -> None:

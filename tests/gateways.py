@@ -70,10 +70,10 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
     trainer = ChangingTrainer(run_dir, Path(config.model.hf_assets_path))
     events = EventLog(run_dir / "events.jsonl")
     pool = InferencePool(config, trainer.epoch, trainer.token, run_dir, events)
-    gateway = Gateway(config, pool, trainer.token, [eos], events, run_dir, MAX_CALLS)
+    gateway = Gateway(config, pool, [eos], events, run_dir, MAX_CALLS)
     try:
         await pool.start()
-        await pool.connect_weights(trainer.sync.coordinator_address)
+        await pool.connect_weights(trainer.sync.registry_address)
         trainer.publish()
         yield Behind(gateway, pool, trainer, run_dir)
     finally:

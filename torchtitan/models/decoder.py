@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.config.job_config import Lora
-from torchtitan.models.attention import PackedAttention, PackedLayout, rotary_tables, rotate
+from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
@@ -22,10 +22,11 @@ from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MISSING, MoE, Routing, expert_rows
 from torchtitan.models.rms_norm import RMSNorm
+from torchtitan.models.rotary import rotary_tables, rotate
 from torchtitan.models.swiglu import swiglu
 
-# (layer index, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
-AttentionFunction = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
+AttentionFunction = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -35,6 +36,8 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
         self.index = index
+        self.window, self.softcap, self.scale = 0, 0.0, 1 / math.sqrt(args.head_dim)
+        self.sinks: torch.Tensor | None = None
         self.head_dim = args.head_dim
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
         self.q_proj = nn.Linear(args.hidden_size, query, bias=args.qkv_bias)
@@ -48,7 +51,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
         if self.fused is not None:
-            return self.o_proj(attend(self.index, *self.fused(x, rotary)).flatten(-2))
+            return self.o_proj(attend(self, *self.fused(x, rotary)).flatten(-2))
         # -1 heads: under tensor parallelism a rank sees its share of them.
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -56,7 +59,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.o_proj(attend(self.index, q, k, v).flatten(-2))
+        return self.o_proj(attend(self, q, k, v).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -182,7 +185,7 @@ class Decoder(nn.Module):
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
             routes = None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, padding), value=MISSING)
-        hidden = self.model(token_ids, positions, PackedAttention(layout, padding), routes=routes)
+        hidden = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
         output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
 

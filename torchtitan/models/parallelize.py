@@ -1,4 +1,4 @@
-"""From a decoder on the meta device to this rank's trainable policy: TP → EP → adapters → AC → compile → FSDP2."""
+"""From a decoder on the meta device to this rank's trainable policy: TP → EP → adapters → compile → AC → FSDP2."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.device import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.models.attention import keep_out_of_graphs
-from torchtitan.models.decoder import Decoder
+from torchtitan.models.attention import PackedAttention
+from torchtitan.models.decoder import Decoder, RotaryTables
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
@@ -73,7 +73,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
 
 
 def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
-    """Apply tensor parallelism, quantisation, adapters, activation checkpointing, compilation and FSDP2 in place to a
+    """Apply tensor parallelism, quantisation, adapters, compilation, activation checkpointing and FSDP2 in place to a
     policy on meta.
 
     Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
@@ -87,17 +87,33 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
         quantize_projections(policy, config.lora.modules_to_save)
     if config.lora.rank:
         add_adapters(policy, config.lora)
-    if config.activation_checkpoint.mode != "none":
-        apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     if config.compile.enable:
-        keep_out_of_graphs()
         for layer in policy.model.layers:
-            _replace_forward(layer, torch.compile(layer.forward, backend=config.compile.backend))
+            _replace_forward(layer, _compiled(layer.forward, config.compile.backend))
+    if config.activation_checkpoint.mode != "none":
+        # Around what is compiled: the compiler takes no checkpoint whose function is not its own.
+        apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
     # One rank needs FSDP2 only for what else it does.
     if dims.fsdp_enabled or reduced or training.enable_cpu_offload:
         apply_fsdp(policy, dims, config)
     return policy
+
+
+def _compiled(forward: Callable[..., torch.Tensor], backend: str) -> Callable[..., torch.Tensor]:
+    """A layer's forward as one graph without breaks, the same one for all layers that are alike."""
+    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+
+    def run(x: torch.Tensor, rotary: RotaryTables, attend: PackedAttention) -> torch.Tensor:
+        if type(x) is not torch.Tensor:
+            # What a collective still brings. Graphs that begin with it lose its gradient (torch 2.13).
+            x = x.clone()
+        # Packs differ in tokens and sequences; to call all sizes dynamic is more than DTensor takes.
+        for tensor in (x, *rotary, attend.cumulative, attend.bounds):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(x, rotary, attend)
+
+    return run
 
 
 def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models import batch_invariance
-from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, said_of
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.fused_head import exponentials_
@@ -273,18 +272,3 @@ def test_the_look_takes_part_in_no_random_stream(look_again: None) -> None:
     torch.manual_seed(3)
     invariant_sizes(ARGS, torch.float32, CPU)
     assert torch.equal(torch.rand(1), expected)
-
-
-def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PackedLayout([37, 5, 200, 16])
-    q, k, v, by = torch.randn(4, layout.total, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
-
-    def attend(further: int) -> list[torch.Tensor]:
-        monkeypatch.setattr("torchtitan.models.attention.key_length", lambda length, *_: length + further)
-        leaves = [q.clone().requires_grad_(), k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_()]
-        out = PackedAttention(layout)(0, *leaves)
-        out.backward(by)
-        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    for found, expected in zip(attend(112), attend(0), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

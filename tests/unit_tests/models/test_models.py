@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,19 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import FAMILIES
 from tests.roundings import forward_rounding
 from torchtitan.errors import UserError
-from torchtitan.models import attention, export_policy, load_policy
-from torchtitan.models.attention import PackedAttention, PackedLayout, causal_attention, rotate
+from torchtitan.models import export_policy, load_policy
+from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import read_model_args
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import full_log_probs
 from torchtitan.models.rms_norm import rms_norm
+from torchtitan.models.rotary import rotate
 
 Checkpoints = Callable[..., Path]
 ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -81,32 +79,6 @@ def test_packed_rows_equal_separate_rows(tiny_checkpoint: Checkpoints, family: s
     assert (packed - separate).abs().max() < forward_rounding(policy.args, separate.abs().max().item())
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), padding=st.integers(0, 3), seed=st.integers(0, 99)
-)
-def test_packed_attention_sees_its_own_sequence_only(lengths: list[int], padding: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layout = PackedLayout(lengths)
-    q = torch.randn(sum(lengths) + padding, 4, 8, generator=generator).requires_grad_()
-    k, v = (torch.randn(sum(lengths) + padding, 2, 8, generator=generator).requires_grad_() for _ in range(2))
-    output = PackedAttention(layout, padding)(0, q, k, v)
-    by_output = torch.randn(output.shape, generator=generator)
-    gradients = torch.autograd.grad(output, (q, k, v), by_output)
-    start = 0
-    for length in lengths:
-        rows = slice(start, start + length)
-        expected = causal_attention(q[None, rows], k[None, rows], v[None, rows])[0]
-        assert torch.allclose(output[rows], expected, atol=1e-5)
-        expected_gradients = torch.autograd.grad(expected, (q, k, v), by_output[rows])
-        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-            assert torch.allclose(gradient[rows], expected_gradient[rows], atol=1e-5)
-        assert layout.positions[rows].tolist() == list(range(length))
-        start += length
-    assert output.shape == q.shape and not output[start:].any()
-    assert not any(gradient[start:].any() for gradient in gradients)
-
-
 def test_norm_and_rotation_and_their_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -127,45 +99,6 @@ def test_norm_and_rotation_and_their_gradients() -> None:
         assert torch.equal(rms_norm(values, weight, 1e-6), expected)
         with torch.no_grad():
             assert torch.equal(rms_norm(values, weight, 1e-6), expected)
-
-
-def test_variable_length_kernel_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    q, k, v = torch.randn(12, 4, 8), torch.randn(12, 2, 8), torch.randn(12, 2, 8)
-    layout = PackedLayout([5, 4, 3])
-    expected = PackedAttention(layout)(0, q, k, v)
-    assert attention.packed_kernel(q) is None
-
-    def grouped(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
-        assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k == 5
-        bounds = cu_seq_q.tolist()
-        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        return torch.cat([causal_attention(q[None, part], k[None, part], v[None, part])[0] for part in parts])
-
-    def ungrouped(*arguments: Any, window_size: tuple[int, int] = (-1, -1)) -> torch.Tensor:
-        return grouped(*arguments, window_size=window_size)
-
-    for stand_in in (grouped, ungrouped):
-        monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-        attention._variable_length_kernel.cache_clear()
-        kernel = attention._variable_length_kernel()
-        assert kernel is not None
-        monkeypatch.setattr(attention, "packed_kernel", lambda q, kernel=kernel: kernel)
-        assert torch.allclose(PackedAttention(layout)(0, q, k, v), expected, atol=1e-6)
-    attention._variable_length_kernel.cache_clear()
 
 
 def test_log_probs_and_entropy() -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
+from torchtitan.models.attention_kernels import attend_masked, with_sinks
 from torchtitan.models.batch_invariance import InvariantSizes, key_length
 from torchtitan.models.model_args import ModelArgs
 
@@ -227,19 +228,16 @@ def _power_of_two(number: int) -> int:
 
 
 class PrefillAttention:
-    """Attention of whole sequences as the trainer computes it, which also stores their keys and values in rows.
+    """Attention of whole sequences as the trainer computes it, which also stores their keys and values in rows."""
 
-    padding: tokens after the last sequence that belong to none.
-    """
-
-    def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int], padding: int):
-        self._attend = PackedAttention(layout, padding)
+    def __init__(self, cache: KeyValueCache, layout: PackedLayout, rows: list[int]):
+        self._attend = PackedAttention(layout)
         self._cache, self._total = cache, layout.total
         row_of_token = torch.from_numpy(np.repeat(rows, layout.lengths)).to(cache.device)
         self._index = cache.places(row_of_token, layout.positions)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._cache.write(layer, self._index, k[: self._total], v[: self._total])
+    def __call__(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer.index, self._index, k[: self._total], v[: self._total])
         return self._attend(layer, q, k, v)
 
 
@@ -259,8 +257,8 @@ class ExtensionAttention:
         self._index = cache.places(rows.to(cache.device), positions)
         self._total = len(positions)
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._cache.write(layer, self._index, k[: self._total], v[: self._total])
+    def __call__(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer.index, self._index, k[: self._total], v[: self._total])
         outputs, first = [], 0
         for row, start, end in self._parts:
             for position in range(start, end, EXTENSION_TOKENS):
@@ -269,7 +267,7 @@ class ExtensionAttention:
                 first += stop - position
         return F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, self._padding))
 
-    def _attend(self, layer: int, row: int, start: int, q: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: AttentionLayer, row: int, start: int, q: torch.Tensor) -> torch.Tensor:
         """q [T, heads, D] at positions start, start + 1, ... of a row -> like q."""
         cache, (tokens, heads, dim) = self._cache, q.shape
         group = heads // cache.heads
@@ -284,17 +282,29 @@ class ExtensionAttention:
         keys_read = cache.key_length(start + tokens)
         last_seen = (start + torch.arange(tokens + short, device=cache.device)).clamp(max=start + tokens - 1)
         last_seen = F.pad(last_seen.view(-1, together).repeat_interleave(group, 1), (0, missing))
-        hidden = torch.arange(keys_read, device=cache.device) > last_seen[:, None, :, None]
+        places, seen_to = torch.arange(keys_read, device=cache.device), last_seen[:, None, :, None]
+        hidden = places > seen_to
+        if layer.window:
+            hidden |= places <= seen_to - layer.window
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
         own = slice(row * cache.heads, (row + 1) * cache.heads)
-        keys, values = (x[layer][own, :keys_read].expand(len(queries), -1, -1, -1) for x in (cache.keys, cache.values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return (
-            out[:, :, : together * group]
-            .unflatten(2, (together, group))
-            .transpose(1, 2)
-            .reshape(-1, heads, dim)[:tokens]
+        keys, values = (
+            x[layer.index][own, :keys_read].expand(len(queries), -1, -1, -1) for x in (cache.keys, cache.values)
         )
+        total = None
+        if layer.softcap or layer.sinks is not None:
+            out, total = attend_masked(queries, keys, values, mask, layer.scale, layer.softcap)
+        else:
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
+
+        def of_tokens(rows: torch.Tensor) -> torch.Tensor:
+            """[pieces, key heads, queries, ...] -> [T, heads, ...]."""
+            parted = rows[:, :, : together * group].unflatten(2, (together, group)).transpose(1, 2)
+            return parted.reshape(-1, heads, *rows.shape[3:])[:tokens]
+
+        if layer.sinks is None or total is None:
+            return of_tokens(out)
+        return with_sinks(of_tokens(out), of_tokens(total), layer.sinks)[0]
 
 
 class DecodeAttention:
@@ -314,13 +324,23 @@ class DecodeAttention:
         self._index = cache.places(slice(0, self._rows), positions)
         cache.show(self._index)
         self._used = self._rows * cache.heads
-        self._visible = cache.visible[: self._used, None, None, : self._longest]
+        visible = cache.visible[: self._used, None, None, : self._longest]
+        self._visible = {0: visible}
+        """What is added to scores, by the layer's window"""
+        self._positions = positions.repeat_interleave(cache.heads)[:, None, None, None]
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _mask(self, window: int) -> torch.Tensor:
+        if window not in self._visible:
+            places = torch.arange(self._longest, device=self._positions.device)
+            unseen = places <= self._positions - window
+            self._visible[window] = self._visible[0].masked_fill(unseen, float("-inf"))
+        return self._visible[window]
+
+    def __call__(self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._cache
-        cache.write(layer, self._index, k, v)
-        keys = cache.keys[layer][: self._used, None, : self._longest]
-        values = cache.values[layer][: self._used, None, : self._longest]
+        cache.write(layer.index, self._index, k, v)
+        keys = cache.keys[layer.index][: self._used, None, : self._longest]
+        values = cache.values[layer.index][: self._used, None, : self._longest]
         # The query heads that share a key head stand where a sequence's tokens would. Two plain products and a softmax
         # are 5 % faster for tiny models, but differ from the trainer, which uses this kernel too.
         grouped = q.reshape(self._used, 1, -1, cache.head_dim)
@@ -328,5 +348,10 @@ class DecodeAttention:
         missing = -group % cache.sizes.queries
         if missing:
             grouped = F.pad(grouped, (0, 0, 0, missing))
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._visible)
+        mask = self._mask(layer.window)
+        if layer.softcap or layer.sinks is not None:
+            out, total = attend_masked(grouped, keys, values, mask, layer.scale, layer.softcap)
+            out, total = out[:, :, :group].reshape(q.shape), total[:, :, :group].reshape(q.shape[:2])
+            return out if layer.sinks is None else with_sinks(out, total, layer.sinks)[0]
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=layer.scale)
         return out[:, :, :group].reshape(q.shape)

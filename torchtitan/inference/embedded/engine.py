@@ -25,9 +25,10 @@ from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag, VersionSpan
-from torchtitan.models.attention import PackedLayout, rotary_tables
+from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
+from torchtitan.models.rotary import rotary_tables
 from torchtitan.utils.machine import return_freed_memory
 from torchtitan.weight_sync.staging import WeightsRefused
 
@@ -376,7 +377,7 @@ class Engine:
         attention: PrefillAttention | ExtensionAttention
         positions = layout.positions
         if parts[0].start == 0:
-            attention = PrefillAttention(self._cache, layout, [part.row for part in parts], padding)
+            attention = PrefillAttention(self._cache, layout, [part.row for part in parts])
         else:
             ends = [(part.row, part.start, len(part.token_ids)) for part in parts]
             attention = ExtensionAttention(self._cache, ends, padding)

@@ -26,9 +26,9 @@ class _Pending:
 class Engines:
     """Has requests sampled. `peer` is the run, whose pool knows the actors, their versions and their load."""
 
-    def __init__(self, backend: str, actor_token: str, job_token: str, request_timeout_s: float, timeout_s: float):
+    def __init__(self, backend: str, actor_token: str, request_timeout_s: float, timeout_s: float):
         """request_timeout_s: of one actor's answer; timeout_s: of all of it, with the wait for an actor."""
-        self._backend, self._tokens = backend, (actor_token, job_token)
+        self._backend, self._token = backend, actor_token
         self._request_timeout_s, self._timeout_s = request_timeout_s, timeout_s
         self.peer: Peer | None = None
         self._numbers = itertools.count()
@@ -60,7 +60,7 @@ class Engines:
         pending = self._pending[number]
         client = self._clients.get(url)
         if client is None:
-            client = self._clients[url] = make_client(self._backend, url, *self._tokens)
+            client = self._clients[url] = make_client(self._backend, url, self._token)
             # An agent's client learns from this where the engine is.
             await client.health(self._request_timeout_s)
         pending.completions = await client.generate(pending.request, self._request_timeout_s)

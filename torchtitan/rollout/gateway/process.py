@@ -69,7 +69,6 @@ class Gateway:
 
     Args:
         pool: says which actor a call goes to, and redoes it elsewhere.
-        token: of the job, with which actors find the weight coordinator.
         stop_token_ids: end an answer.
         max_calls: of the policy, in one session.
     """
@@ -78,7 +77,6 @@ class Gateway:
         self,
         config: JobConfig,
         pool: InferencePool | ColocatedPool,
-        token: str,
         stop_token_ids: list[int],
         events: EventLog,
         run_dir: Path,
@@ -93,7 +91,6 @@ class Gateway:
             "max_calls": max_calls,
             "backend": config.inference.backend,
             "actor_token": "" if isinstance(pool, ColocatedPool) else pool.token,
-            "job_token": token,
             "request_timeout_s": config.inference.request_timeout_s,
             "timeout_s": config.rollout.data_timeout_s,
         }

@@ -56,7 +56,6 @@ class Settings:
     """Of one session"""
     backend: str
     actor_token: str
-    job_token: str
     request_timeout_s: float
     timeout_s: float
 
@@ -132,9 +131,7 @@ class GatewayServer:
         settings = Settings(**values)
         self._tokenizer = Tokenizer(settings.model)
         self._renderer = ChatRenderer(self._tokenizer)
-        self._engines = Engines(
-            settings.backend, settings.actor_token, settings.job_token, settings.request_timeout_s, settings.timeout_s
-        )
+        self._engines = Engines(settings.backend, settings.actor_token, settings.request_timeout_s, settings.timeout_s)
         self._engines.peer = self._peer
         self._settings = settings
 

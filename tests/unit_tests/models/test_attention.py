@@ -1,0 +1,214 @@
+"""Attention of packs against plain softmax in float64, alone and inside compiled graphs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.models import attention_kernels
+from torchtitan.models.attention import PackedAttention, PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.flavors import find_flavor
+from torchtitan.models.parallelize import build_policy
+
+
+@dataclass
+class Layer:
+    """What the decoder's attention says of itself."""
+
+    window: int = 0
+    scale: float = 0.3
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    index: int = 0
+
+
+def plain_attention(
+    layer: Layer, lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """By the definition: one softmax per query over the keys of its own sequence that it sees."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    place = torch.arange(len(sequence))
+    seen = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    if layer.window:
+        seen &= place[:, None] - place < layer.window
+    total = len(sequence)
+    scores = torch.einsum("qhd,khd->hqk", q[:total], k[:total]) * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * (scores / layer.softcap).tanh()
+    scores = scores.masked_fill(~seen, -math.inf)
+    if layer.sinks is not None:
+        scores = torch.cat((scores, layer.sinks[:, None, None].expand(-1, total, 1)), -1)
+    weights = scores.softmax(-1)[..., :total]
+    out = torch.einsum("hqk,khd->qhd", weights, v[:total])
+    return torch.cat((out, out.new_zeros(len(q) - total, *out.shape[1:])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    padding=st.integers(0, 3),
+    window=st.sampled_from([0, 1, 7, 32]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    with_sinks=st.booleans(),
+    key_heads=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+)
+def test_a_pack_is_its_sequences_one_by_one(
+    lengths: list[int], padding: int, window: int, softcap: float, with_sinks: bool, key_heads: int, seed: int
+) -> None:
+    _check_pack(lengths, padding, window, softcap, with_sinks, key_heads, seed)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [0, 100, 512, 700])
+def test_sequences_of_several_blocks(window: int, softcap: float) -> None:
+    _check_pack([1100, 16, 900, 513], 2, window, softcap, True, 1, 0)
+
+
+def _check_pack(
+    lengths: list[int], padding: int, window: int, softcap: float, with_sinks: bool, key_heads: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    rows = sum(lengths) + padding
+    operands = [random(rows, 4, 8), random(rows, key_heads, 8), random(rows, key_heads, 8)]
+    sinks = random(4) if with_sinks else None
+    layer = Layer(window, 0.4, softcap, sinks)
+    leaves = operands + ([] if sinks is None else [sinks])
+    layout = PackedLayout(lengths)
+    by = torch.randn(operands[0].shape, generator=generator, dtype=torch.float64)
+    output, expected = PackedAttention(layout)(layer, *operands), plain_attention(layer, lengths, *operands)
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
+    found = torch.autograd.grad(output, leaves, by)
+    for one, other in zip(found, torch.autograd.grad(expected, leaves, by), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert not output[sum(lengths) :].any()
+    assert layout.positions.tolist() == [place for length in lengths for place in range(length)]
+
+
+def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PackedLayout([37, 5, 200, 16])
+    q, k, v, by = torch.randn(4, layout.total, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def attend(further: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(attention_kernels, "key_length", lambda length, *_: length + further)
+        leaves = [q.clone().requires_grad_(), k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_()]
+        out = PackedAttention(layout)(Layer(), *leaves)
+        out.backward(by)
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    for found, expected in zip(attend(112), attend(0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_operator_registers_holds() -> None:
+    """torch's own checks: the fake kernels' shapes, the schema, gradients under the compiler."""
+    q, k, v = (torch.randn(12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    layout = PackedLayout([5, 4, 2])
+    arguments = (q, k, v, torch.randn(4, requires_grad=True), layout.cumulative, layout.bounds, 3, 0.4, 0.0)
+    torch.library.opcheck(torch.ops.torchtitan.packed_attention.default, arguments)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments."""
+    layout, layer = PackedLayout([5, 4, 3]), Layer(window, sinks=torch.randn(4))
+    q, k, v = (torch.randn(14, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    assert not attention_kernels.uses_varlen_flash(q)
+    expected = PackedAttention(layout)(layer, q, k, v)
+    by = torch.randn(expected.shape)
+    gradients = torch.autograd.grad(expected, (q, k, v), by)
+    own = torch.ops.torchtitan
+    calls: list[str] = []
+
+    def check(cumulative: Any, other: Any, longest: int, again: int, dropout: float, causal: bool) -> None:
+        assert cumulative is other is layout.cumulative and cumulative.dtype == torch.int32
+        assert longest == again == 5 and dropout == 0.0 and causal == (window == 0)
+
+    def options(scale: float, window_size_left: int, window_size_right: int) -> tuple[int, float, float]:
+        assert (window_size_left, window_size_right) == (window - 1 if window else -1, 0)
+        return window, scale, 0.0
+
+    def forward(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+        check(*rest[:6])
+        calls.append("forward")
+        with monkeypatch.context() as inside:
+            inside.setattr(attention_kernels, "uses_varlen_flash", lambda *_: False)
+            out, total = own.packed_attention(q, k, v, None, layout.cumulative, layout.bounds, *options(**named))
+        return out, total.t(), None, None, None
+
+    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, total: Any, *rest: Any, **named: Any) -> Any:
+        check(*rest[:6])
+        calls.append("backward")
+        saved = (q, k, v, None, out, total.t(), layout.cumulative, layout.bounds)
+        with monkeypatch.context() as inside:
+            inside.setattr(attention_kernels, "uses_varlen_flash", lambda *_: False)
+            return own.packed_attention_backward(g, *saved, *options(**named))[:3]
+
+    monkeypatch.setattr(attention_kernels, "uses_varlen_flash", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    output = PackedAttention(layout)(layer, q, k, v)
+    torch.testing.assert_close(output, expected)
+    for found, one in zip(torch.autograd.grad(output, (q, k, v), by), gradients, strict=True):
+        torch.testing.assert_close(found, one)
+    assert calls == ["forward", "backward"]
+
+
+def _losses(policy: Decoder, packs: list[list[int]]) -> list[float]:
+    losses = []
+    for lengths in packs:
+        tokens = torch.arange(sum(lengths)) % policy.args.vocab_size
+        log_probs, _ = policy(tokens, PackedLayout(lengths), tokens.roll(-1))
+        loss = log_probs.mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_twelve_layers_are_one_graph(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without checkpoints: no breaks, no limit of recompilations, and the gradients of the plain model."""
+    import torch._dynamo
+
+    config = JobConfig()
+    config.activation_checkpoint.mode = mode  # type: ignore[assignment]
+    config.model.name, config.model.flavor = "qwen3", "debug"
+    args = find_flavor("qwen3", "debug")
+    monkeypatch.setattr(
+        "torchtitan.models.parallelize.find_flavor", lambda *_: _with(args, num_hidden_layers=12, vocab_size=256)
+    )
+    dims = ParallelDims(1, 1, 1, world_size=1)
+    packs = [[30, 17, 2], [9] * 4, [64], [5, 80, 41, 33, 2, 7]]
+    plain = build_policy(config, dims)
+    expected = _losses(plain, packs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config.compile.enable, config.compile.backend = True, "aot_eager"
+    policy = build_policy(config, dims)
+    assert _losses(policy, packs) == pytest.approx(expected, abs=1e-5)
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def _with(args: Any, **changes: Any) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(args, **changes)
