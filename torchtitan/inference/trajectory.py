@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.models.expert_args import MISSING
 
 
 @dataclass
@@ -102,3 +105,23 @@ def joined_spans(completions: Sequence[Completion]) -> list[VersionSpan]:
                 spans.append(VersionSpan(span.epoch, span.version, begin + span.start, begin + span.end))
         begin += len(completion.token_ids)
     return spans
+
+
+def branch_routes(branch: Branch) -> np.ndarray | None:
+    """int16 [tokens - 1, layers, experts per token], MISSING where nothing is known; None where that is everything.
+
+    A completion tells of all that was read before it, too: of what is told twice the first counts, which is how the
+    sampled tokens came about.
+    """
+    rows: np.ndarray | None = None
+    end = 0
+    for segment in branch.segments:
+        end += len(segment.token_ids)
+        if not isinstance(segment, Completion) or segment.routes is None:
+            continue
+        routes = segment.routes
+        if rows is None:
+            rows = np.full((len(branch) - 1, *routes.experts.shape[1:]), MISSING, np.int16)
+        place = rows[routes.first : end - 1]
+        np.copyto(place, routes.experts[: len(place)], where=place[:, :1, :1] == MISSING)
+    return rows

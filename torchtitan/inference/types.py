@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan.inference.routes import Routes
+
 FinishReason = Literal["stop", "length", "abort"]
 Tag = Literal["weights", "kv_cache"]
 """A part of an engine's memory that goes when it sleeps, and comes back when it wakes"""
@@ -25,6 +27,8 @@ class SamplingParameters:
     stop_token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     """Sample i of the request draws from a stream seeded by (seed, i): independent of what else is running"""
+    routes: bool = False
+    """Tell which experts each token had"""
 
     @property
     def truncated(self) -> bool:
@@ -53,14 +57,18 @@ class Completion:
     spans: list[VersionSpan]
     kept_token_ids: list[list[int]] | None = None
     """With top-p / top-k / min-p: per token, the ids that truncation kept (empty list: all)"""
+    routes: Routes | None = None
+    """Where they were asked for"""
 
     def to_json(self) -> dict[str, Any]:
         # asdict copies every list element by element: a cost per token.
-        return {**vars(self), "spans": [dict(vars(span)) for span in self.spans]}
+        routes = None if self.routes is None else self.routes.to_json()
+        return {**vars(self), "spans": [dict(vars(span)) for span in self.spans], "routes": routes}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Completion:
-        return cls(**{**data, "spans": [VersionSpan(**span) for span in data["spans"]]})
+        routes = None if data.get("routes") is None else Routes.from_json(data["routes"])
+        return cls(**{**data, "spans": [VersionSpan(**span) for span in data["spans"]], "routes": routes})
 
 
 @dataclass

@@ -16,11 +16,12 @@ from torch import nn
 from torchtitan.config.job_config import Lora
 from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
+from torchtitan.models.expert_args import MISSING
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.moe import MISSING, MoE, Routing, expert_rows
+from torchtitan.models.moe import MoE, Routing, expert_rows
 from torchtitan.models.rms_norm import RMSNorm
 from torchtitan.models.rotary import rotary_tables, rotate
 from torchtitan.models.swiglu import swiglu

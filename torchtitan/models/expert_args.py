@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from torchtitan.errors import UserError
 
+MISSING = -1
+"""In place of a token's experts: nobody has said which ones an engine had it computed by"""
+
 # Under which of these names a config.json holds the number of experts.
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 

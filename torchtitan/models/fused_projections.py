@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import MLP, Attention, Decoder, DecoderLayer, RotaryTables
+from torchtitan.models.decoder import MLP, Attention, Decoder, RotaryTables
 from torchtitan.models.rms_norm import rms_norm
 from torchtitan.models.rotary import rotate
 from torchtitan.models.swiglu import swiglu

@@ -12,12 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan.models.batch_invariance import InvariantSizes
-from torchtitan.models.expert_args import ExpertArgs
+from torchtitan.models.expert_args import MISSING, ExpertArgs
 from torchtitan.models.grouped_matmul import grouped_linear
 from torchtitan.models.swiglu import swiglu
 
-# In routes: the engine has not said which experts this token had; the router decides.
-MISSING = -1
 # On a GPU the rows of every expert begin at whole 16 bytes, in half precision.
 GPU_ROWS = 8
 

@@ -39,6 +39,8 @@ def check_inference(check: Check) -> None:
         refuse("inference.offload_optimizer", inference.offload_optimizer, text)
         if inference.sleep_level:
             _check_sleep(check)
+    if config.grpo.routing_replay:
+        _check_replay(check)
     refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
     if inference.pin_cores and not inference.servers and not config.rollout.replay and inference.mode == "server":
         try:
@@ -116,6 +118,21 @@ def _check_engine(check: Check) -> None:
     no_file = inference.engine_python and not Path(inference.engine_python).is_file()
     text = "there is no such file; empty takes what scripts/install_engine.sh made"
     refuse("inference.engine_python", no_file, text)
+
+
+def _check_replay(check: Check) -> None:
+    """Engines that say which experts a token had, and mean the ones that it was sampled with."""
+    config, inference, key = check.config, check.config.inference, "grpo.routing_replay"
+    text = "needs inference.mode = server: colocated engines do not say which experts a token had"
+    check.refuse(key, inference.mode == "colocate" and not config.rollout.replay, text)
+    text = (
+        "needs inference.in_flight_kv = keep with inference.backend = sglang, which would else tell of recomputed "
+        "tokens the experts of the new weights beside log-probs of the old ones"
+    )
+    check.refuse(key, inference.backend == "sglang" and inference.in_flight_kv == "recompute", text)
+    started_here = not check.planning and not inference.servers and not config.rollout.replay
+    text = "needs a GPU with inference.backend = vllm: its CPU build cannot say which experts a token had"
+    check.refuse(key, inference.backend == "vllm" and started_here and not has_gpu(), text)
 
 
 def _check_sleep(check: Check) -> None:

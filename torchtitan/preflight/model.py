@@ -106,6 +106,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     key, degree = "parallelism.expert_parallel_degree", config.parallelism.expert_parallel_degree
     if experts is None:
         check.refuse(key, degree > 1, "must be 1: this model has no experts")
+        check.refuse("grpo.routing_replay", config.grpo.routing_replay, "must be false: this model has no experts")
         return
     ranks = shard_degree(config, check.ranks) * config.parallelism.tensor_parallel_degree
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")

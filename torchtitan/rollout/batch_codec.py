@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 
+from torchtitan.inference.routes import Routes
 from torchtitan.inference.trajectory import Branch, Given, Segment, sampled_segments
 from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
@@ -68,6 +69,8 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         data["advantages"] = [sample.advantage for sample in samples]
     if any(one.kept_token_ids is not None for one in completions):
         data["kept"] = [None if one.kept_token_ids is None else _pack_kept(one.kept_token_ids) for one in completions]
+    if any(one.routes is not None for one in completions):
+        data["routes"] = [None if one.routes is None else one.routes.to_json() for one in completions]
     return data
 
 
@@ -107,6 +110,7 @@ class _Reader:
         self._spans = iter(_unpack(data["spans"], "<i8"))
         self._epochs = data["epochs"]
         self._kept = iter(data["kept"]) if data.get("kept") else itertools.repeat(None)
+        self._routes = iter(data["routes"]) if data.get("routes") else itertools.repeat(None)
 
     def segment(self, entry: int | list[Any]) -> Segment:
         if isinstance(entry, int):
@@ -119,6 +123,7 @@ class _Reader:
             finish_reason=finish_reason,
             spans=[VersionSpan(self._epochs[flat[k]], *flat[k + 1 : k + 4]) for k in range(0, len(flat), 4)],
             kept_token_ids=_unpack_kept(next(self._kept)),
+            routes=None if (routes := next(self._routes)) is None else Routes.from_json(routes),
         )
 
 

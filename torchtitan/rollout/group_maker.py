@@ -65,6 +65,7 @@ class GroupMaker:
             min_p=rollout.min_p,
             stop_token_ids=self.stop_token_ids,
             seed=stream_seed(self._config.training.seed, prompt.index),
+            routes=self._config.grpo.routing_replay,
         )
         return GenerateRequest(f"{self._epoch}-{prompt.index}", prompt.token_ids, sampling)
 

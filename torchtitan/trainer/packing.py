@@ -9,8 +9,11 @@ import torch
 from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.trajectory import Branch
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.expert_args import MISSING
 from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Sample
+from torchtitan.trainer.routing import packed_routes
 
 
 def first_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
@@ -79,6 +82,10 @@ class MicroBatch:
     kept: KeptTokens | None
     trained: list[Branch]
     """Whose sampled tokens the active positions predict, in their order"""
+    routes: torch.Tensor | None = None
+    """[T, layers, k] int16: the experts of each token, see routing.py"""
+    routed: tuple[int, int] = (0, 0)
+    """Of how many tokens the engine has said them, and of how many it was to"""
 
     @property
     def num_sequences(self) -> int:
@@ -91,9 +98,17 @@ def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
 
 
 def pack(
-    rows: list[tuple[Sample, Branch]], weights: list[float], version: int, mask_truncated: bool, device: torch.device
+    rows: list[tuple[Sample, Branch]],
+    weights: list[float],
+    version: int,
+    mask_truncated: bool,
+    device: torch.device,
+    replayed: ModelArgs | None = None,
 ) -> MicroBatch:
-    """One micro-batch of whole branches; without any, a single inert token (a rank must join every collective)."""
+    """One micro-batch of whole branches; without any, a single inert token (a rank must join every collective).
+
+    replayed: the model, where its experts are to be the engine's.
+    """
     tokens: list[int] = []
     targets: list[int] = []
     lengths: list[int] = []
@@ -123,9 +138,15 @@ def pack(
         token_weights += [weight] * len(places)
         # What follows tokens of an older version may have been sampled with its KV cache.
         same += [all(span.version == version for span in sample.spans)] * len(places)
+    routes, routed = None, (0, 0)
+    if replayed is not None:
+        routes = packed_routes([branch for _, branch in rows], replayed)
+        routed = (int((routes[:, 0, 0] != MISSING).sum()), len(tokens))
     if not lengths:
         tokens, lengths = [0], [1]
     return MicroBatch(
+        routes=None if routes is None else routes.to(device),
+        routed=routed,
         token_ids=torch.tensor(tokens, device=device),
         targets=torch.tensor(targets, dtype=torch.int64, device=device),
         layout=PackedLayout(lengths, device),
@@ -151,6 +172,7 @@ def micro_batches(
     rank: int,
     ranks: int,
     device: torch.device,
+    replayed: ModelArgs | None = None,
 ) -> list[MicroBatch]:
     """This rank's share of a minibatch. Every rank gets the same number of micro-batches.
 
@@ -171,6 +193,6 @@ def micro_batches(
             for i, weight in zip(members, own, strict=True):
                 weights[i] = weight / len(bins)
     return [
-        pack([rows[i] for i in members], [weights[i] for i in members], version, mask_truncated, device)
+        pack([rows[i] for i in members], [weights[i] for i in members], version, mask_truncated, device, replayed)
         for members in bins[rank::ranks]
     ]

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
+ALL_SUMS = (*SUMS, *MISMATCH_SUMS, "replayed", "routed")
 LARGEST = ("ratio", "mismatch")
 
 
@@ -97,6 +98,7 @@ class PolicyTrainer:
         self._assign_advantages(batch)
         parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
         totals = _Totals(self.device)
+        totals.add_routed(parts)
         fixed = self._fixed_log_probs(parts, totals)
         schedule = [part for _ in range(self.config.grpo.num_iterations) for part in range(len(parts))]
         result = BatchResult()
@@ -178,6 +180,7 @@ class PolicyTrainer:
             rank=self.dims.dp_rank,
             ranks=self.dims.dp_size,
             device=self.device,
+            replayed=self.policy.args if self.config.grpo.routing_replay else None,
         )
 
     def _forward(
@@ -193,6 +196,8 @@ class PolicyTrainer:
             micro_batch.kept,
             rows=micro_batch.active,
             objective=objective,
+            # A reference is another policy: its router chooses by itself.
+            routes=micro_batch.routes if policy is self.policy else None,
         )
         return outputs
 
@@ -270,7 +275,7 @@ class _Totals:
     """Sums and largest values over active tokens, reduced over the ranks once per batch."""
 
     def __init__(self, device: torch.device):
-        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in SUMS + MISMATCH_SUMS}
+        self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in ALL_SUMS}
         self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
 
     def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss) -> None:
@@ -293,6 +298,12 @@ class _Totals:
         self.sums["mismatch_tokens"] += len(divergence)
         self.sums["same_version"] += divergence[same].sum()
         self.sums["same_version_tokens"] += same.sum()
+
+    def add_routed(self, parts: list[list[MicroBatch]]) -> None:
+        """How much of the batch is trained with the experts of the engine."""
+        for replayed, routed in (micro_batch.routed for part in parts for micro_batch in part):
+            self.sums["replayed"] += replayed
+            self.sums["routed"] += routed
 
     def add_drift(self, old: torch.Tensor, log_probs: torch.Tensor) -> None:
         """How far all optimizer steps of the batch but the last have moved the policy."""
@@ -330,4 +341,4 @@ class _Totals:
             "mismatch_kl/same_version": sums["same_version"] / same if same else None,
             "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
-        }
+        } | ({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {})

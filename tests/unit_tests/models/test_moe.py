@@ -13,10 +13,11 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.expert_args import MISSING
 from torchtitan.models.grouped_matmul import grouped_linear, grouped_outer
 from torchtitan.models.hf_checkpoint import read_model_args
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.moe import MISSING, places_of
+from torchtitan.models.moe import places_of
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 

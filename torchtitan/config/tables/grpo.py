@@ -127,6 +127,10 @@ class GRPO:
     entropy_top_share: ShareAboveZero = 1.0
     """Decoupled mode: only this share of a batch's tokens, those of highest entropy, enters the policy loss"""
 
+    routing_replay: bool = False
+    """Mixtures of experts: train every token with the experts that the engine has sampled it with. Without, the two
+    choose otherwise for what is mere rounding, and most runs of such models collapse"""
+
     num_minibatches: Count = 1
     """Optimizer steps per pass over a batch, each on its share of the groups"""
 

@@ -19,6 +19,8 @@ from torchtitan.models.memory import version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.weight_sync.transports import IN_TRAINER
 
+# Both engines call it so.
+RETURN_ROUTES = "enable-return-routed-experts"
 # What an apply asks of the engine has to be over before the registry takes the actor for stuck.
 SHARE_OF_APPLY_TIMEOUT = 0.9
 
@@ -54,7 +56,8 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     if sync.disk_path:
         command += ["--disk-path", sync.disk_path]
     # The pool may add options of ours behind these, so the engine's own travel as one value.
-    return [*command, "--engine-arguments", json.dumps(command_line(inference.engine_args))]
+    theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
+    return [*command, "--engine-arguments", json.dumps(command_line(theirs))]
 
 
 def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:

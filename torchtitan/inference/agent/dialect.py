@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.inference.client import ScoredTokens
+from torchtitan.inference.routes import Routes
 from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, VersionSpan, parse_label
 
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -70,13 +71,14 @@ def make_completion(
     finished: FinishReason,
     spans: list[VersionSpan],
     kept: list[list[int]] | None,
+    routes: Routes | None = None,
 ) -> Completion:
     """A completion whose parts fit together. scored: the tokens that the log-probs are of. Raises Malformed."""
     if scored != token_ids:
         raise Malformed("the log-probs are of other tokens than those of the answer")
     if kept is not None and len(kept) != len(token_ids):
         raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
-    return Completion(token_ids, log_probs, finished, spans, kept)
+    return Completion(token_ids, log_probs, finished, spans, kept, routes)
 
 
 def aborted() -> Completion:

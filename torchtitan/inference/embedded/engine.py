@@ -22,6 +22,7 @@ from torchtitan.inference.embedded.cache import DecodeAttention, ExtensionAttent
 from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
+from torchtitan.inference.embedded.routing import RouteRecorder, told, write_rows
 from torchtitan.inference.embedded.sampler import BatchSampler
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag, VersionSpan
@@ -127,6 +128,7 @@ class Engine:
         self._requests: dict[str, Running] = {}
         self._sequences: list[Sequence] = []
         self._prefixes = PrefixStore()
+        self._recorder = None if policy.args.experts is None else RouteRecorder(policy)
         self._finished: list[Running] = []
         self._ended: list[tuple[Running, Completion]] = []
         self._failures: dict[str, str] = {}
@@ -321,12 +323,16 @@ class Engine:
         for prefills in (whole, extended):
             if prefills:
                 logits = self._forward_prompts([part for _, part in prefills])
+                self._note_routes([(part.row, part.start, len(part.token_ids) - part.start) for _, part in prefills])
                 for (running, _), row_logits in zip(prefills, logits, strict=True):
                     running.prompt_logits = row_logits
         for prefix in begun:
             prefix.computed = True
         for copy in copies:
             self._cache.copy_row(*copy)
+            row, target, count, length = copy
+            for one in self._sequences[target : target + count]:
+                self._share_routes(one, self._sequences[row], length)
         new_logits = []
         for running, count in origins:
             assert running.prompt_logits is not None
@@ -341,9 +347,27 @@ class Engine:
         """Put so many tokens of another sequence's beginning into a row."""
         if source.sequence is not None:
             self._cache.copy_row(source.sequence.row, row, 1, tokens)
+            self._share_routes(self._sequences[row], source.sequence, tokens)
         else:
             self._cache.write_row(row, source.copy, tokens)
+            known = None if source.routes is None else source.routes[:tokens]
+            write_rows(self._sequences[row], 0 if known is not None else tokens, known)
         self.statistics.reused_tokens += tokens
+
+    def _share_routes(self, sequence: Sequence, source: Sequence, tokens: int) -> None:
+        """A sequence begins with so many tokens of another one."""
+        known = source.routes is not None and source.routes_from == 0
+        write_rows(sequence, 0 if known else tokens, source.routes[:tokens] if known else None)  # type: ignore[index]
+
+    def _note_routes(self, parts: list[tuple[int, int, int]]) -> None:
+        """Of the last forward: (row, first token, tokens) of what it computed, one after another."""
+        if self._recorder is None or all(self._sequences[row].routes is None for row, _, _ in parts):
+            return
+        rows = self._recorder.rows(sum(tokens for _, _, tokens in parts))
+        begin = 0
+        for row, first, tokens in parts:
+            write_rows(self._sequences[row], first, rows[begin : begin + tokens])
+            begin += tokens
 
     def _start_rows(self, running: Running, count: int) -> None:
         """The next `count` samples of a request take the rows after the last one in use."""
@@ -363,6 +387,8 @@ class Engine:
                 running, running.next_sample, row, marks, self._updates, self._updates,
                 [] if sampling.truncated else None,
             )  # fmt: skip
+            if sampling.routes and self._recorder is not None:
+                self._recorder.begin(sequence, length + sampling.max_tokens)
             running.next_sample += 1
             running.sequences.append(sequence)
             self._sequences.append(sequence)
@@ -411,6 +437,7 @@ class Engine:
         attention = DecodeAttention(self._cache, positions, int(self._lengths[:used].max()) + 1)
         hidden = self.policy.model(token_ids, positions, attention, self._rotary(positions))
         logits = self.policy.lm_head(hidden)[:used]
+        self._note_routes([(row, int(self._lengths[row]), 1) for row in range(used)])
         self._lengths[:used] += 1
         self._emit(0, self._sampler, logits)
 
@@ -472,6 +499,7 @@ class Engine:
                 if end > start
             ],
             kept_token_ids=sequence.kept,
+            routes=told(sequence, len(running.request.prompt_ids) + count),
         )
         running.completions[sequence.index] = completion
         running.sequences.remove(sequence)
@@ -502,7 +530,10 @@ class Engine:
         if reason == "abort" or sequence.computed_under != self._updates:
             return
         length = int(self._lengths[sequence.row])
-        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length))
+        known = None
+        if sequence.routes is not None and sequence.routes_from == 0:
+            known = sequence.routes[:length].copy()
+        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length), known)
         self._prefixes.trim(self._cache.spare_bytes(0, 0, 0))
 
     def _tokens_of(self, sequence: Sequence) -> np.ndarray:

@@ -34,12 +34,14 @@ class Prefix:
     """Whether they are there yet"""
     copy: list[torch.Tensor] = field(default_factory=list)
     """Afterwards: what KeyValueCache.read_row gave"""
+    routes: np.ndarray | None = None
+    """Afterwards: the experts of each token, where they are known from the first on"""
     hashes: list[int] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        return sum(tensor.nbytes for tensor in self.copy)
+        return sum(tensor.nbytes for tensor in self.copy) + (0 if self.routes is None else self.routes.nbytes)
 
 
 class PrefixStore:
@@ -74,12 +76,12 @@ class PrefixStore:
         self._register(prefix)
         return prefix
 
-    def keep(self, token_ids: np.ndarray, copy: list[torch.Tensor]) -> None:
+    def keep(self, token_ids: np.ndarray, copy: list[torch.Tensor], routes: np.ndarray | None = None) -> None:
         """The sequence has ended; what it began as is part of this, and need not be kept as well."""
         older, shared = self.find(token_ids)
         if older is not None and older.sequence is None and shared == len(older.token_ids):
             self.drop(older)
-        prefix = Prefix(token_ids, None, True, copy)
+        prefix = Prefix(token_ids, None, True, copy, routes)
         self._register(prefix)
         self._copies[prefix] = None
         self._bytes += prefix.bytes

@@ -179,4 +179,8 @@ class Sequence:
     """The same of everything in its row; older than the engine's count where some of it is of older weights"""
     kept: list[list[int]] | None
     prefix: Prefix | None = None
+    routes: np.ndarray | None = None
+    """[tokens, layers, k], where the request wants the experts of each token"""
+    routes_from: int = 0
+    """The first token whose experts are known"""
     """Of the first sample of a prompt that was computed in its row: what others may begin with"""

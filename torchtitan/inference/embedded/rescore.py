@@ -7,6 +7,7 @@ import torch
 from torchtitan.inference.types import Completion
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.expert_args import MISSING
 from torchtitan.models.fused_projections import separate_projections
 from torchtitan.models.kept_tokens import KeptTokens
 
@@ -66,7 +67,21 @@ def _rescore_pack(policy: Decoder, pack: list[Scored], temperature: float) -> No
         torch.tensor(targets, device=device),
         temperature,
         KeptTokens.from_rows(kept, device),
+        routes=_routes([completion for _, completion, _ in pack], lengths, device),
     )
     values = log_probs.cpu()
     for (_, completion, _), place in zip(pack, places, strict=True):
         completion.log_probs = values[place].tolist()
+
+
+def _routes(completions: list[Completion], lengths: list[int], device: torch.device) -> torch.Tensor | None:
+    """[T, layers, k]: the experts that the tokens were sampled with, as the trainer will have them."""
+    told = [one.routes for one in completions if one.routes is not None]
+    if not told:
+        return None
+    rows = torch.full((sum(lengths), *told[0].experts.shape[1:]), MISSING, dtype=torch.int16)
+    for one, place in zip(completions, rows.split(lengths), strict=True):
+        if one.routes is not None:
+            known = torch.from_numpy(one.routes.experts.astype("int16"))
+            place[one.routes.first : one.routes.first + len(known)] = known
+    return rows.to(device)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from typing import Any
 
+import numpy as np
+
 from torchtitan.inference.agent.dialect import FINISHED, Call, Malformed, aborted, make_completion, read_spans
-from torchtitan.inference.client import ScoredTokens
+from torchtitan.inference.client import RequestRefused, ScoredTokens
+from torchtitan.inference.routes import Routes, check_routes, compact
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 
 # What SGLang takes for "all tokens".
@@ -44,6 +48,7 @@ class SGLangDialect:
             "sampling_params": [{**common, "sampling_seed": _seed(sampling.seed, i)} for i in range(sampling.n)],
             "return_logprob": True,
             "return_sampling_mask": sampling.truncated,
+            **({"return_routed_experts": True} if sampling.routes else {}),
             # See vllm/dialect.py.
             "cache_salt": request.request_id,
         }
@@ -53,7 +58,7 @@ class SGLangDialect:
         (samples,) = answers
         if not isinstance(samples, list):
             raise Malformed(f"a list of samples was asked for, got {type(samples).__name__}")
-        return [_completion(sample, request.sampling.truncated) for sample in samples]
+        return [_completion(sample, request) for sample in samples]
 
     def score(self, token_ids: list[int]) -> Call:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
@@ -89,7 +94,7 @@ def _seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _completion(sample: Any, truncated: bool) -> Completion:
+def _completion(sample: Any, request: GenerateRequest) -> Completion:
     about = sample["meta_info"]
     finished = FINISHED.get(about["finish_reason"]["type"])
     if finished is None:
@@ -97,11 +102,28 @@ def _completion(sample: Any, truncated: bool) -> Completion:
     token_ids = [int(token) for token in sample["output_ids"]]
     rows = about["output_token_logprobs"]
     log_probs, kept = [float(row[0]) for row in rows], None
-    if truncated:
+    if request.sampling.truncated:
         log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
         kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
     spans = _spans(about, len(token_ids))
-    return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept)
+    routes = None
+    if request.sampling.routes:
+        routes = _routes(about.get("routed_experts"), len(request.prompt_ids) + len(token_ids))
+    return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept, routes)
+
+
+def _routes(numbers: str | None, tokens: int) -> Routes:
+    """int32 as base64, flat: [tokens - 1, layers, experts per token]. How many layers there are the model says."""
+    if numbers is None:
+        raise RequestRefused(
+            "generate",
+            "this SGLang does not say which experts its tokens had, which grpo.routing_replay needs: start it with "
+            "--enable-return-routed-experts",
+        )
+    experts = np.frombuffer(base64.b64decode(numbers, validate=True), "<i4")
+    routes = Routes(0, compact(experts.reshape(tokens - 1, 1, -1)))
+    check_routes(routes, tokens)
+    return routes
 
 
 def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
+
+import numpy as np
 
 from torchtitan.inference.agent.dialect import FINISHED, Call, Malformed, aborted, make_completion, read_spans
 from torchtitan.inference.client import RequestRefused, ScoredTokens
+from torchtitan.inference.routes import Routes, check_routes, compact
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 
 PATH = "/inference/v1/generate"
@@ -47,7 +52,7 @@ class VLLMDialect:
     def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
         (answer,) = answers
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [_completion(choice, request.sampling.truncated) for choice in choices]
+        return [_completion(choice, request) for choice in choices]
 
     def score(self, token_ids: list[int]) -> Call:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
@@ -70,11 +75,11 @@ class VLLMDialect:
 DIALECT = VLLMDialect()
 
 
-def _completion(choice: dict[str, Any], truncated: bool) -> Completion:
+def _completion(choice: dict[str, Any], request: GenerateRequest) -> Completion:
     finished = FINISHED.get(choice["finish_reason"])
     if finished is None:
         return aborted()
-    kept = choice.get("sampling_mask")
+    truncated, kept = request.sampling.truncated, choice.get("sampling_mask")
     if truncated and kept is None:
         raise RequestRefused(
             "generate",
@@ -85,7 +90,23 @@ def _completion(choice: dict[str, Any], truncated: bool) -> Completion:
     rows = choice["logprobs"]["content"]
     scored, log_probs = [row["token_id"] for row in rows], [float(row["logprob"]) for row in rows]
     spans = _spans(choice, len(token_ids))
-    return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None)
+    routes = None
+    if request.sampling.routes:
+        routes = _routes(choice.get("routed_experts"), len(request.prompt_ids) + len(token_ids))
+    return make_completion(token_ids, scored, log_probs, finished, spans, kept if truncated else None, routes)
+
+
+def _routes(npy: str | None, tokens: int) -> Routes:
+    """numpy's own file format as base64: [tokens - 1, layers, experts per token]."""
+    if npy is None:
+        raise RequestRefused(
+            "generate",
+            "this vLLM does not say which experts its tokens had, which grpo.routing_replay needs: start it with "
+            "--enable-return-routed-experts, which needs its Model Runner V2 and prefix caching",
+        )
+    routes = Routes(0, compact(np.load(io.BytesIO(base64.b64decode(npy)), allow_pickle=False)))
+    check_routes(routes, tokens)
+    return routes
 
 
 def _spans(choice: dict[str, Any], tokens: int) -> list[VersionSpan]:
