@@ -6,16 +6,17 @@
 
 Two vLLM servers (CPU build) with the same random Qwen3 in bfloat16, in turns; four requests generate all the time.
 
-    ours     a trainer publishes a version (commit); couriers bring it into staging memory while the server generates;
-             our backend verifies and loads it. From the commit until the registry knows that it is served.
+    ours     a trainer publishes a version (commit); our backend pulls and verifies it into staging memory while the
+             server generates, then loads it. From the commit until the registry knows that it is served.
     theirs   pause (requests kept), WeightTransferTrainerFactory's trainer with a ModuleSource sends whole tensors in
              order, the worker loads them as they come; prefix cache reset, resume. vLLM ships no engine for CPUs: the
              smallest one with gloo is registered on both sides (benchmarks/peers/vllm_gloo.py).
 
-Servers have a core of their own; trainers, couriers and clients share another.
+Servers have a core of their own; trainers, shard servers and clients share another.
 
-    pause_ratio   longest time in which no token came, ours ÷ theirs
-    total_ratio   time of the whole, ours ÷ theirs
+    pause_ratio       longest time in which no token came, ours ÷ theirs
+    total_ratio       time of the whole, ours ÷ theirs
+    tp2_bytes_share   bytes received by one of two tensor-parallel workers ÷ a whole version
 
 Medians over turns of both.
 """
@@ -58,7 +59,7 @@ from benchmarks.vllm_actor import (  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync.parameters import unique_parameters  # noqa: E402
 
-BARS = {"pause_ratio": ("<=", 0.5), "total_ratio": ("<=", 1.0)}
+BARS = {"pause_ratio": ("<=", 0.4), "total_ratio": ("<=", 0.9), "tp2_bytes_share": ("<=", 0.6)}
 STREAMS = 4
 TURN_SECONDS = 120.0
 TOKENS_BEFORE, TOKENS_AFTER = 60, 40
@@ -66,12 +67,14 @@ SERVER_OPTIONS = {"max-length": "1024", "max-sequences": "16", "memory-gb": "0.5
 
 
 class Ours:
-    """A trainer in this process with its courier, and a server with our backend."""
+    """A trainer in this process, and a server with our backend."""
 
-    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack, transport: str):
+    def __init__(self, model: Path, folder: Path, stack: contextlib.ExitStack, transport: str, workers: int = 1):
         import transformers
 
         options = [word for name, value in SERVER_OPTIONS.items() for word in (f"--{name}", value)]
+        options += ["--tensor-parallel-size", str(workers)]
+        self._folder = folder
         self.actor = VLLMActor(folder, "ours", model, "bfloat16", options)
         stack.callback(self.actor.close)
         policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
@@ -95,6 +98,13 @@ class Ours:
         for name, values in self.parts.items():
             values.append(figures[f"weight_sync/ours/{name}"])
         return begun, ended
+
+    def worker_share(self) -> float:
+        """Of a whole version: what the worker with the most has received of the last one."""
+        lines = (self._folder / "weight_sync" / "registry.jsonl").read_text().splitlines()
+        applied = [one for one in map(json.loads, lines) if one["event"] == "applied"]
+        whole = sum(2 * parameter.numel() for parameter in self._parameters.values())
+        return float(applied[-1]["figures"]["worker_bytes"]) / whole
 
     def _publish(self) -> tuple[float, float]:
         sync = self._job.sync
@@ -208,7 +218,7 @@ def main() -> None:
             "theirs": Turns(theirs.join(), theirs.token, theirs.update),
         }
         trainer_core, server_core = common.two_cores()
-        # Trainers, couriers and clients here, the servers there, as if these were two machines.
+        # Trainers, shard servers and clients here, the servers there, as if these were two machines.
         pin_tree(psutil.Process(), trainer_core)
         ours.actor.pin(server_core)
         theirs.server.pin(server_core)
@@ -225,10 +235,17 @@ def main() -> None:
                     for name, way in ways.items()
                 )
                 common.progress(f"turn {turn}: no token for {parts}")
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
+        two = Ours(folder / "model", folder, stack, arguments.transport, workers=2)
+        two.join()
+        share = two.worker_share()
     medians = {name: [statistics.median(values) for values in (way.pause, way.total)] for name, way in ways.items()}
     figures = {
         "pause_ratio": common.median_ratio(ways["ours"].pause, ways["theirs"].pause),
         "total_ratio": common.median_ratio(ways["ours"].total, ways["theirs"].total),
+        "tp2_bytes_share": share,
         **{f"pause_ms_{name}": 1e3 * pause for name, (pause, _) in medians.items()},
         **{f"total_ms_{name}": 1e3 * total for name, (_, total) in medians.items()},
         **{f"{name}_ours": statistics.median(values) for name, values in ours.parts.items()},
