@@ -14,6 +14,7 @@ from torchtitan.weight_sync.layout_tables import Box, ShardEntry
 from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout, RankLayout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 from torchtitan.weight_sync.needs import intersection
+from torchtitan.weight_sync.pieced import PiecedTensor
 from torchtitan.weight_sync.transports.base import Area
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,7 +58,7 @@ def copy_to_device(area: torch.Tensor, data: memoryview) -> None:
 
 class StagedTensors(Mapping[str, torch.Tensor]):
     """Parameter name -> what was asked for of it, in the order of the layout. One that lies in one piece is a view of
-    staging memory; another is put together anew whenever it is asked for, and copy() does without that."""
+    staging memory; another is put together anew whenever it is asked for, and without need where it is only copied."""
 
     def __init__(self) -> None:
         self._pieces: dict[str, tuple[Box, torch.dtype, list[tuple[Box, torch.Tensor]]]] = {}
@@ -73,24 +74,27 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         return iter(self._pieces)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        box, dtype, pieces = self._pieces[name]
-        if len(pieces) == 1:
-            return pieces[0][1]
-        whole = torch.empty(box.shape, dtype=dtype, device=pieces[0][1].device if pieces else "cpu")
-        self.copy(name, whole)
-        return whole
+        tensor = self.to_copy(name)
+        return tensor.assembled() if isinstance(tensor, PiecedTensor) else tensor
 
-    def copy(self, name: str, target: torch.Tensor) -> None:
-        """Into a tensor of its shape, piece by piece."""
-        box, _, pieces = self._pieces[name]
-        for part, piece in pieces:
-            within(target, box, part).copy_(piece)
+    def to_copy(self, name: str) -> torch.Tensor:
+        """For who narrows it, and copies that: nothing is put together (see pieced.py)."""
+        box, dtype, pieces = self._pieces[name]
+        if not pieces:
+            return torch.empty(box.shape, dtype=dtype)
+        return pieces[0][1] if len(pieces) == 1 else PiecedTensor(box, pieces)
 
     def outlines(self) -> dict[str, torch.Tensor]:
         """Their shapes and types, as tensors without memory."""
         return {
             name: torch.empty(box.shape, dtype=dtype, device="meta") for name, (box, dtype, _) in self._pieces.items()
         }
+
+
+def to_copy(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of them by name, for who narrows and copies them."""
+    for name in tensors:
+        yield name, tensors.to_copy(name) if isinstance(tensors, StagedTensors) else tensors[name]
 
 
 class Staging:
@@ -208,9 +212,3 @@ def _new_area(size: int, where: str) -> tuple[torch.Tensor, Area]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # fewer faults for the first version, 5 to 10 % less work for the others
     return torch.frombuffer(area, dtype=torch.uint8), memoryview(area)[:size]
-
-
-def within(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
-    """The view of `part` in a tensor that is `box`."""
-    bounds = zip(box.offset, part.offset, part.shape, strict=True)
-    return tensor[tuple(slice(start - origin, start - origin + size) for origin, start, size in bounds)]

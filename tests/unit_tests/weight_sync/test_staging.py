@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,23 +12,58 @@ import torch
 from tests.engines.vllm_traps import received
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.needs import all_keys, needed_buckets
-from torchtitan.weight_sync.staging import Staging
+from torchtitan.weight_sync.pieced import PiecedTensor
+from torchtitan.weight_sync.staging import Staging, to_copy
 
 SHAPES = {"embed": (5, 32), "q": (8, 32), "norm": (7,), "v": (1, 5)}
 WEIGHTS = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
 
 
-def test_pieces_are_put_together_or_copied_to_where_they_are_used() -> None:
+def test_pieces_are_put_together() -> None:
     staged = received(WEIGHTS).tensors
     assert list(staged) == list(WEIGHTS)
     outlines = staged.outlines()
     for name, weight in WEIGHTS.items():
         assert torch.equal(staged[name], weight)
         assert outlines[name].shape == weight.shape and outlines[name].dtype == weight.dtype
-        # Into other strides, and another type.
-        target = torch.zeros(weight.T.shape if weight.dim() == 2 else weight.shape).T
-        staged.copy(name, target)
-        assert torch.equal(target, weight.float())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_loader_narrows_and_copies_is_never_put_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(self: PiecedTensor) -> None:
+        raise AssertionError("it was put together")
+
+    monkeypatch.setattr(PiecedTensor, "assembled", unexpected)
+    draw = random.Random(seed)
+    weight = torch.randn(12, 10).bfloat16()
+    ((_, tensor),) = to_copy(received({"w": weight}, ranks=draw.randint(2, 5)).tensors)
+    assert isinstance(tensor, PiecedTensor)
+    for _ in range(draw.randint(0, 4)):
+        dim = draw.randrange(2)
+        start = draw.randrange(tensor.shape[dim])
+        length = draw.randint(1, tensor.shape[dim] - start)
+        tensor, weight = (one.narrow(dim, start, length) for one in (tensor, weight))
+    # Into other strides, and another type.
+    target = torch.zeros(weight.shape[::-1]).mT
+    target.copy_(tensor.detach().data[:, :])
+    assert torch.equal(target, weight.float())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one: one + 1, lambda one: one.t().contiguous(), lambda one: one[3], lambda one: one[::2],
+        lambda one: one.double(), lambda one: one.reshape(-1), lambda one: torch.cat([one, one]),
+        lambda one: one.chunk(2)[1].clone(), lambda one: one.to("cpu", copy=True), lambda one: -one[2:5].sum(),
+    ],
+)  # fmt: skip
+def test_whatever_else_is_done_to_pieces_is_done_to_the_whole(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = torch.randn(12, 10)
+    ((_, tensor),) = to_copy(received({"w": weight}).tensors)
+    assert torch.equal(use(tensor), use(weight)) and type(use(tensor)) is torch.Tensor
+    row, target = received({"w": weight[:2, :1]}).tensors.to_copy("w"), torch.zeros(2, 5)
+    target.copy_(row)
+    assert torch.equal(target, weight[:2, :1].expand(2, 5))
 
 
 def test_values_that_come_later_are_seen_and_nothing_is_kept() -> None:

@@ -20,7 +20,7 @@ from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.nf4 import rounded
-from torchtitan.weight_sync.staging import StagedTensors, WeightsRefused
+from torchtitan.weight_sync.staging import WeightsRefused, to_copy
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
@@ -110,12 +110,9 @@ class EngineWeights:
 
     def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._forget_base()
-        for name in tensors:
+        for name, tensor in to_copy(tensors):
             self._progress()
-            if isinstance(tensors, StagedTensors):
-                tensors.copy(name, self.live[name])
-            else:
-                self.live[name].copy_(tensors[name])
+            self.live[name].copy_(tensor)
 
     def _forget_base(self) -> None:
         """What this engine was loaded with is no longer there."""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.weight_sync.pieced import PiecedTensor
+
 logger = logging.getLogger(__name__)
 
 try:
@@ -110,7 +112,7 @@ def _in_order(calls: Sequence[inspect.BoundArguments]) -> list[torch.Tensor] | N
 def in_one_piece(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The matrices one below the other without a copy; None where they do not lie so in one storage."""
     first = pieces[0] if pieces else None
-    if first is None or first.dim() != 2:
+    if first is None or first.dim() != 2 or any(isinstance(piece, PiecedTensor) for piece in pieces):
         return None
     storage, end, rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
     for piece in pieces:

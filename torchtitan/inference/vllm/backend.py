@@ -29,7 +29,7 @@ from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.pull.actor import Worker
 from torchtitan.weight_sync.pull.puller import Served
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             keep_freed_memory(large=True)
         error: str | None = None
         try:
-            load_weights(self.model, self.model_config, staged.tensors.items())
+            load_weights(self.model, self.model_config, to_copy(staged.tensors))
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)
