@@ -207,3 +207,5 @@ class Decoder(nn.Module):
                 copy_full_(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        for buffer in self.buffers():
+            buffer.zero_()

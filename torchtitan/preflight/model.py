@@ -106,8 +106,12 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     key, degree = "parallelism.expert_parallel_degree", config.parallelism.expert_parallel_degree
     if experts is None:
         check.refuse(key, degree > 1, "must be 1: this model has no experts")
+        rate = config.training.expert_bias_rate
+        check.refuse("training.expert_bias_rate", rate > 0, "must be 0: this model has no experts")
         check.refuse("grpo.routing_replay", config.grpo.routing_replay, "must be false: this model has no experts")
         return
+    text = f"must be 0: the routers of {args.family} have no bias"
+    check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0 and not experts.bias, text)
     ranks = shard_degree(config, check.ranks) * config.parallelism.tensor_parallel_degree
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × tensor parallelism")

@@ -36,8 +36,10 @@ def collect(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 state[f"optimizer.{name}.{key}"] = value
-    for name, parameter in [] if reference is None else reference.named_parameters():
-        state[f"reference.{name}"] = parameter.detach()
+    # The only buffers are those that a model cannot do without.
+    state |= {f"model.{name}": buffer for name, buffer in policy.named_buffers()}
+    for name, tensor in [] if reference is None else [*reference.named_parameters(), *reference.named_buffers()]:
+        state[f"reference.{name}"] = tensor.detach()
     state[f"random.{rank}.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()

@@ -29,6 +29,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
+from torchtitan.trainer.expert_load import ExpertLoad
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.reference_policy import Reference
@@ -86,6 +87,8 @@ class PolicyTrainer:
         self.skipped_in_a_row = 0
         self.reference = reference
         self.settings = loss_settings(config.grpo)
+        rate = config.training.expert_bias_rate
+        self.expert_load = ExpertLoad(policy, rate) if rate else None
 
     def train_batch(self, batch: Batch, slots: Slots | None = None) -> BatchResult:
         """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
@@ -120,6 +123,8 @@ class PolicyTrainer:
                 if slots is not None:
                     slots.fence()
                 self.optimizer.step()
+                if self.expert_load is not None:
+                    self.expert_load.step()
                 norms.append(norm.item())
             else:
                 skipped += 1

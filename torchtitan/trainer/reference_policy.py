@@ -12,7 +12,7 @@ from torchtitan.config.derived import trains_only_adapters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import adapters_off
+from torchtitan.models.lora import adapters_off, weights
 from torchtitan.models.parallelize import build_policy
 
 
@@ -73,7 +73,7 @@ class ReferencePolicy:
         """After a batch: every reference_sync_interval versions, w_ref ← decay · w_ref + (1 - decay) · w."""
         if not self.follows or version % self._interval:
             return
-        for mine, theirs in zip(self.policy.parameters(), policy.parameters(), strict=True):
+        for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
             # Both are laid out alike, so every rank moves its own part.
             own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
             own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)

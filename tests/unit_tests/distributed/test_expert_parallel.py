@@ -8,16 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.unit_tests.distributed.test_parallel import Layout, _config, _reference
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import full_tensor
 from torchtitan.errors import ConfigError
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
+from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 
@@ -63,6 +69,59 @@ def compare(directory: str, layouts: list[Layout], reference: str, scratch: str)
         whole = sum(p.numel() for n, p in policy.named_parameters() if ".experts." in n)
         assert held == whole // device.world_size() * dims.dp_replicate, layout["name"]
     return test_parallel.compare_layouts(directory, layouts, reference, scratch)
+
+
+def _run(directory: str, layout: Layout, folder: str) -> tuple[Decoder, torch.optim.Optimizer, Checkpointer]:
+    config = _config(directory, layout)
+    dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
+    policy = build_policy(config, dims)
+    optimizer = build_optimizer(policy, config.optimizer)
+    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
+    return policy, optimizer, Checkpointer(config.checkpoint, folder, policy, optimizer, scheduler)
+
+
+def _state(policy: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = {name: full_tensor(parameter.detach()) for name, parameter in policy.named_parameters()}
+    for name, parameter in policy.named_parameters():
+        state["moment." + name] = full_tensor(optimizer.state[parameter]["exp_avg_sq"])
+    return state
+
+
+def save_and_load(directory: str, folder: str) -> None:
+    """A checkpoint of each layout of two ranks, loaded in all of them."""
+    for number, layout in enumerate(TWO_RANKS[:4]):
+        policy, optimizer, checkpointer = _run(directory, layout, f"{folder}/{number}")
+        dims = ParallelDims.from_config(_config(directory, layout).parallelism, device.world_size(), device.rank())
+        share = torch.arange(2, 30)[dims.dp_rank :: dims.dp_size]
+        policy(share, PackedLayout([len(share)]), share)[0].sum().backward()
+        optimizer.step()
+        checkpointer.save(1)
+        expected = _state(policy, optimizer)
+        if device.rank() == 0:
+            save_file(expected, f"{folder}/{number}/expected.safetensors")
+        for other in TWO_RANKS[:4]:
+            policy, optimizer, checkpointer = _run(directory, other, f"{folder}/{number}")
+            checkpointer.load()
+            loaded = _state(policy, optimizer)
+            assert all(torch.equal(loaded[name], expected[name]) for name in expected), (layout, other)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
+    directory = make_mixture(tmp_path / "checkpoint", "qwen3_moe")
+    run_distributed(
+        "tests.unit_tests.distributed.test_expert_parallel:save_and_load",
+        2,
+        directory=str(directory),
+        folder=str(tmp_path),
+    )
+    original = load_file(directory / "model.safetensors")
+    for number in range(4):
+        policy, optimizer, checkpointer = _run(str(directory), {}, str(tmp_path / str(number)))
+        checkpointer.load()
+        expected, loaded = load_file(tmp_path / str(number) / "expected.safetensors"), _state(policy, optimizer)
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        assert not torch.equal(loaded["model.norm.weight"], original["model.norm.weight"])
 
 
 @pytest.mark.slow

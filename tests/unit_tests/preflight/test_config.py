@@ -946,6 +946,7 @@ def test_missing_debug_checkpoint_is_named_for_the_launcher(
 
 # Configurations for GPUs -> their ranks; they are planned by a public shape.
 FOR_GPUS = {
+    "qwen3_30b_a3b_8gpu": 8,
     "qwen3_0.6b_gsm8k_vllm": 1,
     "qwen2.5_math_7b_colocated": 8,
     "qwen2.5_math_72b_4nodes": 32,
@@ -975,7 +976,8 @@ DEBUG = sorted(file for file in (ROOT / "train_configs").glob("*.toml") if file.
 def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
     write_config()
     # A debug checkpoint of their own shape is not here, so only what does not depend on it is looked at.
-    load_config(["--job.config_file", str(file), "--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"])
+    changes = ["--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"]
+    load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
 
 
 def test_entry_points_answer_without_traceback_and_without_torch(write_config: WriteConfig) -> None:

@@ -44,6 +44,10 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2 offload)"""
 
+    expert_bias_rate: NotNegative = 0.0
+    """Mixtures whose routers have a bias: how far an optimizer step moves it towards experts with less than their share
+    of the tokens; 0 leaves it as it is"""
+
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of everything that is random"""
 
