@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, wait_for
-from tests.integration_tests.weight_sync_actor import SHAPES, version_held
+from tests.integration_tests.versioned_weights import SHAPES, version_held
 from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import device_slots, publisher
 from torchtitan.weight_sync.device_slots import DeviceSlots

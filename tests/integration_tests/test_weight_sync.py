@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
-from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values, version_held
+from tests.integration_tests.versioned_weights import SHAPES, parameter_values, version_held
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.integration_tests.weight_sync_actor import SHAPES, parameter_values
+from tests.integration_tests.versioned_weights import SHAPES, parameter_values
 from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.pull.actor import Worker
 from torchtitan.weight_sync.staging import StagedVersion

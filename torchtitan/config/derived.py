@@ -7,6 +7,8 @@ import os
 
 from torchtitan.config.job_config import GRPO, JobConfig, WeightSync
 
+# [weight_sync] transports that read the parameters where they are.
+ON_DEVICE = frozenset({"ipc", "nccl"})
 # Bytes per second that deadlines take for granted where they follow from the size of a version.
 APPLIED_PER_SECOND = 5e8
 PULLED_PER_SECOND = 2.5e8

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torchtitan.config.derived import (
+    ON_DEVICE,
     clip_range,
     environment_name,
     global_batch_size,
@@ -31,7 +32,6 @@ from torchtitan.preflight.user_names import name_problem, reward_problem
 from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.weight_sync.faults import Fault, FaultError
-from torchtitan.weight_sync.transports import IN_TRAINER
 
 FILE_ENDINGS = (".jsonl", ".parquet")
 # An importance ratio above this is no bound.
@@ -231,7 +231,7 @@ def _check_weight_sync(check: Check) -> None:
         refuse(f"weight_sync.{key}", asked and sync.transport != "tcp", text)
     # Between parameters in host memory and actors on a GPU such a transport would never deliver anything.
     text = f"needs weight_sync.transport tcp or disk, {sync.transport} reads the parameters on their device"
-    offloaded = config.training.enable_cpu_offload and sync.transport in IN_TRAINER
+    offloaded = config.training.enable_cpu_offload and sync.transport in ON_DEVICE
     refuse("training.enable_cpu_offload", offloaded, text)
     drain_s = config.inference.drain_timeout_s
     text = f"must be greater than inference.drain_timeout_s = {drain_s:g}, which is in it"

@@ -1,11 +1,10 @@
-"""Starts the courier and the coordinator as processes of their own, and starts them again when they die. No torch."""
+"""Starts registry and shard server as processes of their own, and again when they die or freeze. No torch."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtitan
-from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.anonymous_memory import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -145,59 +142,3 @@ class SupervisedProcess:
             self.process.kill()
             self.process.wait(1.0)
         self._thread.join(max(0.1, deadline - time.monotonic()))
-
-
-class CoordinatorProcess:
-    """The coordinator beside rank 0. Its listening socket belongs to rank 0, so the port outlives every restart."""
-
-    def __init__(
-        self,
-        epoch: str,
-        token: str,
-        settings: dict[str, Any],
-        folder: Path,
-        host: str,
-        max_restarts: int,
-    ):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=1024)
-        except OSError as error:
-            raise UserError(
-                f"weight_sync.host = {host}: rank 0 runs on {socket.gethostname()} and cannot listen there "
-                f"({error.strerror or error}): it has to be an address of that machine"
-            ) from error
-        self._bell, self._other_bell = socket.socketpair()
-        self._pulse = Pulse.create("weight-sync-pulse", folder)
-        self.address = wire.format_address(host, self._listener.getsockname()[1])
-
-        def arguments(term: int) -> dict[str, Any]:
-            return {
-                "epoch": epoch,
-                "term": term,
-                "settings": settings,
-                "listen_fd": self._listener.fileno(),
-                "bell_fd": self._other_bell.fileno(),
-                "pulse_fd": self._pulse.descriptor,
-                "journal": str(folder / "coordinator.jsonl"),
-            }
-
-        descriptors = [self._listener.fileno(), self._other_bell.fileno(), self._pulse.descriptor]
-        module = "torchtitan.weight_sync.coordinator"
-        log_file = folder / "coordinator.log"
-        self.supervised = SupervisedProcess(
-            "weight coordinator",
-            module,
-            arguments,
-            descriptors,
-            token,
-            log_file,
-            max_restarts,
-            lambda: self._pulse.count,
-        )
-
-    def close(self, deadline: float) -> None:
-        self.supervised.close(deadline)
-        for sock in (self._listener, self._bell, self._other_bell):
-            sock.close()
-        self._pulse.close()

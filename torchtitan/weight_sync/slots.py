@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from torchtitan.weight_sync.anonymous_memory import anonymous_file
-from torchtitan.weight_sync.states.slot import SlotKeeper, SlotView, SlotWriter
+from torchtitan.weight_sync.states.slot import SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8
@@ -43,10 +43,6 @@ class SlotWords:
     def state_words(self) -> memoryview:
         """One word per slot."""
         return self._words[: self.count]
-
-    def keeper(self) -> SlotKeeper:
-        """The courier's side."""
-        return SlotKeeper(self._words[: self.count])
 
     @property
     def failed(self) -> list[tuple[int, int]]:

@@ -15,7 +15,9 @@ from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout, RankLayout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 from torchtitan.weight_sync.needs import intersection
 from torchtitan.weight_sync.pieced import PiecedTensor
-from torchtitan.weight_sync.transports.base import Area
+
+Area = memoryview | torch.Tensor
+"""Bytes: on the host, or a one-dimensional uint8 tensor on a device"""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -21,6 +21,7 @@ from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_nu
 from torchtitan.weight_sync.parameters import placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.snapshot import DirectFiller, ScratchFiller, cut_rows
 from torchtitan.weight_sync.states.slot import SlotState
 
@@ -75,7 +76,7 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Pa
     publisher = Publisher(
         {"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=stream
     )
-    keeper = publisher.slots.keeper()
+    live = LiveSlots(publisher.slots.state_words)
     found = []
     for version in range(4):
         publisher.fence()
@@ -84,17 +85,17 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Pa
         publisher.snapshot(version, version + 1)
         publisher.fence()
         stream.queue(lambda: parameter.fill_(-1.0))
-        assert version + 1 not in keeper.filled(), "READY before its fence"
+        assert version + 1 not in live.filled(), "READY before its fence"
         if not with_fence:
             stream.finish()  # without a fence nothing holds the optimizer back
         stream.go.set()
-        wait_for(lambda version=version: version + 1 in keeper.filled())  # type: ignore[misc]
-        index, _ = keeper.filled()[version + 1]
+        wait_for(lambda version=version: version + 1 in live.filled())  # type: ignore[misc]
+        index, _ = live.filled()[version + 1]
         held = torch.frombuffer(bytearray(publisher.slots.slot(index)), dtype=torch.float32)
         found.append(bool((held == version + 1.0).all()))
         stream.finish()
         stream.go.clear()
-        keeper.publish(version + 1)
+        live.live(version + 1, (), (), 0.0)
     publisher.close()
     assert found == [with_fence] * 4
 
@@ -116,9 +117,9 @@ def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done(tmp_pa
     assert not past.wait(0.3), "parameters change before they are copied"
     go.set()
     trainer.join(PATIENCE_S)
-    keeper = publisher.slots.keeper()
-    wait_for(lambda: 1 in keeper.filled())
-    index, _ = keeper.filled()[1]
+    live = LiveSlots(publisher.slots.state_words)
+    wait_for(lambda: 1 in live.filled())
+    index, _ = live.filled()[1]
     held = torch.frombuffer(bytearray(publisher.slots.slot(index)), dtype=torch.float32)
     assert bool((held == 1.0).all()) and bool((parameter == -1.0).all())
     publisher.close()

@@ -24,7 +24,6 @@ from torchtitan.weight_sync.layout_tables import ParameterEntry
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
 from torchtitan.weight_sync.staging import Proof, StagedVersion
-from torchtitan.weight_sync.states.receiver import ReceiverMachine, Send, Served
 
 SHAPES = {"embed": (37, 8), "norm": (9,), "up": (16, 5), "scalar": (1,)}
 BUCKET_BYTES = 128
@@ -186,33 +185,6 @@ def test_torn_versions_are_counted_until_one_is_whole() -> None:
         verifier.finish()
     assert [(row[1], row[3]) for row in rows] == [(0, 1), (1, 2), (3, 1)]
     assert rows[0][2] == "the engine does not hold version 0 as it was sent: up"
-
-
-def test_the_receiver_says_so_once_and_takes_the_same_version_again() -> None:
-    machine = ReceiverMachine("e", Served("e", 4, "d"))
-    machine.connected(1)
-    machine.layout("layout")
-    assert machine.found_torn(3, "late news") == []
-    (told,) = machine.found_torn(4, "up differs")
-    assert isinstance(told, Send) and told.message == {"type": "poisoned", "attempt": 0, "reason": "up differs"}
-    assert machine.found_torn(4, "again") == []
-    assert machine.serving is None and machine.hello_fields()["poisoned"]
-    (answer,) = machine.offer(7, 4, "d", [(0, 0)])
-    assert isinstance(answer, Send) and answer.message["type"] == "accept"
-
-
-def test_a_look_that_is_faster_than_the_report_of_the_apply_is_not_lost() -> None:
-    machine = ReceiverMachine("e")
-    machine.connected(1)
-    machine.layout("layout")
-    machine.offer(1, 4, "d", [(0, 0)])
-    machine.bucket(1, (0, 0), True)
-    machine.staged(1)
-    machine.apply(1)
-    assert machine.found_torn(4, "up differs") == []
-    sent = [one.message for one in machine.apply_finished(1, None, {}) if isinstance(one, Send)]
-    assert [message["type"] for message in sent] == ["applied", "poisoned"]
-    assert sent[1] == {"type": "poisoned", "attempt": 0, "reason": "up differs"} and machine.serving is None
 
 
 def test_layouts_here_have_what_matters() -> None:

@@ -7,7 +7,14 @@ import os
 import shutil
 from pathlib import Path
 
-from torchtitan.config.derived import apply_timeout, drain_seconds, shares_devices, sleeps_between_batches, world_size
+from torchtitan.config.derived import (
+    ON_DEVICE,
+    apply_timeout,
+    drain_seconds,
+    shares_devices,
+    sleeps_between_batches,
+    world_size,
+)
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -17,7 +24,6 @@ from torchtitan.inference.engine_memory import GIB, colocated_memory, device_byt
 from torchtitan.inference.placement import threads_per_actor
 from torchtitan.models.memory import version_bytes
 from torchtitan.models.shape import read_shape
-from torchtitan.weight_sync.transports import IN_TRAINER
 
 # Both engines call it so.
 RETURN_ROUTES = "enable-return-routed-experts"
@@ -50,7 +56,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--update-timeout", str(apply_timeout(sync, size, drain_seconds(config)) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
     ]  # fmt: skip
-    if sync.transport in IN_TRAINER:
+    if sync.transport in ON_DEVICE:
         # These bring a version from device to device.
         command.append("--stage-on-device")
     if sync.disk_path:

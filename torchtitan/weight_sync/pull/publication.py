@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan.config.derived import ON_DEVICE
 from torchtitan.distributed.placement import StackPart
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
@@ -19,7 +20,6 @@ from torchtitan.weight_sync.pull.watcher import Watcher
 from torchtitan.weight_sync.states.boundary import Boundary
 
 # These have their slots where the parameters are.
-ON_DEVICE = frozenset({"ipc", "nccl"})
 
 
 class Publication:

@@ -97,6 +97,8 @@ class Puller:
         self._paused = False
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
+        self._torn: tuple[int, str] | None = None
+        """What was found of a version while one was being applied"""
         self._closed = False
 
     def start(self) -> None:
@@ -134,7 +136,10 @@ class Puller:
 
     def found_torn(self, version: int, reason: str) -> None:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
-        if self.serving is not None and self.serving.version == version and not self._applying:
+        if self._applying:
+            # The look may be over before this thread has heard of the end of the apply.
+            self._torn = version, reason
+        elif self.serving is not None and self.serving.version == version:
             self._poison(version, reason)
             self._consider()
 
@@ -428,6 +433,7 @@ class Puller:
         self, manifest: Manifest, figures: Message, begun: float, cost: Any, error: BaseException | None
     ) -> None:
         self._applying = False
+        torn, self._torn = self._torn, None
         if isinstance(error, WeightsRefused):
             self.refused += 1
             logger.error("%s: version %d refused: %s", self._identity.name, manifest.version, error)
@@ -444,6 +450,8 @@ class Puller:
             self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
             if self._survives("applied", manifest.version):
                 self._tell_serving({**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
+            if torn is not None and torn[0] == manifest.version:
+                self._poison(*torn)
         self._consider()
 
     def _poison(self, version: int, reason: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchtitan.weight_sync.pull.lanes import Lanes
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
-from torchtitan.weight_sync.states.slot import SlotState, SlotView
+from torchtitan.weight_sync.states.slot import SlotState, SlotView, SlotWriter
 
 
 def lanes_with(*pulls: str, limit: int = 1) -> Lanes:
@@ -149,3 +151,18 @@ def test_base_is_what_most_actors_hold() -> None:
     assert lanes.base == 2
     lanes.leave("slow")
     assert lanes.base is None
+
+
+def test_slot_of_the_trainer_is_filled_in_order() -> None:
+    words = [0, 0]
+    writer = SlotWriter(words)
+    assert writer.reserve() == 0
+    with pytest.raises(RuntimeError, match="expected WRITING"):
+        writer.finish(0)
+    writer.begin(0, 7, 1)
+    assert LiveSlots(words).filled() == {}, "it is being written"
+    writer.finish(0)
+    assert LiveSlots(words).filled() == {1: (0, 7)}
+    with pytest.raises(RuntimeError, match="expected RESERVED"):
+        writer.release(0)
+    assert writer.reserve() == 1 and writer.reserve() is None
