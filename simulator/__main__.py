@@ -1,4 +1,4 @@
-"""An hour of training in virtual time, on the real state machines of the weight synchronisation.
+"""An hour of training in virtual time, on the real classes of the weight synchronisation.
 
     python -m simulator --ranks 64 --actors 32 --train_s 8
     python -m simulator scenario.toml --from-run outputs/latest --gpus 128
@@ -14,25 +14,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from simulator.figures import simulate
+from simulator.figures import comparison_table, simulate
 from simulator.measured import values_from_run
-from simulator.report import comparison_table, settings_table, split_table
-from simulator.scenario import Scenario, key_types, read_scenario
-from simulator.split import best_split
+from simulator.scenario import Scenario, known_keys
+from simulator.split import best_split, split_table
+from torchtitan.config.toml import read_toml, value_of_words
 from torchtitan.errors import ConfigError, UserError
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options; keys of the scenario are left in `keys`."""
+    """The options; keys of the scenario are left in `key:NAME`."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("scenario", nargs="?", type=Path, help="TOML or JSON file with keys of the scenario")
+    parser.add_argument("scenario", nargs="?", help="TOML file with keys of the scenario")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take what a run measured")
     parser.add_argument("--gpus", type=int, help="look for the best split of so many GPUs")
     parser.add_argument("--mode", choices=["both", "async", "blocking"], default="both")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--keys", action="store_true", help="print every key with its value and end")
     options = parser.add_argument_group("keys of the scenario (--keys says what they mean)")
-    for name in key_types():
+    for name in known_keys():
         options.add_argument(f"--{name}", dest=f"key:{name}", metavar="VALUE", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -42,50 +42,53 @@ def gather(options: argparse.Namespace) -> tuple[Scenario, dict[str, str]]:
 
     Raises ConfigError or UserError.
     """
-    flags = {name: _value(name, text) for name in key_types() if (text := vars(options)[f"key:{name}"]) is not None}
-    sources: list[tuple[str, dict[str, Any]]] = []
-    if options.from_run is not None:
-        sources.append(("run", values_from_run(options.from_run, flags.get("ranks"))))
+    given = {name: vars(options)[f"key:{name}"] for name in known_keys()}
+    flags = {name: value_of_words([text]) for name, text in given.items() if text is not None}
+    sources = [("flag", flags)]
     if options.scenario is not None:
-        sources.append((options.scenario.name, read_scenario(options.scenario)))
-    sources.append(("flag", flags))
+        tables, problem = read_toml(options.scenario)
+        if problem:
+            raise ConfigError([f"scenario {options.scenario} {problem}"])
+        flat = {name: value for name, value in tables.items() if not isinstance(value, dict)}
+        for table, inner in tables.items():
+            flat |= {f"{table}.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {}
+        sources.insert(0, (Path(options.scenario).name, flat))
+    if options.from_run is not None:
+        sources.insert(0, ("run", values_from_run(options.from_run, flags.get("ranks"))))
     values = {name: value for _, found in sources for name, value in found.items()}
-    origins = {name: source for source, found in sources for name in found}
-    return Scenario().with_values(values), origins
+    return Scenario.of(values), {name: source for source, found in sources for name in found}
 
 
-def _value(name: str, text: str) -> Any:
-    kind = key_types()[name]
-    if kind is bool:
-        return {"true": True, "false": False}.get(text, text)
-    try:
-        return kind(text) if kind in (int, float) else text
-    except ValueError:
-        return text  # refused with the key's name later
+def settings_table(scenario: Scenario, origins: dict[str, str]) -> str:
+    """Every key with its value and where that comes from."""
+    lines = ["key                          value        from       meaning"]
+    for name, value in scenario.values().items():
+        if name in origins or "." not in name:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            meaning = "see docs/config.md" if "." in name else known_keys()[name].description
+            lines.append(f"{name:28} {shown:12} {origins.get(name, 'default'):10} {meaning}")
+    return "\n".join(lines)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Simulate, and print tables unless --json. Returns everything for JSON."""
     scenario, origins = gather(options)
+    show = (lambda _text: None) if options.json else lambda text: print(text, end="\n\n", flush=True)
     if options.keys:
         print(settings_table(scenario, origins))
         return {}
     modes = {"async": [True], "blocking": [False], "both": [True, False]}[options.mode]
-    if not options.json:
-        print(settings_table(scenario, origins), end="\n\n", flush=True)
+    show(settings_table(scenario, origins))
     answer: dict[str, Any] = {"scenario": scenario.values()}
     if options.gpus is not None:
         splits = best_split(scenario, options.gpus, modes[0])
         answer["gpus"] = options.gpus
-        answer["splits"] = [{"ranks": s.ranks, "actors": s.actors, **s.figures.to_json()} for s in splits]
-        if not options.json:
-            print(split_table(options.gpus, splits), end="\n\n", flush=True)
+        answer["splits"] = [{"ranks": split.ranks, "actors": split.actors, **split.figures} for split in splits]
+        show(split_table(options.gpus, splits))
         scenario = scenario.split(splits[0].ranks, splits[0].actors)
     results = [simulate(scenario, asynchronous) for asynchronous in modes]
-    answer["figures"] = {result.mode: result.to_json() for result in results}
-    if not options.json:
-        print(comparison_table(results))
-    return answer
+    show(comparison_table(results))
+    return answer | {"figures": {result["mode"]: result for result in results}}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from simulator.figures import Figures, simulate
@@ -13,6 +12,7 @@ from torchtitan.errors import ConfigError
 STEPS = 30
 # Splits that a round looks at, and how much finer the next round looks.
 SPLITS_PER_ROUND = 7
+SPLITS_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -29,50 +29,46 @@ def best_split(scenario: Scenario, gpus: int, asynchronous: bool = True) -> list
     around the one where an estimate finds both equally long, then finer ones around the best. Raises ConfigError where
     not even one rank and one actor fit.
     """
-    most_actors = (gpus - 1) // scenario.gpus_per_actor
-    if most_actors < 1:
-        needed = 1 + scenario.gpus_per_actor
-        raise ConfigError([f"--gpus {gpus}: one rank and one actor need {needed} GPUs"])
-    middle = min(range(1, most_actors + 1), key=lambda actors: _estimated_step(scenario, gpus, actors))
+    most = (gpus - 1) // scenario.gpus_per_actor
+    if most < 1:
+        raise ConfigError([f"--gpus {gpus}: one rank and one actor need {1 + scenario.gpus_per_actor} GPUs"])
+    splits = {actors: scenario.split(gpus - actors * scenario.gpus_per_actor, actors) for actors in range(1, most + 1)}
+    middle = min(splits, key=lambda actors: _step_s(splits[actors]))
     seen: dict[int, Split] = {}
-    low, high = max(1, middle // 2), min(most_actors, 2 * middle)
+    ranked: list[Split] = []
+    low, high = max(1, middle // 2), min(most, 2 * middle)
     while True:
-        for actors in _spread(low, high):
-            if actors not in seen:
-                seen[actors] = _look(scenario, _ranks(scenario, gpus, actors), actors, asynchronous)
-        ranked = sorted(seen.values(), key=lambda split: (-split.figures.tokens_per_s, split.actors))
-        tried = [max(1, min(seen) // 2), *sorted(seen), min(most_actors, 2 * max(seen))]
+        count = min(SPLITS_PER_ROUND, high - low + 1)
+        new = {low + (high - low) * number // max(count - 1, 1) for number in range(count)} - seen.keys()
+        if not new:
+            return ranked
+        for actors in sorted(new):
+            short = replace(splits[actors], hours=min(scenario.hours, STEPS * _step_s(splits[actors]) / 3600))
+            seen[actors] = Split(short.ranks, actors, simulate(short, asynchronous))
+        ranked = sorted(seen.values(), key=lambda split: (-split.figures["tokens_per_s"], split.actors))
+        tried = [max(1, min(seen) // 2), *sorted(seen), min(most, 2 * max(seen))]
         place = tried.index(ranked[0].actors, 1)
         low, high = tried[place - 1], tried[place + 1]
-        if all(actors in seen for actors in _spread(low, high)):
-            return ranked
 
 
-def _ranks(scenario: Scenario, gpus: int, actors: int) -> int:
-    return gpus - actors * scenario.gpus_per_actor
-
-
-def _generation_s(scenario: Scenario, actors: int) -> float:
-    """Seconds in which the actors generate a batch, if its groups keep them as full as max_staleness lets them."""
+def _step_s(scenario: Scenario) -> float:
+    """The longer one of training on a batch and generating it, with actors as full as max_staleness lets them be."""
     batches = scenario.max_staleness + 1
-    sequences = min(scenario.max_sequences, scenario.samples_per_batch * batches / scenario.usable_share / actors)
-    tokens_per_s = min(scenario.tokens_per_s, sequences * scenario.sequence_tokens_per_s)
-    return scenario.samples_per_batch * scenario.completion_tokens / scenario.usable_share / (actors * tokens_per_s)
+    sequences = scenario.samples_per_batch * batches / scenario.usable_share / scenario.actors
+    tokens_per_s = min(scenario.tokens_per_s, min(scenario.max_sequences, sequences) * scenario.sequence_tokens_per_s)
+    tokens = scenario.samples_per_batch * scenario.completion_tokens / scenario.usable_share
+    return max(scenario.train_s, tokens / (scenario.actors * tokens_per_s))
 
 
-def _estimated_step(scenario: Scenario, gpus: int, actors: int) -> float:
-    changed = scenario.split(_ranks(scenario, gpus, actors), actors)
-    return max(changed.train_s, _generation_s(changed, actors))
-
-
-def _spread(low: int, high: int) -> Iterator[int]:
-    """Whole numbers from low to high, evenly."""
-    count = min(SPLITS_PER_ROUND, high - low + 1)
-    steps = max(count - 1, 1)
-    return (low + (high - low) * number // steps for number in range(count))
-
-
-def _look(scenario: Scenario, ranks: int, actors: int, asynchronous: bool) -> Split:
-    changed = scenario.split(ranks, actors)
-    hours = min(scenario.hours, STEPS * max(changed.train_s, _generation_s(changed, actors)) / 3600)
-    return Split(ranks, actors, simulate(replace(changed, hours=hours), asynchronous))
+def split_table(gpus: int, splits: list[Split]) -> str:
+    """The best split and the next ones."""
+    lines = [f"Best split of {gpus} GPUs: {splits[0].ranks} trainer ranks and {splits[0].actors} actors"]
+    lines.append("ranks  actors  tokens/s     steps/hour  data wait  actors generating")
+    for split in splits[:SPLITS_SHOWN]:
+        found = split.figures
+        wait = found["data_wait_s"] / (found["step_s"] or 1.0)
+        lines.append(
+            f"{split.ranks:5}  {split.actors:6}  {found['tokens_per_s']:11,.0f}  {found['steps_per_hour']:10,.1f}"
+            f"  {wait:9.1%}  {found['actor_utilisation']:.1%}"
+        )
+    return "\n".join(lines)

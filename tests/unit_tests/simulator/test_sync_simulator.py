@@ -17,20 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deterministic.machine import Machine, Violation
+from deterministic.network import Network, fair_rates
 from simulator import __main__ as sync_simulator
-from simulator.broken import ProtocolBroken
-from simulator.clock import Clock
-from simulator.control import Latency
 from simulator.engine import Engine, Work
-from simulator.figures import Figures, figures_of, simulate
+from simulator.figures import figures_of, simulate
 from simulator.measured import values_from_run
-from simulator.network import Network, fair_rates
 from simulator.scenario import Scenario, slowest_of
 from simulator.split import best_split
-from simulator.trainer import STATUS_S
 from simulator.world import World
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.weight_sync.states.slot import SlotKeeper
+from torchtitan.weight_sync.pull.arrivals import Arrivals
+from torchtitan.weight_sync.pull.registry import STATUS_SECONDS
+from torchtitan.weight_sync.pull.source import Source
+from torchtitan.weight_sync.pull.transfer import BucketKey
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,
@@ -49,11 +49,7 @@ FAULTS: dict[str, Any] = {
     "restart_s": 5.0,
     "freezes_per_hour": 60.0,
     "freeze_s": 12.0,
-    "disconnects_per_hour": 60.0,
-    "transfer_break_probability": 0.1,
     "corruption_probability": 0.1,
-    "apply_failure_probability": 0.05,
-    "courier_crashes_per_hour": 20.0,
 }
 EVEN = {"step_jitter": 0.0, "latency_jitter_s": 0.0}
 # Nothing but training takes time.
@@ -69,17 +65,7 @@ IDEAL = EVEN | {
 
 
 def small(**values: Any) -> Scenario:
-    return Scenario().with_values(SMALL | {name.replace("__", "."): value for name, value in values.items()})
-
-
-def assert_close(one: Figures, other: Figures, relative: float) -> None:
-    left, right = one.to_json(), other.to_json()
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        if isinstance(value, (int, float)):
-            assert value == pytest.approx(right[name], rel=relative, abs=relative), name
-        else:
-            assert value == right[name] if isinstance(value, str) else value == pytest.approx(right[name], rel=relative)
+    return Scenario.of(SMALL | {name.replace("__", "."): value for name, value in values.items()})
 
 
 # Parts
@@ -88,91 +74,77 @@ def assert_close(one: Figures, other: Figures, relative: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(0.0, 100.0), min_size=2, max_size=6),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
 )
-def test_rates_are_max_min_fair(capacity: list[float], flows: list[tuple[int, int, int]]) -> None:
+def test_rates_are_max_min_fair(capacity: list[float], flows: list[tuple[int, int]]) -> None:
     """No link is overloaded, and every flow has a full link on which nobody is faster: the definition."""
-    count = len(capacity)
-    source = np.array([s % count for s, _, _ in flows])
-    target = np.array([t % count for _, t, _ in flows])
-    weight = np.array([w for _, _, w in flows], dtype=float)
-    rates = fair_rates(np.array(capacity), source, target, weight)
-    load = [
-        sum(rates[f] * ((source[f] == link) + weight[f] * (target[f] == link)) for f in range(len(flows)))
-        for link in range(count)
-    ]
-    for link in range(count):
-        assert load[link] <= capacity[link] * (1 + 1e-6) + 1e-9
-    for flow in range(len(flows)):
+    ends = np.array(flows) % len(capacity)
+    rates = fair_rates(np.array(capacity), ends[:, 0], ends[:, 1])
+    flowing = list(zip(rates, ends, strict=True))
+    load = [sum(rate * (way == link).sum() for rate, way in flowing) for link in range(len(capacity))]
+    for link, bytes_per_s in enumerate(capacity):
+        assert load[link] <= bytes_per_s * (1 + 1e-6) + 1e-9
+    for flow, rate in enumerate(rates):
         assert any(
             load[link] >= capacity[link] * (1 - 1e-6) - 1e-9
-            and all(
-                rates[other] <= rates[flow] * (1 + 1e-6) + 1e-9
-                for other in range(len(flows))
-                if link in (source[other], target[other])
-            )
-            for link in (source[flow], target[flow])
+            and all(other <= rate * (1 + 1e-6) + 1e-9 for other, way in flowing if link in way)
+            for link in ends[flow]
         )
 
 
 def test_a_link_is_shared_and_then_not() -> None:
     """Two flows of 100 and 300 bytes from one link of 100/s: 2 s at half speed, then the rest at full speed."""
-    clock = Clock()
+    clock = Machine(0)
     network = Network(clock)
     sender, receivers = network.add_link(100.0), [network.add_link(1000.0) for _ in range(2)]
     ends: list[float] = []
-    network.start(sender, receivers[0], 100.0, 1, lambda: ends.append(clock.now))
-    second = network.start(sender, receivers[1], 300.0, 1, lambda: ends.append(clock.now))
+    network.start(sender, receivers[0], 100.0, lambda: ends.append(clock.now))
+    second = network.start(sender, receivers[1], 300.0, lambda: ends.append(clock.now))
     clock.run(1.0)
-    assert network.moved(second) == pytest.approx(50.0)
+    network.change()
+    assert second.left == pytest.approx(250.0)
     clock.run(10.0)
     assert ends == pytest.approx([2.0, 4.0])
 
 
 def test_a_frozen_link_leaves_its_share_to_others() -> None:
-    clock = Clock()
+    clock = Machine(0)
     network = Network(clock)
     sender, receivers = network.add_link(100.0), [network.add_link(1000.0) for _ in range(2)]
     ends: list[str] = []
-    network.start(sender, receivers[0], 200.0, 1, lambda: ends.append(f"frozen {clock.now:.1f}"))
-    network.start(sender, receivers[1], 200.0, 1, lambda: ends.append(f"other {clock.now:.1f}"))
-    clock.call_later(1.0, network.set_capacity, receivers[0], 0.0)
-    clock.call_later(5.0, network.set_capacity, receivers[0], 1000.0)
+    network.start(sender, receivers[0], 200.0, lambda: ends.append(f"frozen {clock.now:.1f}"))
+    network.start(sender, receivers[1], 200.0, lambda: ends.append(f"other {clock.now:.1f}"))
+    clock.at(1.0, None, lambda: network.set_capacity(receivers[0], 0.0))
+    clock.at(5.0, None, lambda: network.set_capacity(receivers[0], 1000.0))
     clock.run(20.0)
     # Each has 50 bytes after a second; the other's 150 more take 1.5 s alone, the frozen one's 150 begin at 5 s.
     assert ends == ["other 2.5", "frozen 6.5"]
 
 
-def test_sequences_share_an_engine() -> None:
+def test_sequences_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 and 40 tokens at 10/s together: 4 s for the first (5/s each), then 20 left at 8/s; a pause comes on top."""
-    clock = Clock()
-    done: list[tuple[int, float]] = []
-    engine = Engine(clock, "a", 10.0, 8.0, 2, 0.0, lambda work: done.append((work.index, clock.now)), lambda: None)
-    engine.set_version(3)
+    monkeypatch.setattr("simulator.engine.TOGETHER", 0.0)
+    clock = Machine(0)
+    done: list[tuple[int, float, int]] = []
+    scenario = Scenario(tokens_per_s=10.0, sequence_tokens_per_s=8.0, max_sequences=2)
+    engine = Engine(clock, scenario, 1.0, lambda work: done.append((work.index, clock.now, work.oldest)))
+    engine.version = 3
     for index, length in ((0, 20), (1, 40), (2, 8)):
-        engine.add(Work(index, [length], True, 0, 1))
-    assert engine.generating == 2 and engine.load == 3
-    clock.call_later(1.0, engine.halt, "apply")
-    clock.call_later(1.5, engine.set_version, 4)
-    clock.call_later(2.0, engine.resume, "apply")
+        engine.add(Work(index, [length], True, 0))
+    assert engine.load == 3
+
+    def serve_4() -> None:
+        engine.version = 4
+
+    clock.at(1.0, None, lambda: engine.halt("apply"))
+    clock.at(1.5, None, serve_4)
+    clock.at(2.0, None, lambda: engine.halt("apply", False))
     clock.run(60.0)
     engine.account()
     # The third begins when the first ends (5 s): 5/s each, done at 6.6 s; the second then has 12 left at 8/s.
-    assert done == [(0, pytest.approx(5.0)), (2, pytest.approx(6.6)), (1, pytest.approx(8.1))]
+    assert done == [(0, pytest.approx(5.0), 3), (2, pytest.approx(6.6), 4), (1, pytest.approx(8.1), 3)]
     assert engine.tokens == pytest.approx(68)
     assert engine.busy_s == pytest.approx(7.1)
-
-
-def test_the_mean_version_is_that_of_the_tokens() -> None:
-    clock = Clock()
-    works: list[Work] = []
-    engine = Engine(clock, "a", 10.0, 10.0, 1, 0.0, works.append, lambda: None)
-    engine.set_version(2)
-    engine.add(Work(0, [40], True, 0, 1))
-    clock.call_later(1.0, engine.set_version, 6)
-    clock.run(10.0)
-    assert works[0].oldest == 2
-    assert works[0].mean == pytest.approx((10 * 2 + 30 * 6) / 40)
 
 
 # The whole
@@ -198,25 +170,9 @@ def test_the_same_seed_gives_the_same_output_byte_for_byte(capsys: pytest.Captur
     assert other.stdout == outputs[0]
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("sync", [{}, {"weight_sync__relay": True}, {"weight_sync__delta": True}])
-def test_representatives_give_the_figures_of_all_ranks(asynchronous: bool, sync: dict[str, Any]) -> None:
-    """8 ranks, 3 of them slower, each with a keeper of its own, or two representatives: the same to rounding."""
-    faults = {name: value for name, value in FAULTS.items() if name != "courier_crashes_per_hour"}
-    values = {"ranks": 8, "slow_ranks": 3, "latency_jitter_s": 0.0, "gigabytes": 3.0, **faults, **sync}
-    together = simulate(small(**values), asynchronous)
-    assert together.attempts_aborted > 0
-    assert_close(together, simulate(small(**values, aggregate=False), asynchronous), 1e-6)
-
-
-def test_a_representative_draws_the_slowest_of_its_ranks() -> None:
-    """Of 12 messages and of 12 ranks: the mean of many maxima, drawn at once or one by one."""
+def test_the_slowest_of_many_ranks_is_drawn_at_once() -> None:
+    """The mean of many maxima, drawn at once or one by one."""
     random = Random(0)
-    latency = Latency(0.1, 0.05, random)
-    at_once = statistics.mean(latency.draw(of=12) for _ in range(4000))
-    one_by_one = statistics.mean(max(latency.draw() for _ in range(12)) for _ in range(4000))
-    assert at_once == pytest.approx(one_by_one, rel=0.02)
-    assert at_once == pytest.approx(0.1 + 0.05 * sum(1 / n for n in range(1, 13)), rel=0.02)
     at_once = statistics.mean(slowest_of(12, random.random()) for _ in range(4000))
     one_by_one = statistics.mean(max(random.gauss(0, 1) for _ in range(12)) for _ in range(4000))
     assert at_once == pytest.approx(one_by_one, rel=0.03)
@@ -238,10 +194,8 @@ rates = st.sampled_from([0.0, 1.0])
             "slow_actor_factor": st.sampled_from([3.0, 30.0]),
             "gigabytes": st.sampled_from([0.01, 2.0, 20.0]),
             "max_staleness": st.integers(0, 3),
-            "gate_on": st.sampled_from(["oldest", "mean"]),
-            "update_mode": st.sampled_from(["in_flight", "drain"]),
             "usable_share": st.sampled_from([1.0, 0.5]),
-            "weight_sync.num_slots": st.integers(2, 3),
+            "weight_sync.num_slots": st.integers(3, 4),
             "weight_sync.relay": st.booleans(),
             "weight_sync.delta": st.booleans(),
         }
@@ -250,31 +204,32 @@ rates = st.sampled_from([0.0, 1.0])
 def test_whatever_happens_tokens_are_conserved_and_the_protocol_holds(
     seed: int, faulty: float, asynchronous: bool, values: dict[str, Any]
 ) -> None:
-    """World.run raises where an actor serves what was not published, goes back, or a pinned slot is freed."""
+    """World.simulate raises where an actor applies torn bytes, serves what was not published, or goes back."""
     faults = {name: value * faulty for name, value in FAULTS.items() if not name.endswith("_s")}
-    scenario = Scenario().with_values(SMALL | values | faults | {"seed": seed, "restart_s": 5.0, "freeze_s": 8.0})
+    scenario = Scenario.of(SMALL | values | faults | {"seed": seed, "restart_s": 5.0, "freeze_s": 8.0})
     world = World(scenario, asynchronous)
-    world.run()
-    figures = figures_of(world)
-    used = figures.tokens_trained + figures.tokens_too_old + figures.tokens_unusable + world.rollouts.held_tokens
+    world.simulate()
+    figures, held = figures_of(world), sum(work.tokens for work in world.rollouts.ready.values())
+    used = figures["tokens_trained"] + figures["tokens_too_old"] + figures["tokens_unusable"] + held
     # Sequences that end almost together are ended at once, some of them half a token early.
-    assert used <= figures.tokens_generated * 1.02 + 10
-    assert figures.versions_published <= world.trainer.version + 1
-    assert figures.actor_utilisation <= 1 + 1e-9
-    if scenario.gate_on == "oldest":
-        assert all(int(behind) <= scenario.max_staleness for behind in figures.staleness_shares)
-    parts = figures.train_s + figures.data_wait_s + figures.snapshot_s + figures.sync_stall_s
-    assert parts == pytest.approx(figures.step_s, rel=1e-6)
+    assert used <= figures["tokens_generated"] * 1.02 + 10
+    assert figures["versions_published"] <= world.trainer.version + 1
+    # With 20 GB copy and checksums take longer than a step.
+    assert figures["versions_skipped"] == 0 or scenario.gigabytes == 20.0
+    assert figures["actor_utilisation"] <= 1 + 1e-9
+    assert all(int(behind) <= scenario.max_staleness for behind in figures["staleness_shares"])
+    parts = figures["train_s"] + figures["data_wait_s"] + figures["snapshot_s"] + figures["sync_stall_s"]
+    assert parts == pytest.approx(figures["step_s"], rel=1e-6)
     if asynchronous:
-        assert figures.sync_stall_s == 0
+        assert figures["sync_stall_s"] == 0
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_without_costs_every_mode_is_ideal(asynchronous: bool) -> None:
     figures = simulate(small(**IDEAL), asynchronous)
-    # Blocking, the trainer hears of it with the coordinator's next status.
-    assert figures.step_s == pytest.approx(1.0 + (0 if asynchronous else STATUS_S), rel=1e-3)
-    assert figures.versions_skipped == figures.versions_superseded == 0
+    # Blocking, the trainer hears of it with the registry's next status.
+    assert figures["step_s"] == pytest.approx(1.0 + (0 if asynchronous else STATUS_SECONDS), abs=2.5e-3)
+    assert figures["versions_skipped"] == figures["versions_superseded"] == 0
 
 
 def test_frozen_actors_stall_only_the_blocking_mode() -> None:
@@ -283,61 +238,63 @@ def test_frozen_actors_stall_only_the_blocking_mode() -> None:
     values |= {"sequence_tokens_per_s": 1000.0, "hours": 0.1}
     frozen = {**values, "freezes_per_hour": 30.0, "freeze_s": 60.0}
     calm, icy = simulate(small(**values)), simulate(small(**frozen))
-    assert icy.actor_freezes >= 3 and icy.evictions >= 1
-    assert icy.sync_stall_max_s == 0
-    assert icy.train_s == pytest.approx(calm.train_s, rel=1e-9)
+    assert icy["actor_freezes"] >= 3 and icy["actors_lost"]
+    assert icy["sync_stall_max_s"] == 0
+    assert icy["train_s"] == pytest.approx(calm["train_s"], rel=1e-9)
     blocking = simulate(small(**frozen), asynchronous=False)
-    # Until the frozen one is evicted: two deadlines of offer_timeout_s, as it is heard no more.
-    assert 5 < blocking.sync_stall_max_s < 25
+    # Until nothing has been heard of the frozen one for SILENCE_SECONDS.
+    assert 2 < blocking["sync_stall_max_s"] < 5
 
 
 def test_the_blocking_stall_grows_with_the_transfer() -> None:
     """All actors receive at once, each behind its own link: copy and checksum of a shard, transfer, apply, status."""
     sizes = (1.0, 4.0, 16.0)
-    stalls = [simulate(small(**EVEN, gigabytes=size), False).sync_stall_s for size in sizes]
-    expected = [size / 4 / 20 + size / 4 / 5 + size / 2.5 + 0.2 + STATUS_S for size in sizes]
+    stalls = [simulate(small(**EVEN, gigabytes=size), False)["sync_stall_s"] for size in sizes]
+    expected = [size / 4 / 20 + size / 4 / 5 + size / 2.5 + 0.2 + STATUS_SECONDS for size in sizes]
     assert stalls == pytest.approx(expected, abs=0.01)
 
 
 def test_a_slow_actor_takes_what_it_can() -> None:
     figures = simulate(small(**EVEN, slow_actors=1, slow_actor_factor=10.0, gigabytes=2.0, hours=0.1))
-    assert figures.sync_stall_s == 0
-    assert figures.versions_superseded > 20
-    assert figures.evictions == 0, "a slow link is slow, not dead"
+    assert figures["sync_stall_s"] == 0
+    assert figures["versions_superseded"] > 20
+    assert not figures["actors_lost"], "a slow link is slow, not dead"
+    # It is 8 seconds at a version, of which there is one a second.
+    assert figures["versions_skipped"] == 0
 
 
 def test_skipped_versions_are_published_while_there_is_no_data() -> None:
-    """Two slots, one of them with a slow actor now and then: what is skipped goes out while there is no data."""
-    values = {"slow_actors": 1, "slow_actor_factor": 20.0, "weight_sync.num_slots": 2, "max_staleness": 0}
-    scenario = small(**EVEN, **values, hours=0.1)
-    world = World(scenario)
-    world.run()
-    figures = figures_of(world)
-    assert figures.versions_skipped > 0
-    assert figures.versions_published > figures.steps + 1 - figures.versions_skipped
-    assert figures.steps > 20, "training starves behind skipped versions"
+    """A copy into a slot takes longer than a step: what is skipped goes out while there is no data."""
+    values = {"snapshot_gigabytes_per_s": 0.1, "max_staleness": 2, "hours": 0.1}
+    figures = simulate(small(**EVEN, **values))
+    assert figures["versions_skipped"] > 0
+    assert figures["versions_published"] > figures["steps"] + 1 - figures["versions_skipped"]
+    assert figures["steps"] > 20, "training starves behind skipped versions"
 
 
 def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
     values = {**EVEN, "actors": 12, "train_s": 20.0, "hours": 0.2}
     plain = simulate(small(**values))
     relayed = simulate(small(**values, weight_sync__relay=True))
-    delta = simulate(small(**values, weight_sync__delta=True, weight_sync__full_every=1000))
-    assert plain.trainer_egress_versions == pytest.approx(12, rel=0.05)
-    assert relayed.trainer_egress_versions == pytest.approx(2, rel=0.05)
-    assert relayed.versions_superseded == 0
-    steps = delta.versions_published
-    assert delta.trainer_egress_versions == pytest.approx(12 * (1 + 0.1 * (steps - 1)) / steps, rel=0.05)
+    delta = simulate(small(**values, weight_sync__delta=True))
+    assert plain["trainer_egress_versions"] == pytest.approx(12, rel=0.05)
+    assert relayed["trainer_egress_versions"] == pytest.approx(2, rel=0.05)
+    assert relayed["versions_superseded"] == 0
+    steps = delta["versions_published"]
+    assert delta["trainer_egress_versions"] == pytest.approx(12 * (1 + 0.1 * (steps - 1)) / steps, rel=0.05)
 
 
 def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unpinned(self: SlotKeeper, serial: int) -> None:
-        self.pinned = serial + 1
-        self._sweep()
+    """Actors take damaged buckets for whole ones."""
+    settle = Arrivals._settle
 
-    monkeypatch.setattr(SlotKeeper, "publish", unpinned)
-    with pytest.raises(ProtocolBroken):
-        simulate(small())
+    def believe(self: Arrivals, source: Source, key: BucketKey, _found: str, asked: Any) -> None:
+        assert self.transfer is not None
+        settle(self, source, key, self.transfer.manifest.checksums[key[0]][key[1]], asked)
+
+    monkeypatch.setattr(Arrivals, "_settle", believe)
+    with pytest.raises(Violation, match="torn"):
+        simulate(small(corruption_probability=0.5))
 
 
 # Splits, runs, the command line
@@ -347,10 +304,10 @@ def test_the_best_split_is_the_best_of_all() -> None:
     scenario = small(**EVEN, hours=0.02, gigabytes=0.01, train_s=2.0, ranks=4, serial_share=0.0, tokens_per_s=200.0)
     splits = best_split(scenario, 12)
     everything = {
-        actors: simulate(scenario.split(12 - actors, actors)).tokens_per_s for actors in range(1, 12)
+        actors: simulate(scenario.split(12 - actors, actors))["tokens_per_s"] for actors in range(1, 12)
     }  # fmt: skip
     assert splits[0].ranks + splits[0].actors == 12
-    assert splits[0].figures.tokens_per_s >= 0.95 * max(everything.values())
+    assert splits[0].figures["tokens_per_s"] >= 0.95 * max(everything.values())
     assert len(splits) < 11
     with pytest.raises(ConfigError, match="one rank and one actor need 3 GPUs"):
         best_split(small(gpus_per_actor=2), 2)
@@ -401,7 +358,7 @@ def write_run(folder: Path) -> None:
     activity = [{"what": "generate", "begin": 10.0, "end": 12.0, "tokens": 2 * MEASURED["tokens_per_s"]}]
     for path, lines in (
         ("metrics.jsonl", rows),
-        ("weight_sync/coordinator.jsonl", journal),
+        ("weight_sync/registry.jsonl", journal),
         ("timeline/actor-0.jsonl", activity),
     ):
         (folder / path).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -410,14 +367,16 @@ def write_run(folder: Path) -> None:
 def test_the_shape_of_a_measured_run(tmp_path: Path) -> None:
     """Step, data wait and staleness within 10 % (of the step, where they are small), transfer and stall within 30 %."""
     write_run(tmp_path)
-    scenario = Scenario().with_values(values_from_run(tmp_path) | {"hours": 0.05})
+    scenario = Scenario.of(values_from_run(tmp_path) | {"hours": 0.05})
     figures = simulate(scenario)
-    assert figures.step_s == pytest.approx(MEASURED["step_mean_s"], rel=0.1)
-    assert figures.data_wait_s == pytest.approx(MEASURED["data_wait_s"], abs=0.1 * MEASURED["step_mean_s"])
-    assert figures.staleness_mean == pytest.approx(MEASURED["staleness"], rel=0.1)
-    assert figures.sync_stall_s == 0
-    assert figures.transfer_p50_s == pytest.approx(MEASURED["transfer_s"], rel=0.3)
-    assert simulate(scenario, asynchronous=False).sync_stall_s == pytest.approx(MEASURED["blocking_stall_s"], rel=0.3)
+    assert figures["step_s"] == pytest.approx(MEASURED["step_mean_s"], rel=0.1)
+    assert figures["data_wait_s"] == pytest.approx(MEASURED["data_wait_s"], abs=0.1 * MEASURED["step_mean_s"])
+    assert figures["staleness_mean"] == pytest.approx(MEASURED["staleness"], rel=0.1)
+    assert figures["sync_stall_s"] == 0
+    assert figures["transfer_p50_s"] == pytest.approx(MEASURED["transfer_s"], rel=0.3)
+    assert simulate(scenario, asynchronous=False)["sync_stall_s"] == pytest.approx(
+        MEASURED["blocking_stall_s"], rel=0.3
+    )
 
 
 def test_without_notes_of_the_engines_their_speed_is_what_the_fastest_steps_needed(tmp_path: Path) -> None:
@@ -451,8 +410,8 @@ def test_flags_win_over_files_over_runs(tmp_path: Path, capsys: pytest.CaptureFi
         ("rank = 3", "nearest: ranks"),
         ('train_s = "long"', "must be a number"),
         ("ranks = 0", "ranks = 0: must be at least 1"),
-        ("[weight_sync]\nnum_slots = 1", "weight_sync.num_slots = 1: must be at least 2"),
-        ("ranks = ", "not valid toml"),
+        ("[weight_sync]\nnum_slots = 1", "weight_sync.num_slots = 1: must be at least 3"),
+        ("ranks = ", "is not valid TOML"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:

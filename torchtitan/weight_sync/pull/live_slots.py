@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from torchtitan.weight_sync.states.slot import SlotState, SlotView, Words
+from torchtitan.weight_sync.states.slot import SlotState, SlotView, Words, filled
 
 
 class LiveSlots:
@@ -30,27 +30,19 @@ class LiveSlots:
 
     def filled(self) -> dict[int, tuple[int, int]]:
         """Serial -> (slot, version) of every snapshot that is there."""
-        found = {}
-        for index in range(len(self._words)):
-            word = self._words[index]
-            if word:
-                view = SlotView.unpack(word)
-                if view.state >= SlotState.READY:
-                    found[view.serial] = (index, view.version)
-        return found
+        return filled(self._words)
 
     def lives(self, serial: int) -> bool:
         """Whether this snapshot may be read."""
         return serial == self.newest or serial in self.lanes
 
-    def readable(self, serial: int) -> int | None:
-        """The slot of a snapshot that lives, None where there is none.
+    def readable(self, serial: int) -> tuple[int, int] | None:
+        """(slot, version) of a snapshot that lives, None where there is none.
 
         An actor may hear of a version before this process does: what is newer than all that is known may be read too.
         """
-        found = self.filled().get(serial)
         lives = self.lives(serial) or (serial > self.newest and serial not in self._dropped)
-        return found[0] if found is not None and lives else None
+        return self.filled().get(serial) if lives else None
 
     def base_slot(self, serial: int) -> int | None:
         """The slot of a snapshot that a delta may be taken against, None where there is none."""

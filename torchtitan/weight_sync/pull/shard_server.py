@@ -211,7 +211,8 @@ class ShardServer:
 
     def version(self, serial: int) -> int | None:
         """What the registry says, and what it does not know of yet."""
-        return None if self.live.readable(serial) is None else self.live.filled()[serial][1]
+        found = self.live.readable(serial)
+        return None if found is None else found[1]
 
     def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
         """A snapshot is there as a whole; a delta is made when it is asked for."""

@@ -53,6 +53,17 @@ class Words(Protocol):
     def __len__(self) -> int: ...
 
 
+def filled(words: Words) -> dict[int, tuple[int, int]]:
+    """serial -> (slot index, version) of all slots that hold a snapshot."""
+    found = {}
+    for index in range(len(words)):
+        word = words[index]
+        # Read often: without a view of each word.
+        if word >> 2 * _NUMBER_BITS >= SlotState.READY:
+            found[word & _NUMBER_MASK] = (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
+    return found
+
+
 class SlotWriter:
     """The trainer's transitions. None of them waits."""
 

@@ -5,55 +5,35 @@ Only the trainer's optimizer, the engines' memory and the parent that starts pro
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import xxhash
-
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, SimChannel, Violation
-from torchtitan.weight_sync.coverage import merge_layouts
-from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
-from torchtitan.weight_sync.needs import Needs
+from deterministic import parts
+from deterministic.machine import Machine, Process, SimChannel, Violation
+from deterministic.parts import BUCKET_BYTES, ELEMENT_BYTES, REGISTRY, TOKEN, content, whole_layout
+from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.pull.delta import decode_into
-from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.pull.puller import Puller, Served
 from torchtitan.weight_sync.pull.readers import IDLE_SECONDS
 from torchtitan.weight_sync.pull.registry import Registry, Settings
-from torchtitan.weight_sync.pull.relay import Relay
 from torchtitan.weight_sync.pull.shard_server import ShardServer
-from torchtitan.weight_sync.states.boundary import Boundary
-from torchtitan.weight_sync.states.slot import SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.states.slot import SlotState, SlotView
 from torchtitan.weight_sync.wire import Message
 
-TOKEN = "token"
-REGISTRY = "registry"
-BUCKET_BYTES = 128
-ELEMENT_BYTES = 4
 RESTART_SECONDS = 0.3
 # The parent looks once a second, and takes three looks without a beat for a frozen process.
 FROZEN_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a job consists of. actor_seconds: how long each actor takes for a transfer."""
+class Shape(parts.Shape):
+    """actor_seconds: how long each actor takes for a transfer. interval: of versions."""
 
-    ranks: int = 2
-    buckets: int = 2
-    slots: int = 3
     interval: float = 1.0
     actor_seconds: tuple[float, ...] = (0.2, 0.2)
-    lease_s: float = 60.0
-    progress_timeout_s: float = 5.0
     by_reference: bool = False
-    epoch: str = "e1"
-    relay_fanout: int = 0
-    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,124 +45,18 @@ class Parts:
     puller: type[Puller] = Puller
 
 
-@functools.cache
-def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
-    """What one rank reports: its rows of one matrix."""
-    rows, width = ranks, buckets * BUCKET_BYTES // 4
-    parameters = ParameterTable.of([ParameterEntry("w", "float32", (rows, width))])
-    shards = ShardTable.of([ShardEntry(0, (rank, 0), (1, width), 0)])
-    return Layout(BUCKET_BYTES, parameters, (RankLayout(buckets * BUCKET_BYTES, shards),))
-
-
-@functools.cache
-def whole_layout(ranks: int, buckets: int) -> Layout:
-    """What all ranks report together. Reading it is most of the work of a short run, and of no interest here."""
-    return merge_layouts([rank_layout(ranks, buckets, rank).to_json() for rank in range(ranks)])
-
-
-@functools.cache
-def content(epoch: str, version: int, rank: int, buckets: int) -> bytes:
-    """A rank's bytes of a version. Mostly only the first and last element of a bucket differ from the one before."""
-    usual = hashlib.blake2b(f"{epoch} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
-    own = hashlib.blake2b(f"{epoch} {version} {rank}".encode()).digest() * (BUCKET_BYTES // 64)
-    bucket = own if version % 4 == 3 else own[:4] + usual[4:-4] + own[-4:]
-    return bucket * buckets
-
-
-class SimSlots:
-    """A rank's slots: memory that outlives the shard server."""
-
-    def __init__(self, count: int, size: int):
-        self.count = count
-        self.words = [0] * count
-        self.memory = [bytearray(size) for _ in range(count)]
-        self.failed: list[tuple[int, int]] = []
-        self.beat_at = 0.0
-        self.machine: Machine
-
-    @property
-    def state_words(self) -> list[int]:
-        return self.words
-
-    def slot(self, index: int) -> memoryview:
-        return memoryview(self.memory[index])
-
-    def beat(self) -> None:
-        self.beat_at = self.machine.now
-
-
-class Rank:
-    """A trainer rank: its slots, its side of the vote, and its shard server's process."""
+class Rank(parts.Rank):
+    """A trainer rank, whose shard server is started again when it has ended."""
 
     def __init__(self, job: Job, number: int):
-        self.job, self.number = job, number
-        shape = job.shape
-        self.slots = SimSlots(shape.slots + shape.delta, shape.buckets * BUCKET_BYTES)
-        self.slots.machine = job.machine
-        self.writer = SlotWriter(self.slots.words)
-        self.boundary = Boundary(self)
-        self._reserved: int | None = None
-        self.process: Process
-        self.server: ShardServer
+        super().__init__(job.machine, job.shape, number)
+        self.job = job
         self.start_server()
 
-    # SlotPort, as the publisher does it
-
-    def reserve(self) -> bool:
-        if self._reserved is None:
-            self._reserved = self.writer.reserve()
-        return self._reserved is not None
-
-    def release(self) -> None:
-        if self._reserved is not None:
-            self.writer.release(self._reserved)
-            self._reserved = None
-
-    def snapshot(self, version: int, serial: int) -> None:
-        assert self._reserved is not None
-        index, self._reserved = self._reserved, None
-        self.writer.begin(index, version, serial)
-        shape, memory = self.job.shape, self.slots.memory[index]
-        data = content(shape.epoch, version, self.number, shape.buckets)
-        half = len(data) // 2
-        memory[:half] = data[:half]
-
-        def finish() -> None:
-            memory[half:] = data[half:]
-            self.writer.finish(index)
-            self.ring()
-
-        self.job.machine.at(self.job.machine.random.random() * 0.02, None, finish)
-
-    def fail(self, version: int, serial: int) -> None:
-        self.slots.failed.append((serial, version))
-        self.ring()
-
-    def ring(self) -> None:
-        self.job.machine.at(0.0, self.process, self.server.look)
-
-    # Its shard server
-
     def start_server(self) -> None:
-        job, shape = self.job, self.job.shape
-        self.process = Process(job.machine, f"server-{self.number}")
-        self.slots.beat_at = job.machine.now
-        self.server = job.parts.server(
-            self.process.runtime,
-            self.slots,
-            rank_layout(shape.ranks, shape.buckets, self.number),
-            rank=self.number,
-            epoch=shape.epoch,
-            token=TOKEN,
-            registry=REGISTRY,
-            address=f"10.0.0.1:{6000 + self.number}",
-            identity=Identity.of(TOKEN, RANK, str(self.number)),
-            lease_s=shape.lease_s,
-            refer=self._refer if shape.by_reference else None,
-        )
+        self.serve(self.job.parts.server, self.job.shape.by_reference)
         self._look_at_hashing(self.server)
-        self.server.start(f"10.0.0.1:{6000 + self.number}")
-        job.watch(self.process, lambda: self.slots.beat_at, self.start_server)
+        self.job.watch(self.process, lambda: self.slots.beat_at, self.start_server)
 
     def is_busy(self) -> bool:
         """Whether its shard server has anything to do with actors."""
@@ -212,87 +86,32 @@ class Rank:
         server._checksum = checked
         server.deltas._make = made  # type: ignore[method-assign]
 
-    def _refer(self, slot: int, start: int, end: int) -> Message:
-        return {"rank": self.number, "slot": slot, "start": start, "end": end}
 
-
-class Actor:
-    """An actor's process: the real puller over memory of its own."""
+class Actor(parts.Actor):
+    """An actor, and what it has served."""
 
     def __init__(self, job: Job, name: str, seconds: float, epoch: str):
-        self.job, self.name, self.seconds, self.epoch = job, name, seconds, epoch
-        self.lives = 0
+        super().__init__(job.machine, job.shape, job.ranks, len(job.actors), name)
+        self.job, self.seconds, self.epoch = job, seconds, epoch
         self.faults = 0
         self.versions: list[tuple[float, int]] = []
         """(time, version) of everything that it has begun to serve"""
-        self.patched = 0
-        """Buckets that came as deltas"""
-        self.process: Process
-        self.puller: Puller
-        self.start()
+        self.begin()
 
-    def start(self) -> None:
-        self.lives += 1
-        shape = self.job.shape
-        rate = shape.buckets * BUCKET_BYTES / self.seconds
-        self.process = Process(self.job.machine, self.name, rate)
-        self.process.runtime.longest_work = min(0.02, 0.1 * shape.interval)
-        self.staging = [bytearray(shape.buckets * BUCKET_BYTES) for _ in range(shape.ranks)]
-        runtime, relay, address = self.process.runtime, None, ""
-        if shape.relay_fanout:
-            relay, address = (
-                Relay(runtime, self.epoch, self.bucket),
-                f"10.0.1.{len(self.job.actors)}:{7000 + self.lives}",
-            )
-            relay.start(address)
-        self.relay = relay
-        self.puller = self.job.parts.puller(
-            runtime,
-            REGISTRY,
-            Identity.of(TOKEN, ACTOR, self.name),
-            self.epoch,
-            self,
-            instance=f"{self.name}-{self.lives}",
-            progress_s=shape.progress_timeout_s,
-            relay=relay,
-            relay_address=address,
-        )
-        self.puller._read_layout = lambda _data: whole_layout(shape.ranks, shape.buckets)  # type: ignore[method-assign]
-        self.puller.start()
-
-    # Engine
-
-    def prepare(self, layout: Layout) -> Needs:
-        return None
-
-    def bucket(self, key: tuple[int, int]) -> memoryview:
-        rank, bucket = key
-        return memoryview(self.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
-
-    def fetch(self, key: tuple[int, int], reference: Message) -> str:
-        memory = self.job.ranks[reference["rank"]].slots.memory[reference["slot"]]
-        data = bytes(memory[reference["start"] : reference["end"]])
-        self.bucket(key)[:] = data
-        return xxhash.xxh3_128_hexdigest(data)
-
-    def patch(self, key: tuple[int, int], delta: memoryview) -> str:
-        decode_into(self.bucket(key), delta, ELEMENT_BYTES)
-        self.patched += 1
-        return xxhash.xxh3_128_hexdigest(self.bucket(key))
+    def begin(self) -> None:
+        """Start its process, for the first time or anew."""
+        self.start(self.job.shape.buckets * BUCKET_BYTES / self.seconds, self.job.parts.puller)
+        self.process.longest_work = min(0.02, 0.1 * self.job.shape.interval)
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
-        shape, version = self.job.shape, manifest.version
+        version = manifest.version
         if (manifest.epoch, version, manifest.digest) not in self.job.published:
             raise Violation(f"{self.name} applies a version that was never published: {manifest.epoch} {version}")
-        if manifest.epoch != self.epoch:
-            raise Violation(f"{self.name} of epoch {self.epoch} applies a version of {manifest.epoch}")
-        for rank, staged in enumerate(self.staging):
-            if bytes(staged) != content(shape.epoch, version, rank, shape.buckets):
-                raise Violation(f"{self.name} applies torn bytes as version {version}")
+        figures = super().apply(manifest)
         if self.versions and version < self.versions[-1][1]:
             raise Violation(f"{self.name} goes back from version {self.versions[-1][1]} to {version}")
         self.versions.append((self.job.machine.now, version))
-        return {}
+        return figures
 
     @property
     def serving(self) -> Served | None:
@@ -505,15 +324,15 @@ class Job:
                 actor.puller.close()
         # What was forgotten on the way is noticed by silence, or because its snapshot ends.
         deadline = self.machine.now + 3 * IDLE_SECONDS
-        self.machine.run(self.machine.now + 0.3)
+        self.machine.run(self.machine.now + 0.1)
         self.train(1)
-        self.machine.run(self.machine.now + 0.3)
+        self.machine.run(self.machine.now + 0.1)
         while self.machine.now < deadline and (
             self.registry.lanes.pulls
             or self.committed[-1] not in self.published_at
             or any(rank.is_busy() for rank in self.ranks)
         ):
-            self.machine.run(self.machine.now + 1.0)
+            self.machine.run(self.machine.now + 0.2)
         self.machine.run(self.machine.now + 0.1)
         lanes = self.registry.lanes
         if lanes.lanes or lanes.pulls:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, Violation
-from tests.unit_tests.weight_sync.pull.job import REGISTRY, Actor, Job, Parts, Shape
+from deterministic.machine import Machine, Process, Violation
+from deterministic.parts import REGISTRY
+from tests.unit_tests.weight_sync.pull.job import Actor, Job, Parts, Shape
 from torchtitan.weight_sync.pull.runtime import Channel
 from torchtitan.weight_sync.wire import Message
 
@@ -20,7 +21,7 @@ RECOVERY_SECONDS = 13.0
 
 def draw_small_shape(rng: random.Random) -> Shape:
     """As small as something can still go wrong: a healthy actor and one that may be anything."""
-    interval = 0.3
+    interval = 0.2
     other = interval * rng.choice((0.2, 0.5, 1.2, 2.5, 4.0))
     return Shape(
         ranks=rng.randint(1, 2),
@@ -79,7 +80,7 @@ def break_actor(job: Job, actor: Actor) -> None:
         def restart() -> None:
             job.restarting -= 1
             if actor.process is process:
-                actor.start()
+                actor.begin()
 
         machine.at(rng.uniform(0.0, 1.0), None, restart)
     else:
@@ -113,7 +114,7 @@ def finish(job: Job, seconds: float) -> None:
     slowest = max(actor.seconds for actor in job.actors)
     deadline = job.machine.now + seconds + 3 * slowest + 2 * job.shape.progress_timeout_s
     while job.unsettled() and job.machine.now < deadline:
-        job.machine.run(job.machine.now + 0.5)
+        job.machine.run(job.machine.now + 0.1)
     if job.unsettled():
         raise Violation(job.unsettled())
     job.check_nothing_leaks()
@@ -122,6 +123,7 @@ def finish(job: Job, seconds: float) -> None:
 def run_slow_fleet(seed: int, parts: Parts | None = None, small: bool = False) -> Job:
     """Only actors misbehave: no version may be skipped, and healthy actors must not notice."""
     machine = Machine(seed)
+    machine.validates = not small
     rng = machine.random
     shape = draw_small_shape(rng) if small else draw_shape(rng, rng.randint(0, 3))
     machine.distance = rng.choice((1.0, 1.0, 10.0))
@@ -157,6 +159,7 @@ def run_small(seed: int) -> Job:
 def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Job:
     """Everything misbehaves; when it is over, the newest version is everywhere."""
     machine = Machine(seed)
+    machine.validates = not small
     rng = machine.random
     shape = draw_small_shape(rng) if small else draw_shape(rng, rng.randint(0, 1))
     job = Job(machine, shape, parts or Parts())
@@ -165,7 +168,7 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     job.train(versions)
     end = JOIN_SECONDS + versions * shape.interval * 1.1
     for rank in job.ranks:
-        rank.process.runtime.longest_in_lane["checksums"] = rng.choice((0.02, 1.5 * shape.interval))
+        rank.process.longest_in_lane["checksums"] = rng.choice((0.02, 1.5 * shape.interval))
     machine.corruption = rng.choice((0.0, 0.0, 0.05))
     impostor = Impostor(job) if rng.random() < 0.3 else None
     for _ in range(rng.randint(1, 1 if small else 3)):
@@ -239,7 +242,7 @@ def run_references(seed: int, parts: Parts | None = None) -> Job:
     machine.distance = machine.random.choice((1.0, 10.0, 40.0))
     job = Job(machine, shape, parts or Parts())
     for actor in job.actors:
-        actor.process.runtime.longest_work = 2.0 * shape.interval
+        actor.process.longest_work = 2.0 * shape.interval
     machine.run(JOIN_SECONDS)
     job.train(8)
     machine.run(JOIN_SECONDS + 8 * shape.interval * 1.1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process, Violation
+from deterministic.machine import Machine, Process, Violation
 from tests.unit_tests.weight_sync.pull.job import BUCKET_BYTES, REGISTRY, TOKEN, Job, Shape, content, whole_layout
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.needs import Needs

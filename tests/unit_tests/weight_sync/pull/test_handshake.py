@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process
+from deterministic.machine import Machine, Process
 from torchtitan.weight_sync.pull import handshake
 from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity, role_key
 from torchtitan.weight_sync.pull.runtime import Channel

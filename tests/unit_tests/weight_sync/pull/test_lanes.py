@@ -105,7 +105,7 @@ def test_dropped_snapshot_is_free_though_it_is_the_newest() -> None:
 def test_snapshot_newer_than_all_that_is_known_may_be_read() -> None:
     slots = LiveSlots(words(1, 2))
     slots.live(1, [], [], 0.0)
-    assert slots.readable(2) == 1
+    assert slots.readable(2) == (1, 102)
 
 
 def test_older_word_of_the_registry_is_not_heard() -> None:
@@ -166,3 +166,27 @@ def test_slot_of_the_trainer_is_filled_in_order() -> None:
     with pytest.raises(RuntimeError, match="expected RESERVED"):
         writer.release(0)
     assert writer.reserve() == 1 and writer.reserve() is None
+
+
+def test_lanes_lost_in_a_row_end_with_a_whole_version_or_a_new_process() -> None:
+    lanes = lanes_with("one", "other")
+    lanes.publish(2, 1.0)
+    assert sorted(lanes.expire(20.0)) == ["one", "other"] and lanes.lost == {"one": 1, "other": 1}
+    lanes.begin("one", 2, 21.0)
+    lanes.finished("one")
+    assert lanes.lost == {"other": 1}
+    lanes.begin("other", 2, 22.0)
+    lanes.publish(3, 23.0)
+    lanes.forget("other")
+    assert not lanes.lost and not lanes.pulls and not lanes.lanes
+
+
+def test_what_is_let_go_twice_is_not_held_by_the_second_thread() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.hold(1)
+    slots.hold(1)
+    slots.live(2, [], [], 0.0)
+    slots.let_go(1)
+    assert 1 in slots.filled()
+    slots.let_go(1)
+    assert list(slots.filled()) == [2] and slots._words[0] == 0

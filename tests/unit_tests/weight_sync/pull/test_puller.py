@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine
+from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.pull.job import BUCKET_BYTES, Actor, Job, Shape
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.pull import deltas
@@ -151,7 +151,7 @@ def test_actor_that_never_finishes_is_given_up_with_the_reason() -> None:
     assert not job.skipped
     # A new process of its name starts afresh.
     job.actors[1].process.kill()
-    job.actors[1].start()
+    job.actors[1].begin()
     job.machine.run(job.machine.now + 0.2)
     assert job.registry.actors["actor-1"].state == "PULLING"
 

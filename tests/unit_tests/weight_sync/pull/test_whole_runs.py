@@ -5,6 +5,7 @@ python -m tests.unit_tests.weight_sync.pull.test_whole_runs slow_fleet 1234
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -15,36 +16,46 @@ import pytest
 from tests.unit_tests.weight_sync.pull import runs
 from tests.unit_tests.weight_sync.pull.job import Job
 
-KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
-    "small": (runs.run_small, 2000),
-    "slow_fleet": (runs.run_slow_fleet, 500),
-    "faults": (runs.run_faults, 500),
-    "relay": (runs.run_relay, 200),
-    "references": (runs.run_references, 100),
-    "relaunch": (runs.run_relaunch, 50),
-    "without_registry": (runs.run_without_registry, 20),
-}
-# For a longer search: so many times as many runs, from another first seed.
-TIMES = int(os.environ.get("WEIGHT_SYNC_RUNS_TIMES", "1"))
+# For a longer search: how many small runs, and from which seed on; the issue asks for 100,000.
+RUNS = int(os.environ.get("WEIGHT_SYNC_RUNS", "20000"))
 FIRST = int(os.environ.get("WEIGHT_SYNC_RUNS_FIRST", "0"))
+# Others take about five times as long each.
+KINDS: dict[str, tuple[Callable[[int], Job], int]] = {
+    "small": (runs.run_small, RUNS),
+    "slow_fleet": (runs.run_slow_fleet, RUNS // 50),
+    "faults": (runs.run_faults, RUNS // 50),
+    "relay": (runs.run_relay, RUNS // 100),
+    "references": (runs.run_references, RUNS // 200),
+    "relaunch": (runs.run_relaunch, RUNS // 400),
+    "without_registry": (runs.run_without_registry, RUNS // 1000),
+}
+# Runs leave circles of objects; looking for them now and then is enough.
+COLLECT_EVERY = 500
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_promises_hold_in_every_run(kind: str) -> None:
     run, count = KINDS[kind]
     logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     orders = set()
     try:
-        for seed in range(FIRST, FIRST + count * TIMES):
+        for seed in range(FIRST, FIRST + count):
             try:
                 job = run(seed)
             except Exception as error:
                 raise AssertionError(f"python -m {__name__} {kind} {seed}: {error}") from error
             orders.add(job.machine.order_of_events)
+            if seed % COLLECT_EVERY == 0:
+                gc.collect()
     finally:
+        gc.enable()
+        gc.unfreeze()
         logging.disable(logging.NOTSET)
     # No two of them are the same.
-    assert len(orders) == count * TIMES
+    assert len(orders) == count
 
 
 if __name__ == "__main__":

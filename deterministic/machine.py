@@ -1,7 +1,8 @@
 """A deterministic machine for the real classes: a virtual clock, processes that freeze and die, and a network.
 
 Everything that happens is an event of one process at one time; what happens at the same time happens in an order that
-the seed draws. Sockets read their sender's memory late, half by half, as real ones do.
+the seed draws. Sockets read their sender's memory late, half by half, as real ones do. The tests of the weight
+synchronisation and the sizing simulator run on it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync.pull.messages import validate
-from torchtitan.weight_sync.pull.runtime import Channel, Done
+from torchtitan.weight_sync.pull.runtime import Channel, Done, Timer
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
 
 Callback = Callable[[], None]
@@ -28,7 +29,7 @@ class Violation(AssertionError):
 
 
 class Machine:
-    """The clock, and who listens where."""
+    """The clock, who listens where, and how long everything takes: subclasses model that in another way."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -45,6 +46,8 @@ class Machine:
         self.corruption = 0.0
         """Probability that a payload is damaged on its way"""
         self.corrupted = 0
+        self.validates = True
+        """Whether messages are checked against their schema"""
         self.order_of_events = 0
         """A hash over which process had its turn after which"""
 
@@ -53,11 +56,17 @@ class Machine:
         entry = (self.now + seconds, self._draw(), next(self._order), process, kind, callback)
         heapq.heappush(self._events, entry)
 
+    def call_later(self, seconds: float, callback: Callback, process: Process | None = None) -> SimTimer:
+        """The same, to be cancelled."""
+        timer = SimTimer(callback)
+        self.at(seconds, process, timer.fire)
+        return timer
+
     def run(self, until: float) -> None:
         """Everything that happens up to this time."""
-        events = self._events
+        events, pop = self._events, heapq.heappop
         while events and events[0][0] <= until:
-            self.now, _, _, process, kind, callback = heapq.heappop(events)
+            self.now, _, _, process, kind, callback = pop(events)
             if process is None:
                 callback()
             elif process.frozen:
@@ -67,9 +76,32 @@ class Machine:
                 callback()
         self.now = until
 
+    # What takes time
+
+    def latency(self) -> float:
+        """One way of a connection's messages, in seconds."""
+        return (0.0005 + self._draw() * 0.002) * self.distance
+
+    def begin_work(self, process: Process, lane: str, finish: Callback) -> None:
+        """Call `finish` when a thread is done with a piece of work."""
+        self.at(self._draw() * process.longest_in_lane.get(lane, process.longest_work), process, finish)
+
+    def carry(self, channel: SimChannel, message: Message, done: Callback) -> Timer:
+        """Call `done` when this message's payload has left."""
+        rate = min(channel.process.rate, channel.peer.process.rate)
+        seconds = message["bytes"] / rate * (0.8 + 0.4 * self._draw())
+
+        def end() -> None:
+            if channel.peer.process.frozen and channel.peer.process.alive:
+                channel.stalled = end
+            else:
+                done()
+
+        return self.call_later(seconds, end, channel.process)
+
 
 class Process:
-    """Somebody's memory and sockets. rate: payload bytes per second that it can receive over one channel."""
+    """A program's memory and sockets. rate: payload bytes per second that it can receive over one channel."""
 
     def __init__(self, machine: Machine, name: str, rate: float = 1e9):
         self.machine, self.name, self.rate = machine, name, rate
@@ -81,6 +113,9 @@ class Process:
         self.parked: list[tuple[int, Callback]] = []
         self.channels: dict[SimChannel, None] = {}
         self.hung_lanes: set[str] = set()
+        self.longest_work = 0.02
+        self.longest_in_lane: dict[str, float] = {}
+        """Of lanes in which work takes longer than elsewhere"""
         self.froze_at = -1.0
         self.runtime = SimRuntime(self)
 
@@ -106,14 +141,15 @@ class Process:
     def kill(self) -> None:
         self.alive = self.frozen = False
         self.parked.clear()
-        self.machine.listeners = {
-            address: entry for address, entry in self.machine.listeners.items() if entry[0] is not self
-        }
+        listeners = self.machine.listeners
+        self.machine.listeners = {address: entry for address, entry in listeners.items() if entry[0] is not self}
         for channel in list(self.channels):
             channel.abandon("connection reset by peer")
 
 
 class SimTimer:
+    """A call in the future that can be cancelled."""
+
     def __init__(self, callback: Callback):
         self._callback: Callback | None = callback
 
@@ -131,25 +167,18 @@ class SimRuntime:
 
     def __init__(self, process: Process):
         self._process, self._machine = process, process.machine
-        self.longest_work = 0.02
-        self.longest_in_lane: dict[str, float] = {}
-        """Of lanes in which work takes longer than elsewhere"""
 
     def now(self) -> float:
         return self._machine.now
 
     def call_later(self, seconds: float, callback: Callback) -> SimTimer:
-        timer = SimTimer(callback)
-        self._machine.at(seconds, self._process, timer.fire)
-        return timer
+        return self._machine.call_later(seconds, callback, self._process)
 
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
-        if lane in self._process.hung_lanes:
-            return
-        rng = self._machine.random
+        machine, process = self._machine, self._process
 
         def finish() -> None:
-            if lane in self._process.hung_lanes:
+            if lane in process.hung_lanes:
                 return
             result, error = None, None
             try:
@@ -158,10 +187,10 @@ class SimRuntime:
                 raise
             except Exception as raised:
                 error = raised
-            self._machine.at(rng.random() * 0.001, self._process, partial(done, result, error))
+            machine.at(machine.random.random() * 0.001, process, partial(done, result, error))
 
-        longest = self.longest_in_lane.get(lane, self.longest_work)
-        self._machine.at(rng.random() * longest, self._process, finish)
+        if lane not in process.hung_lanes:
+            machine.begin_work(process, lane, finish)
 
     def listen(self, where: str, accept: Callable[[Channel], None]) -> Callable[[], None]:
         self._machine.listeners[where] = (self._process, accept)
@@ -171,19 +200,17 @@ class SimRuntime:
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
     ) -> Callable[[], None]:
         machine, caller = self._machine, self._process
-        over = False
+        over: list[bool] = []
 
         def cancel() -> None:
-            nonlocal over
-            over = True
+            over.append(True)
 
         def settle(callback: Callback) -> None:
-            nonlocal over
             if not over:
-                over = True
+                over.append(True)
                 callback()
 
-        latency = (0.0005 + machine.random.random() * 0.002) * machine.distance
+        latency = machine.latency()
 
         def arrive() -> None:
             found = machine.listeners.get(address)
@@ -203,10 +230,8 @@ class SimRuntime:
                         settle(lambda: on_open(mine))
 
                 # First of all that comes to each end.
-                mine._inbox.append(opened)
-                other._inbox.append(lambda: accept(other))
-                machine.at(0.0, server, other._receive, MESSAGE)
-                machine.at(latency, caller, mine._receive, MESSAGE)
+                mine.arrives(0.0, opened)
+                other.arrives(0.0, lambda: accept(other))
 
         machine.at(latency, None, arrive)
         machine.at(timeout, caller, lambda: settle(lambda: on_failure(f"{address} did not answer")))
@@ -223,8 +248,8 @@ class SimChannel(Channel):
         self.peer: SimChannel
         self._out: deque[tuple[Message, memoryview | None, Callback | None]] = deque()
         self._inbox: deque[Callback] = deque()
-        self._sending = False
-        self._stalled: Callback | None = None
+        self._carrying: Timer | None = None
+        self.stalled: Callback | None = None
         self._broken = False
         """Something was lost on the way: nothing arrives any more in either direction"""
         self._target: memoryview | None = None
@@ -236,7 +261,11 @@ class SimChannel(Channel):
     def send(
         self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
     ) -> None:
-        if not self.closed:
+        if self.closed:
+            return
+        if payload is None and on_sent is None and self._carrying is None:
+            self._to_peer(partial(self.peer._arrived, self._plain(message)))
+        else:
             self._out.append((message, payload, on_sent))
             self._transmit()
 
@@ -255,7 +284,9 @@ class SimChannel(Channel):
     def _end(self) -> None:
         self.closed = True
         self._out.clear()
-        self._stalled = None
+        if self._carrying is not None:
+            self._carrying.cancel()
+        self._carrying = self.stalled = None
         self.process.channels.pop(self, None)
 
     def _closed_by_peer(self, reason: str) -> None:
@@ -268,8 +299,12 @@ class SimChannel(Channel):
         if self.process.cut_off or self.peer.process.cut_off:
             self.break_silently()
         if not self._broken:
-            self.peer._inbox.append(callback)
-            self.machine.at(self.latency, self.peer.process, self.peer._receive, MESSAGE)
+            self.peer.arrives(self.latency, callback)
+
+    def arrives(self, seconds: float, callback: Callback) -> None:
+        """In so many seconds, and after all that came before."""
+        self._inbox.append(callback)
+        self.machine.at(seconds, self.process, self._receive, MESSAGE)
 
     def _receive(self) -> None:
         callback = self._inbox.popleft()
@@ -282,50 +317,53 @@ class SimChannel(Channel):
             self.close(f"protocol error: {error}")
 
     def _transmit(self) -> None:
-        while self._out and not self._sending:
+        while self._out and self._carrying is None:
             message, payload, on_sent = self._out.popleft()
             if payload is None:
                 if on_sent is not None:
                     on_sent()
-                plain = _plain(message)
-                self._to_peer(lambda plain=plain: self.peer.on_message(self.peer, plain))  # type: ignore[misc]
+                self._to_peer(partial(self.peer._arrived, self._plain(message)))
             else:
-                self._begin_payload({**message, "bytes": len(payload)}, payload, on_sent)
+                self._begin_payload(validate({**message, "bytes": len(payload)}), payload, on_sent)
+
+    def _plain(self, message: Message) -> Message:
+        """As it arrives: what was encoded is read again."""
+        if message["type"] in ("ping", "pong"):
+            return message
+        if message["type"] in ("model", "newest"):
+            message = {name: _read(value) if type(value) is Encoded else value for name, value in message.items()}
+        return validate(message) if self.machine.validates else message
+
+    def _arrived(self, message: Message) -> None:
+        self.on_message(self, message)
 
     def _begin_payload(self, message: Message, payload: memoryview, on_sent: Callback | None) -> None:
-        self._sending = True
-        validate(message)
         half = len(payload) // 2
         self.machine.check_read(self, message, payload)
-        first = bytes(payload[:half])
-        self._to_peer(lambda: self.peer._begin_arrival(message, first))
+        self._to_peer(partial(self.peer._begin_arrival, message, bytes(payload[:half])))
 
         def end() -> None:
             if self.closed:
                 return
-            if self.peer.process.frozen and self.peer.process.alive:
-                self._stalled = end
-                return
+            self._carrying = None
             self.machine.check_read(self, message, payload)
             second = bytes(payload[half:])
             if self.machine.corruption and self.machine.random.random() < self.machine.corruption:
                 self.machine.corrupted += 1
                 second = second[:-1] + bytes([second[-1] ^ 1])
-            self._sending = False
-            self._to_peer(lambda: self.peer._end_arrival(message, second))
+            self._to_peer(partial(self.peer._end_arrival, message, second))
             if on_sent is not None:
                 on_sent()
             self._transmit()
 
-        rate = min(self.process.rate, self.peer.process.rate)
-        self.machine.at(len(payload) / rate * (0.8 + 0.4 * self.machine.random.random()), self.process, end)
+        self._carrying = self.machine.carry(self, message, end)
 
     def break_silently(self) -> None:
         self._broken = self.peer._broken = True
 
     def unstall(self) -> None:
         """This end reads again: what waited for it goes on."""
-        stalled, self.peer._stalled = self.peer._stalled, None
+        stalled, self.peer.stalled = self.peer.stalled, None
         if stalled is not None:
             self.machine.at(0.0, self.peer.process, stalled)
 
@@ -344,15 +382,6 @@ class SimChannel(Channel):
 
 
 _texts: dict[str, Any] = {}
-
-
-def _plain(message: Message) -> Message:
-    """As it arrives: what was encoded is read again."""
-    if message["type"] in ("ping", "pong"):
-        return message
-    if any(type(value) is Encoded for value in message.values()):
-        message = {name: _read(value) if type(value) is Encoded else value for name, value in message.items()}
-    return validate(message)
 
 
 def _read(value: Encoded) -> Any:
