@@ -6,7 +6,6 @@ in both directions, before any other message is read; sizes are limited before a
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -55,7 +54,7 @@ def _bytes(text: str) -> bytes:
 
 def _proof(token: str, side: str, role: str, server_nonce: str, client_nonce: str) -> str:
     text = _bytes("\n".join((side, role, server_nonce, client_nonce)))
-    return hmac.new(token.encode(), text, hashlib.sha256).hexdigest()
+    return hmac.digest(token.encode(), text, "sha256").hex()
 
 
 def client_proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:

@@ -6,7 +6,6 @@ who lacks the token can answer it as a registry or shard server.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 from collections.abc import Callable
@@ -31,7 +30,7 @@ WORKER = "worker"
 
 def role_key(token: str, role: str, name: str) -> str:
     """The secret by which `name` speaks in this role."""
-    return hmac.new(token.encode(), f"{role}/{name}".encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+    return hmac.digest(token.encode(), f"{role}/{name}".encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
 @dataclass(frozen=True)

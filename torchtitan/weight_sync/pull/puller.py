@@ -20,7 +20,7 @@ from torchtitan.weight_sync.pull.handshake import PEER, Identity
 from torchtitan.weight_sync.pull.messages import HEARTBEAT_SECONDS
 from torchtitan.weight_sync.pull.registry_client import RegistryClient
 from torchtitan.weight_sync.pull.relay import Relay
-from torchtitan.weight_sync.pull.runtime import Channel, Runtime
+from torchtitan.weight_sync.pull.runtime import Channel, Runtime, Timer
 from torchtitan.weight_sync.pull.source import Source
 from torchtitan.weight_sync.pull.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError
@@ -94,7 +94,7 @@ class Puller:
         self._arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
         self._gone_in_a_row = 0
         self._pauses = 0
-        self._paused = False
+        self._pause_ends: Timer | None = None
         self._staged: tuple[Manifest, Message] | None = None
         self._applying = False
         self._torn: tuple[int, str] | None = None
@@ -259,7 +259,7 @@ class Puller:
         if manifest.epoch != self.epoch:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
         if self._newest is None or self._newest[0] != message["serial"]:
-            self._paused = False
+            self._end_pause()
         self._newest = message["serial"], manifest
         self._offered_peer = message.get("source")
         self._on_lanes(message)
@@ -280,7 +280,13 @@ class Puller:
             self._begin(*newest)
 
     def _may_begin(self, manifest: Manifest) -> bool:
-        if self._closed or self._pull is not None or self._applying or self._paused or self._is_pinned():
+        if (
+            self._closed
+            or self._pull is not None
+            or self._applying
+            or self._pause_ends is not None
+            or self._is_pinned()
+        ):
             return False
         if not self._is_quiet() or self._layout is None:
             return False
@@ -332,15 +338,20 @@ class Puller:
 
     def _pause(self) -> None:
         """After a version that could not be had: it is tried again later, something newer at once."""
-        self._paused = True
+        self._end_pause()
         seconds = min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
         self._pauses += 1
 
         def go_on() -> None:
-            self._paused = False
+            self._pause_ends = None
             self._consider()
 
-        self._runtime.call_later(seconds, go_on)
+        self._pause_ends = self._runtime.call_later(seconds, go_on)
+
+    def _end_pause(self) -> None:
+        if self._pause_ends is not None:
+            self._pause_ends.cancel()
+            self._pause_ends = None
 
     # Buckets (see source.Wanted)
 
