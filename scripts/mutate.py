@@ -1,0 +1,193 @@
+"""Mutation testing: break one thing in a module, and see whether the tests notice. No file is changed.
+
+    python scripts/mutate.py --count 200 torchtitan/weight_sync/pull/*.py -- tests/unit_tests/weight_sync/pull
+
+Each mutant is a process of its own that gets the broken module where it imports it, and runs pytest -x. Mutants are
+drawn evenly from the modules, by --seed; what only people read (log lines, texts of errors, annotations) is left alone.
+The last line is the share that died; survivors are printed with their line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.abc
+import importlib.machinery
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult}
+# A mutant may grow for ever.
+MOST_MEMORY = 4 << 30
+
+
+@dataclass
+class Mutant:
+    """One change: `apply` makes it in the tree."""
+
+    path: Path
+    tree: ast.Module
+    line: int
+    what: str
+    apply: Callable[[], None]
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """All that can be made of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [Mutant(path, tree, line, what, apply) for line, what, apply in _changes(tree, inside=False)]
+
+
+def _changes(node: ast.AST, inside: bool) -> Iterator[tuple[int, str, Callable[[], None]]]:
+    if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)) or _is_for_people(node):
+        return
+    inside = inside or isinstance(node, (ast.FunctionDef, ast.Lambda))
+    if inside:
+        yield from _own_changes(node)
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases"):
+            continue
+        children = value if isinstance(value, list) else [value]
+        for child in children:
+            if isinstance(child, ast.AST):
+                yield from _changes(child, inside)
+
+
+def _is_for_people(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Expr):
+        return False
+    value = node.value
+    return isinstance(value, ast.Constant) or "logger." in ast.unparse(value)
+
+
+def _own_changes(node: ast.AST) -> Iterator[tuple[int, str, Callable[[], None]]]:
+    def change(what: str, owner: Any, name: str, new: Any) -> tuple[int, str, Callable[[], None]]:
+        text = ast.unparse(node).partition("\n")[0]
+        return getattr(node, "lineno", 0), f"{text}  ->  {what}", lambda: setattr(owner, name, new)
+
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        new = COMPARISONS[type(node.ops[0])]
+        yield change(new.__name__, node, "ops", [new(), *node.ops[1:]])
+    elif isinstance(node, ast.BoolOp):
+        operator = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield change(type(operator).__name__, node, "op", operator)
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in ARITHMETIC:
+        operator = ARITHMETIC[type(node.op)]
+        yield change(operator.__name__, node, "op", operator())
+    elif isinstance(node, ast.Constant) and type(node.value) in (bool, int):
+        value = not node.value if isinstance(node.value, bool) else node.value + 1
+        yield change(str(value), node, "value", value)
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        yield change("always", node, "test", ast.copy_location(ast.Constant(True), node.test))
+        yield change("never", node, "test", ast.copy_location(ast.Constant(False), node.test))
+    body = getattr(node, "body", None)
+    for name in ("body", "orelse") if isinstance(body, list) else ():
+        statements = getattr(node, name, [])
+        for index, statement in enumerate(statements):
+            removable = isinstance(statement, (ast.Assign, ast.AugAssign, ast.Delete, ast.Continue, ast.Return))
+            if (removable or isinstance(statement, ast.Expr)) and not _is_for_people(statement):
+                nothing = ast.copy_location(ast.Pass(), statement)
+                new_body = [*statements[:index], nothing, *statements[index + 1 :]]
+                text = ast.unparse(statement).partition("\n")[0]
+                yield statement.lineno, f"without  {text}", lambda n=name, b=new_body: setattr(node, n, b)  # type: ignore[misc]
+
+
+class Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives out the mutant when its module is imported."""
+
+    def __init__(self, mutant: Mutant):
+        self._mutant = mutant
+        self._name = ".".join(mutant.path.with_suffix("").parts)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name == self._name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = str(self._mutant.path)
+        self._mutant.apply()
+        exec(compile(ast.fix_missing_locations(self._mutant.tree), str(self._mutant.path), "exec"), vars(module))
+
+
+def survives(mutant: Mutant, tests: list[str], seconds: float) -> bool:
+    """Whether pytest passes in a process that imports the mutant; one that hangs is dead."""
+    child = os.fork()
+    if child == 0:
+        import pytest
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        # What others have written stays imported, which saves most of the time.
+        for name in [name for name, module in sys.modules.items() if _is_own(module)]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, Loader(mutant))
+        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])) & 0xFF)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def _is_own(module: ModuleType) -> bool:
+    path = Path(getattr(module, "__file__", None) or "/").resolve()
+    return Path.cwd() in path.parents and "site-packages" not in path.parts and module.__name__ != "__main__"
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("modules", nargs="+", type=Path)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="only mutants whose description holds this")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for the tests of one mutant")
+    separator = sys.argv.index("--")
+    options, tests = parser.parse_args(sys.argv[1:separator]), sys.argv[separator + 1 :]
+    rng = random.Random(options.seed)
+    drawn: list[Mutant] = []
+    for number, path in enumerate(options.modules):
+        share = (options.count * (number + 1)) // len(options.modules) - (options.count * number) // len(
+            options.modules
+        )
+        found = [one for one in mutants_of(path) if options.only in f"{one.path}:{one.line} {one.what}"]
+        drawn += sorted(rng.sample(found, min(share, len(found))), key=lambda one: one.line)
+    import pytest
+
+    if pytest.main(["--collect-only", "-q", "--no-summary", "-p", "no:cacheprovider", *tests]):
+        return 2
+
+    alive = 0
+    for number, mutant in enumerate(drawn, start=1):
+        began = time.monotonic()
+        survived = survives(mutant, tests, options.timeout)
+        alive += survived
+        text = f"{mutant.path}:{mutant.line}  {mutant.what}"
+        print(
+            f"{number}/{len(drawn)} {'SURVIVED' if survived else 'dead'} {time.monotonic() - began:.1f} s {text}",
+            flush=True,
+        )
+    print(f"{len(drawn) - alive} of {len(drawn)} dead: {1 - alive / max(len(drawn), 1):.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
