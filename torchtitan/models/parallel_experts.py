@@ -6,6 +6,7 @@ its own, and experts are not cut any further. So `efsdp` × `ep` are the ranks o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan.distributed.expert_parallel import ExpertExchange
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -39,6 +41,11 @@ def mixture_plan(plan: dict[str, ParallelStyle], mixture: MoE) -> dict[str, Para
         ),
         "mlp.gate": SharedTokens(mixture),
     }
+
+
+keep_choice = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
+"""How a layer with a mixture is recomputed: with the experts that it had. A choice that differed for some rounding
+would send other tokens to other ranks than those that wait for them."""
 
 
 class SharedTokens(ParallelStyle):

@@ -33,7 +33,7 @@ from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs, read_model_args
 from torchtitan.models.moe import MoE
-from torchtitan.models.parallel_experts import apply_expert_parallelism, mixture_plan, shard_experts
+from torchtitan.models.parallel_experts import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
 from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.models.quantized import quantize_projections
 from torchtitan.models.vocabulary_parallel import VocabularyShard
@@ -172,8 +172,9 @@ def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint
     every = config.selective_ac_option if config.mode == "selective" else 1
     for layer in list(policy.model.layers)[::every]:
         # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
+        kept = {"context_fn": keep_choice} if isinstance(layer.mlp, MoE) else {}
         _replace_forward(
-            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random)
+            layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
         )
 
 

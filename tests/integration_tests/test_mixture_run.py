@@ -1,0 +1,63 @@
+"""A live run of a mixture of experts: two ranks with half of the experts each, then one that goes on alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import Processes
+from tests.runs import RUN_SECONDS, Run
+from torchtitan.models import export_policy, load_policy
+from torchtitan.models.decoder import Decoder
+from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]
+
+
+def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: int, *options: str) -> Run:
+    """A few steps of the debug run, to their end."""
+    made = Run(
+        processes, "debug_cpu_moe", checkpoint, dump,
+        "--parallelism.expert_parallel_degree", str(max(1, ranks)),
+        "--training.steps", str(steps),
+        "--training.global_batch_size", "64",
+        "--grpo.num_minibatches", "1",
+        "--grpo.routing_replay", "true",
+        "--optimizer.lr", "1e-3",
+        "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
+        "--eval.enable", "false",
+        "--inference.threads_per_actor", "1",
+        "--checkpoint.last_save_in_hf", "true",
+        *options,
+        ranks=ranks,
+    )  # fmt: skip
+    made.end()
+    return made
+
+
+def test_experts_over_two_ranks_learn_and_one_rank_goes_on(processes: Processes, tmp_path: Path) -> None:
+    import transformers
+
+    checkpoint = tmp_path / "checkpoint"
+    policy = Decoder(debug_model_args(mixture=True))
+    policy.initialize_weights(0)
+    export_policy(policy, checkpoint)
+    write_tokenizer(checkpoint)
+    first = run(processes, checkpoint, tmp_path, 6, 2)
+    resumed = run(processes, checkpoint, tmp_path, 12, 0, "--checkpoint.resume", str(first.folder))
+    rows = resumed.steps()
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.15, rewards
+    # The engine has each version's experts, and the trainer computes with those that it chose.
+    assert all(row["routing/replayed_share"] == 1 for row in rows)
+    same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]
+    assert same and max(same) < 1e-6
+    assert not resumed.events("weights_differ")
+    exported = resumed.folder / "hf" / "step-12"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert (theirs(tokens).logits - load_policy(exported).logits(tokens)).abs().max() < 1e-4
