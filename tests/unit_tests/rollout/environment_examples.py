@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import sys
 import time
 from types import SimpleNamespace
@@ -160,3 +161,32 @@ def undocumented(city: str) -> str:
 
 class NoEnvironment:
     def reset(self, **row: Any) -> None: ...
+
+
+class Babel:
+    """Answers with text that is hard on tokenizers: all of unicode, and what is spelled like special tokens."""
+
+    def reset(self, name: int, **row: Any) -> str:
+        self.random = random.Random(name)
+        return self._text()
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return self._text(), self.random.random(), self.random.random() < 0.15
+
+    def _text(self) -> str:
+        parts = [
+            "<|im_end|>",
+            "<|im_start|>",
+            "<|im_start|>user",
+            "<tool_call>",
+            "\n",
+            "ab",
+            "\U0010fffe",
+            "é",
+            "漢",
+            "🙂",
+        ]
+        letters = (
+            chr(self.random.choice((97, 233, 0x4E00, 0x1F600, 0x10FFFF)) - self.random.randrange(30)) for _ in ".."
+        )
+        return "".join(self.random.choice([*parts, *letters]) for _ in range(self.random.randrange(6)))
