@@ -52,12 +52,13 @@ class Snapshot(NamedTuple):
 
 
 class FenceWaiter:
-    """Calls reached(slot) when a slot's fence has been, from a thread of its own unless that is already so."""
+    """Calls reached(slot) when a slot's fence, on device `where`, has been, from a thread of its own unless that is
+    already so."""
 
-    def __init__(self, reached: Callable[[int], None]):
+    def __init__(self, reached: Callable[[int], None], where: torch.device):
         self.failure = ""
         """Why no further slot will be reported, after an error of the device"""
-        self._reached = reached
+        self._reached, self._where = reached, where
         self._fences: queue.SimpleQueue[tuple[Fence, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="weight-snapshots", daemon=True)
         self._thread.start()
@@ -71,6 +72,7 @@ class FenceWaiter:
 
     def _wait(self) -> None:
         try:
+            device.use(self._where)
             while (item := self._fences.get()) is not None:
                 fence, slot = item
                 fence.wait()
@@ -125,7 +127,7 @@ class Publisher:
         self._filler = slot_filler(self.memory, own.shards, dtype, where)
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
-        self._waiter = FenceWaiter(self._finish)
+        self._waiter = FenceWaiter(self._finish, where)
         self.doorbell, self.courier_bell = socket.socketpair()
         self.doorbell.setblocking(False)
         self._reserved: int | None = None

@@ -175,7 +175,8 @@ class Puller:
         if pull.bytes != pull.told_bytes:
             pull.told_bytes = pull.bytes
             self._tell({"type": "progress", "bytes": pull.bytes})
-        if self._runtime.now() - pull.moved_at > self._progress_s:
+        # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
+        if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
             pull.moved_at = self._runtime.now()
             self._hurry(pull)
         elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:

@@ -47,8 +47,9 @@ class ShardServerThread:
         self._publisher, self._epoch, self._token = publisher, epoch, token
         self._registry, self._lease_s, self._max_restarts = registry, lease_s, max_restarts
         self._name = f"weight shard server of rank {publisher.rank}"
-        self._where = slots_device(publisher.slots)
-        self._chunks = None if chunks is None else Chunks(*chunks, self._where)
+        where = slots_device(publisher.slots)
+        self._chunks = None if chunks is None else Chunks(*chunks, where)
+        self._begin_thread = partial(device.use, where)
         self._refer: Callable[[int, int, int], Message] | None = None
         if chunks is None:
             assert isinstance(publisher.slots, DeviceSlots)
@@ -68,9 +69,6 @@ class ShardServerThread:
             self._name, lambda: (self.restarts, slots.pulse), self._closing, self._stop_frozen, FROZEN_LOOKS
         )
 
-    def _begin_thread(self) -> None:
-        device.use(self._where)
-
     def _stop_frozen(self) -> None:
         if self._stopped != self.restarts:
             logger.error("the %s shows no sign of life, starting another one", self._name)
@@ -82,7 +80,6 @@ class ShardServerThread:
 
     def _run(self) -> None:
         try:
-            self._begin_thread()
             self._restart_until_closed()
         except Exception as error:
             self.failure = f"the {self._name} cannot be started again: {error!r}"

@@ -229,7 +229,7 @@ class SocketChannel(Channel):
 class SocketRuntime:
     """Runs on the thread that calls run(). `stop` and `post` may be called from any thread.
 
-    begin_thread(): what each of its threads for long work does first.
+    begin_thread(): what that thread and each of its threads for long work do first.
     """
 
     def __init__(self, begin_thread: Callable[[], None] = lambda: None) -> None:
@@ -246,6 +246,7 @@ class SocketRuntime:
 
     def run(self) -> None:
         """Run until stop(), or until a callback raises."""
+        self._begin_thread()
         try:
             self.loop.run()
         finally:

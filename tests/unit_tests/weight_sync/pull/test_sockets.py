@@ -60,17 +60,17 @@ def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
     assert len(reasons) == 1 and "reset" in reasons[0]
 
 
-def test_every_thread_for_work_begins_as_told() -> None:
+def test_every_thread_begins_as_told() -> None:
     begun: list[str] = []
     runtime, done = SocketRuntime(lambda: begun.append(threading.current_thread().name)), threading.Semaphore(0)
     for lane in ("checksums", "fetch", "checksums"):
         runtime.work(lane, lambda: None, lambda _result, _error: done.release())
-    thread = threading.Thread(target=runtime.run)
+    thread = threading.Thread(target=runtime.run, name="loop")
     thread.start()
     assert all(done.acquire(timeout=PATIENCE_S) for _ in range(3))
     runtime.stop()
     thread.join(PATIENCE_S)
-    assert sorted(begun) == ["checksums", "fetch"]
+    assert sorted(begun) == ["checksums", "fetch", "loop"]
 
 
 @contextlib.contextmanager
