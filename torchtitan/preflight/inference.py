@@ -69,7 +69,7 @@ def _check_servers(check: Check) -> None:
         if url is None:
             check.say(key, f"{text} must be a URL such as http://127.0.0.1:8000")
         elif not is_loopback(url[1].strip("[]")) and is_loopback(config.weight_sync.host):
-            # The coordinator, from which servers fetch their weights, listens there only.
+            # The registry, from which servers learn where they fetch their weights, listens there only.
             text += " must be on this machine, such as http://127.0.0.1:8000"
             check.say(key, f"{text}, unless weight_sync.host is an address that others reach")
             return

@@ -1,4 +1,4 @@
-"""Checksums of buckets. Which kind a job uses is part of its layout: couriers compute them, receivers verify them."""
+"""Checksums of buckets. Which kind a job uses is part of its layout: shard servers compute them, actors verify them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torchtitan.weight_sync.wire import Message
 
 
 class DeviceSlots(SlotWords):
-    """Slots in a device's memory; only this process's courier thread can read them."""
+    """Slots in a device's memory; only a thread of this process can read them."""
 
     def __init__(self, words_fd: int, tensors: list[torch.Tensor]):
         super().__init__(words_fd, len(tensors), len(tensors[0]))

@@ -1,4 +1,4 @@
-"""One thread, many non-blocking sockets: what coordinator, couriers and receivers run on."""
+"""One thread, many non-blocking sockets: what registry, shard servers and actors run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's journal: lines of JSON, written by a thread of its own, because a disk may hang. No torch."""
+"""The registry's journal: lines of JSON, written by a thread of its own, because a disk may hang. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer-thread part: reserve a slot, fill it at the step boundary, ring the courier's bell. Nothing else.
+"""The trainer-thread part: reserve a slot, fill it at the step boundary, ring the shard server's bell. Nothing else.
 
 It takes no lock, sends nothing that could block, and computes no checksum. A slot becomes READY when its copy is done,
 which another thread waits for. What changes parameters waits for it too, in fence(): on a GPU that is the compute
@@ -128,7 +128,7 @@ class Publisher:
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
         self._waiter = FenceWaiter(self._finish, where)
-        self.doorbell, self.courier_bell = socket.socketpair()
+        self.doorbell, self.server_bell = socket.socketpair()
         self.doorbell.setblocking(False)
         self._reserved: int | None = None
         self.snapshot_seconds = 0.0
@@ -147,12 +147,9 @@ class Publisher:
         return self._reserved is not None or self._writer.has_free()
 
     def reserve(self) -> bool:
-        """Take a slot for the next snapshot. False (and the coordinator is told) when none is free."""
+        """Take a slot for the next snapshot. False when none is free."""
         if self._reserved is None:
             self._reserved = self._writer.reserve()
-        if self._reserved is None:
-            self.slots.count_miss()
-            self._ring()
         return self._reserved is not None
 
     def release(self) -> None:
@@ -203,8 +200,8 @@ class Publisher:
         self._ring()
 
     def _ring(self) -> None:
-        """Wake the courier. It reads everything from the shared words, so a lost ring loses nothing."""
-        # Refused: a ring is pending, or the courier is being restarted and will look by itself.
+        """Wake the shard server. It reads everything from the shared words, so a lost ring loses nothing."""
+        # Refused: a ring is pending, or the shard server is being started again and will look by itself.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             self.doorbell.send(b"!")
 
@@ -215,7 +212,7 @@ class Publisher:
         """
         with contextlib.ExitStack() as closing:
             closing.callback(self.slots.close_files)
-            closing.callback(self.courier_bell.close)
+            closing.callback(self.server_bell.close)
             if self._waiter.close(timeout):
                 closing.callback(self.doorbell.close)
                 closing.callback(unpin, self.slots)

@@ -1,4 +1,4 @@
-"""Slots in memory that the trainer and its courier share, and the words that say whose each is. No torch.
+"""Slots in memory that the trainer and its shard server share, and the words that say whose each is. No torch.
 
 The memory has no name (memfd, or an unlinked file in the run folder), so nothing is left behind however a process dies.
 State words are 64-bit and aligned: one store each, no lock. The doorbell after a store is a system call, which also
@@ -16,10 +16,10 @@ from torchtitan.weight_sync.states.slot import SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8
-# After the slots' words: the last snapshots that this rank could not take (a courier that was away reads all of them),
-# how often a slot was missed, and the courier's sign of life.
+# After the slots' words: the last snapshots that this rank could not take (a shard server that was away reads all
+# of them), and the shard server's sign of life.
 _FAILURES = 64
-_EXTRA_WORDS = _FAILURES + 2
+_EXTRA_WORDS = _FAILURES + 1
 
 
 class SlotWords:
@@ -54,20 +54,12 @@ class SlotWords:
         self._words[self.count + serial % _FAILURES] = (version << 30) | serial
 
     @property
-    def misses(self) -> int:
-        """How often the trainer found no free slot."""
+    def pulse(self) -> int:
+        """Changes for as long as the shard server works."""
         return self._words[self.count + _FAILURES]
 
-    def count_miss(self) -> None:
-        self._words[self.count + _FAILURES] += 1
-
-    @property
-    def pulse(self) -> int:
-        """Changes for as long as the courier works."""
-        return self._words[self.count + _FAILURES + 1]
-
     def beat(self) -> None:
-        self._words[self.count + _FAILURES + 1] += 1
+        self._words[self.count + _FAILURES] += 1
 
     def close_files(self) -> None:
         """Close the descriptors; the mapping lives as long as somebody uses it."""

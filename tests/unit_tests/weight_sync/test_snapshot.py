@@ -159,7 +159,7 @@ def test_closing_closes_everything_where_unpinning_fails(tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match="cannot unpin"):
         publisher.close()
     assert not is_open(publisher.slots.words_fd)
-    assert publisher.doorbell.fileno() == publisher.courier_bell.fileno() == -1
+    assert publisher.doorbell.fileno() == publisher.server_bell.fileno() == -1
 
 
 def test_a_snapshot_takes_no_trainer_time_for_its_copy(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_snapshot_takes_no_trainer_time_for_its_copy(tmp_path: Path) -> None:
     assert publisher._writer.view(0).state is SlotState.WRITING
     stream.go.set()
     wait_for(lambda: publisher._writer.view(0).state is SlotState.READY)
-    assert publisher.courier_bell.recv(10) == b"!"
+    assert publisher.server_bell.recv(10) == b"!"
     publisher.close()
 
 

@@ -119,7 +119,7 @@ class ShardServerThread:
             make_link=None if self._chunks is None else partial(SendingLink, runtime, self._chunks),
         )
         # Copies: the rank's own ones outlive every life of the server.
-        with publisher.courier_bell.dup() as bell, self._listener.dup() as listener:
+        with publisher.server_bell.dup() as bell, self._listener.dup() as listener:
             try:
                 serve(runtime, server, bell, listener)
             finally:

@@ -145,7 +145,7 @@ class ShardServerProcess:
         descriptors = {
             "words_fd": slots.words_fd,
             "data_fd": slots.data_fd,
-            "bell_fd": publisher.courier_bell.fileno(),
+            "bell_fd": publisher.server_bell.fileno(),
             "listen_fd": self._listener.fileno(),
         }
         arguments = {

@@ -94,7 +94,7 @@ class SlotWriter:
         self._move(index, SlotState.RESERVED, SlotView(SlotState.WRITING, version, serial))
 
     def finish(self, index: int) -> None:
-        """WRITING → READY: the fence has fired. From here on the slot is the courier's."""
+        """WRITING → READY: the fence has fired. From here on the slot is the shard server's."""
         view = self.view(index)
         self._move(index, SlotState.WRITING, SlotView(SlotState.READY, view.version, view.serial))
 
