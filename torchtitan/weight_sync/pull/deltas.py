@@ -1,6 +1,6 @@
 """Deltas of a shard server: each bucket of a snapshot is encoded once against a base, for all actors that hold it.
 
-A thread encodes. What it has made is kept as long as both snapshots are: less than the buckets themselves take.
+Threads encode. What it has made is kept as long as both snapshots are: less than the buckets themselves take.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import NamedTuple
 from torchtitan.weight_sync.pull.delta import encode
 from torchtitan.weight_sync.pull.live_slots import LiveSlots
 from torchtitan.weight_sync.pull.runtime import Runtime
+
+# Each does about a gigabyte of new weights per second where few of them have changed.
+THREADS = 2
 
 
 class _Key(NamedTuple):
@@ -36,17 +39,22 @@ class Deltas:
         self._made: dict[_Key, memoryview | None] = {}
         """None where the bucket itself is better"""
         self._waiting: dict[_Key, None] = {}
-        """The thread is at the first of them"""
-        self.began: float | None = None
-        """Since when the thread has been at one bucket"""
+        self._at: dict[int, tuple[_Key, float]] = {}
+        """Thread -> the bucket that it is at, and since when"""
+
+    @property
+    def began(self) -> float | None:
+        """Since when a thread has been at one bucket: the longest."""
+        return min((since for _, since in self._at.values()), default=None)
 
     def is_made(self, serial: int, base: int, bucket: int) -> bool:
         """Whether get() has the last word. If not, the delta will be made."""
         key = _Key(serial, base, bucket)
         if key in self._made or not self._is_possible(serial, base):
             return True
-        self._waiting[key] = None
-        self._make_next()
+        if all(key != one for one, _ in self._at.values()):
+            self._waiting[key] = None
+            self._make_next()
         return False
 
     def get(self, serial: int, base: int, bucket: int) -> memoryview | None:
@@ -57,26 +65,25 @@ class Deltas:
         return self._live.readable(serial) is not None and self._live.base_slot(base) is not None
 
     def _make_next(self) -> None:
-        while self._waiting and self.began is None:
-            key = next(iter(self._waiting))
-            if not self._is_possible(key.serial, key.base):
+        for thread in range(THREADS):
+            while self._waiting and thread not in self._at:
+                key = next(iter(self._waiting))
                 del self._waiting[key]
-            else:
-                self._live.hold(key.serial)
-                self._live.hold(key.base)
-                self.began = self._runtime.now()
-                new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
-                self._runtime.work("deltas", partial(self._make, new, base), partial(self._done, key))
+                if self._is_possible(key.serial, key.base):
+                    self._at[thread] = key, self._runtime.now()
+                    self._live.hold(key.serial)
+                    self._live.hold(key.base)
+                    new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
+                    self._runtime.work(f"deltas-{thread}", partial(self._make, new, base), partial(self._done, thread))
 
     def _make(self, new: memoryview, base: memoryview) -> memoryview | None:
         return encode(new, base, self._element_bytes)
 
-    def _done(self, key: _Key, payload: memoryview | None, error: BaseException | None) -> None:
+    def _done(self, thread: int, payload: memoryview | None, error: BaseException | None) -> None:
         if error is not None:
             # Ends the process: a new one starts with empty hands, this one would leave actors waiting.
-            raise RuntimeError("the thread that encodes deltas has failed") from error
-        self.began = None
-        del self._waiting[key]
+            raise RuntimeError("a thread that encodes deltas has failed") from error
+        key, _ = self._at.pop(thread)
         if self._is_possible(key.serial, key.base):
             self._made[key] = payload
         self._live.let_go(key.serial)

@@ -10,6 +10,7 @@ import torch
 
 from torchtitan.config.derived import ON_DEVICE
 from torchtitan.distributed.placement import StackPart
+from torchtitan.errors import UserError
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.pull.disk_owner import FolderOwner
@@ -18,6 +19,7 @@ from torchtitan.weight_sync.pull.server_thread import ShardServerThread
 from torchtitan.weight_sync.pull.servers import RegistryServer, ShardServerProcess, numeric, towards
 from torchtitan.weight_sync.pull.watcher import Watcher
 from torchtitan.weight_sync.states.boundary import Boundary
+from torchtitan.weight_sync.weight_files import PackedRank
 
 # These have their slots where the parameters are.
 
@@ -26,7 +28,7 @@ class Publication:
     """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
     `registry_address` says; None on rank 0, which starts it. host: address of rank 0's machine; other ranks listen
     where they reach that. port: 0 for any; see servers.py. disk_folder: of the disk transport. Raises UserError for an
-    address that cannot be used, or where another job writes to the folder."""
+    address that cannot be used, a folder that another job writes to, and shards that files cannot hold."""
 
     def __init__(
         self,
@@ -68,6 +70,11 @@ class Publication:
             folder=folder,
             on_device=transport in ON_DEVICE,
         )
+        if files:
+            try:
+                PackedRank(self.publisher.layout, 0)
+            except ValueError as error:
+                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
         self.boundary = Boundary(self.publisher)
         self.registry: RegistryServer | None = None
         self.watcher: Watcher | None = None

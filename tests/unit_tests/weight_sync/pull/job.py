@@ -34,6 +34,7 @@ class Shape(parts.Shape):
     interval: float = 1.0
     actor_seconds: tuple[float, ...] = (0.2, 0.2)
     by_reference: bool = False
+    apply_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Job:
         self.registry_process = Process(self.machine, REGISTRY)
         shape = self.shape
         settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
-        settings = replace(settings, delta=shape.delta)
+        settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
         runtime = self.registry_process.runtime
         self.registry = self.parts.registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
         self.registry._merge = lambda _layouts: whole_layout(shape.ranks, shape.buckets)  # type: ignore[method-assign]

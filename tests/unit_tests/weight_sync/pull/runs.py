@@ -99,7 +99,7 @@ def break_server(job: Job, which: Callable[[], Process]) -> None:
     elif what == "kill":
         process.kill()
     else:
-        process.hung_lanes.add(rng.choice(("checksums", "deltas")))
+        process.hung_lanes.add(rng.choice(("checksums", "deltas-0")))
 
 
 def kill_all_servers(job: Job) -> None:
