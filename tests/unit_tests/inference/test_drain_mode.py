@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -248,9 +249,11 @@ def test_over_http_new_requests_wait_for_the_new_version(tiny_checkpoint: Callab
     in_process(tiny_checkpoint(), scenario, drain_timeout_s=LONG)
 
 
-def test_the_mode_reaches_the_actor_and_fits_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_reaches_the_actor_and_fits_its_deadline(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = JobConfig()
-    config.model.hf_assets_path = "checkpoint"
+    config.model.hf_assets_path = str(tiny_checkpoint())
     config.inference.update_mode, config.inference.drain_timeout_s = "drain", 2.5
     command = actor_command(config, tmp_path / "port")
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
@@ -260,8 +263,13 @@ def test_the_mode_reaches_the_actor_and_fits_its_deadline(tmp_path: Path, monkey
         parse_arguments(["--model", "x", "--drain-timeout", "0"])
     problems = {problem.key: problem.text for problem in validate(config)}
     assert "weight_sync.apply_timeout_s" not in problems
-    config.inference.drain_timeout_s = config.weight_sync.apply_timeout_s
+    config.inference.drain_timeout_s = config.weight_sync.apply_timeout_s = 10.0
     problems = {problem.key: problem.text for problem in validate(config)}
     assert "greater than inference.drain_timeout_s = 10" in problems["weight_sync.apply_timeout_s"]
+    # An agent's orders to its engine have what is left of it.
+    config.inference.backend, config.inference.engine_python = "vllm", sys.executable
+    config.inference.drain_timeout_s = 4.0
+    command = actor_command(config, tmp_path / "port")
+    assert 4.0 + float(command[command.index("--update-timeout") + 1]) < config.weight_sync.apply_timeout_s
     config.inference.update_mode = "in_flight"
     assert "weight_sync.apply_timeout_s" not in {problem.key for problem in validate(config)}

@@ -27,7 +27,7 @@ from torchtitan.models.shape import read_shape
 
 # Both engines call it so.
 RETURN_ROUTES = "enable-return-routed-experts"
-# What an apply asks of the engine has to be over before the registry takes the actor for stuck.
+# What an apply asks of the engine has to be over before the registry takes the actor for stuck; draining comes first.
 SHARE_OF_APPLY_TIMEOUT = 0.9
 
 
@@ -37,7 +37,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
     Raises UserError where the engine is not installed, or has no such route.
     """
     inference, sync, args = config.inference, config.weight_sync, read_shape(config)
-    size = 0 if args is None else version_bytes(config, args)
+    size, drain_s = 0 if args is None else version_bytes(config, args), drain_seconds(config)
     route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     name = f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
@@ -53,7 +53,7 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
         "--device-share", str(device_share),
         "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
-        "--update-timeout", str(apply_timeout(sync, size, drain_seconds(config)) * SHARE_OF_APPLY_TIMEOUT),
+        "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
         "--startup-timeout", str(inference.startup_timeout_s),
     ]  # fmt: skip
     if sync.transport in ON_DEVICE:
