@@ -114,7 +114,7 @@ def running(config: JobConfig, policy: Decoder, run_dir: Path) -> Iterator[Run]:
         stack.callback(sync.close)
         made = Run(config, policy, rollouts, sync, run_dir)
         made.publish()
-        made.call(rollouts.pool.connect_weights, sync.coordinator_address)
+        made.call(rollouts.pool.connect_weights, sync.registry_address)
         made.call(rollouts.flow.set_version, 0)
         yield made
 

@@ -245,7 +245,7 @@ def test_mistakes_are_said_in_one_line(tmp_path: Path) -> None:
         assert "cannot let running requests finish" in agent.stdout.read()
     with start_agent(*common, "--python", python, "--route", "direct", environment={}) as agent:
         assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
-        assert "sglang takes weights by agent or engine" in agent.stdout.read()
+        assert "sglang takes weights by agent" in agent.stdout.read()
 
 
 def test_the_engine_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
