@@ -172,7 +172,7 @@ def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint
     every = config.selective_ac_option if config.mode == "selective" else 1
     for layer in list(policy.model.layers)[::every]:
         # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
-        kept = {"context_fn": keep_choice} if isinstance(layer.mlp, MoE) else {}
+        kept: dict[str, Any] = {"context_fn": keep_choice} if isinstance(layer.mlp, MoE) else {}
         _replace_forward(
             layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
         )

@@ -21,8 +21,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 class FolderOwner:
     """Holds the folder for its job until close(), or until the process is gone, however it went.
 
-    Held by the trainer's first rank, which outlives its shard server. Raises UserError when another job holds the folder,
-    or it cannot be written to.
+    Held by the trainer's first rank, which outlives its shard server. Raises UserError when another job holds the
+    folder, or it cannot be written to.
     """
 
     def __init__(self, folder: Path, epoch: str):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, Process
+from deterministic.machine import Machine, Process
 from tests.unit_tests.weight_sync.pull.job import REGISTRY, Actor, Job, Shape
 from torchtitan.weight_sync.pull import handshake
 from torchtitan.weight_sync.pull.runtime import Channel

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tests.unit_tests.weight_sync.pull.clockwork import Machine
+from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.pull.job import Actor, Job, Shape
 from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import xxhash
 
+from deterministic.machine import Machine, SimRuntime, Violation
 from tests.unit_tests.weight_sync.pull import runs
-from tests.unit_tests.weight_sync.pull.clockwork import Machine, SimRuntime, Violation
 from tests.unit_tests.weight_sync.pull.job import Actor, Job, Parts, SimSlots
 from torchtitan.weight_sync.pull.puller import Puller
 from torchtitan.weight_sync.pull.runtime import Channel
