@@ -149,7 +149,7 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
             dying.kill()
         dying.wait(PATIENCE_S)
         port = int(address.rpartition(":")[2])
-        wait_for(lambda: is_free(port), "the registry ends with its trainer")
+        wait_for(lambda: is_free(port) and is_free(port + 1), "its servers end with it")
         assert actor.process.poll() is None and actor.newest() == 0
         successor = start(transport=transport, port=port, token=token)
         for _ in range(3):

@@ -113,13 +113,14 @@ def run_slow_links(seed: int, parts: Parts) -> Job:
     machine = Machine(seed)
     shape = replace(runs.draw_shape(machine.random, 2), by_reference=True, slots=3, lease_s=20.0)
     machine.corruption = machine.random.choice((0.0, 0.05))
+    machine.distance = machine.random.choice((1.0, 10.0, 40.0))
     job = Job(machine, shape, parts)
     for actor in job.actors:
         actor.process.runtime.longest_work = 2.0 * shape.interval
     machine.run(runs.JOIN_SECONDS)
     job.train(8)
     machine.run(runs.JOIN_SECONDS + 8 * shape.interval * 1.1)
-    if job.skipped:
+    if job.skipped and machine.distance < 40.0:
         raise Violation(f"versions {job.skipped} were skipped")
     runs.finish(job, 12.0 * shape.interval * shape.buckets)
     return job
