@@ -14,8 +14,9 @@ import pytest
 import xxhash
 
 from deterministic.machine import Machine, SimRuntime, Violation
+from deterministic.parts import Slots
 from tests.unit_tests.weight_sync.pull import runs
-from tests.unit_tests.weight_sync.pull.job import Actor, Job, Parts, SimSlots
+from tests.unit_tests.weight_sync.pull.job import Actor, Job, Parts
 from torchtitan.weight_sync.pull.puller import Puller
 from torchtitan.weight_sync.pull.runtime import Channel
 from torchtitan.weight_sync.pull.shard_server import ShardServer
@@ -32,7 +33,7 @@ _links: dict[str, SimLink] = {}
 class SimLink:
     """Reads a bucket when the actor fetches it, and what was under way at its end for a while longer."""
 
-    def __init__(self, runtime: SimRuntime, slots: SimSlots, channel: Channel, _actor: str):
+    def __init__(self, runtime: SimRuntime, slots: Slots, channel: Channel, _actor: str):
         self._runtime, self._slots = runtime, slots
         self.name, self.closed = f"link-{next(_names)}", False
         self._sent = self._fetched = 0
@@ -73,7 +74,7 @@ class SimLink:
 
 
 class LinkedServer(ShardServer):
-    def __init__(self, runtime: SimRuntime, slots: SimSlots, *arguments: Any, **named: Any):
+    def __init__(self, runtime: SimRuntime, slots: Slots, *arguments: Any, **named: Any):
         named |= {"refer": None, "make_link": partial(SimLink, runtime, slots)}
         super().__init__(runtime, slots, *arguments, **named)
 
