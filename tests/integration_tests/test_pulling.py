@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -415,13 +416,24 @@ def test_training_goes_on_while_the_run_folder_is_full(small_disk: Path) -> None
         job.close()
 
 
-def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job]) -> None:
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 5000:
+        pytest.skip(f"a process may have only {most} open files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job], many_descriptors: None) -> None:
     job = start()
     job.publish()
-    host, _, port = job.publication.registry_address.rpartition(":")
     with contextlib.ExitStack() as closing:
-        for _ in range(600):
-            closing.enter_context(socket.create_connection((host, int(port))))
+        for address in (job.publication.registry_address, job.publication.shard_server.address):
+            host, _, port = address.rpartition(":")
+            for _ in range(2000):
+                closing.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
         job.served_by(job.actor("actor-0"))
 
 
