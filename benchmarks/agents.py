@@ -92,15 +92,15 @@ class Stand:
         config.inference.num_actors, config.inference.threads_per_actor = 1, 1
         config.inference.max_sequences = 64
         config.inference.startup_timeout_s = START_SECONDS
-        # vLLM shares whole blocks, of 128 tokens on a CPU and of 16 on a GPU.
-        config.inference.engine_args = {"vllm": {"block-size": 16}, "sglang": {"enable-metrics": True}}.get(backend, {})
+        # vLLM shares whole blocks, of 128 tokens on a CPU and of 16 on a GPU; a CPU cannot have fewer than 32.
+        config.inference.engine_args = {"vllm": {"block-size": 32}, "sglang": {"enable-metrics": True}}.get(backend, {})
         self.epoch, token = f"bench-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         os.environ.pop(TOKEN_VARIABLE, None)
         parameters = unique_parameters(dict(self.policy.named_parameters()))
         self.sync = WeightSync(WeightSyncConfig(), parameters, epoch=self.epoch, token=token, run_dir=folder)
         events = EventLog(folder / "events.jsonl")
         self.pool = InferencePool(config, self.epoch, token, folder, events)
-        self.gateway = Gateway(config, self.pool, [], events, folder, max_calls=64)
+        self.gateway = Gateway(config, self.pool, events, folder, max_calls=64)
         self.version = -1
 
     async def start(self) -> None:
@@ -175,7 +175,8 @@ async def conversation(stand: Stand, name: str, group: int, size: Size) -> int:
 
 async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, group: int, size: Size) -> int:
     """The same through the gateway."""
-    door = await stand.gateway.open(name, seed=zlib.crc32(name.encode()), shares=name)
+    sampling = SamplingParameters(size.sampled, seed=zlib.crc32(name.encode()))
+    door = await stand.gateway.open(name, sampling, shares=name)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x" * size.prompt}]
     headers = {"Authorization": f"Bearer {door.key}"}
     for turn in range(size.turns):

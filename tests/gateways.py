@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.engines.job import Trainer
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import SamplingParameters
 from torchtitan.rollout.gateway.process import Door, Gateway
 from torchtitan.utils.events import EventLog
 
@@ -42,6 +43,13 @@ class Behind:
     pool: InferencePool
     trainer: ChangingTrainer
     run_dir: Path
+    sampling: SamplingParameters
+    config: JobConfig
+
+    async def open(self, name: str, seed: int = 1, shares: str = "", many: bool = False, **sampling: Any) -> Door:
+        """A session, whose sampling is the run's or as it is said."""
+        own = replace(self.sampling, seed=seed, **sampling)
+        return await self.gateway.open(name, own, shares=shares, many=many)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in EventLog(self.run_dir / "events.jsonl").read() if event["kind"] == kind]
@@ -70,12 +78,16 @@ async def playing(config: JobConfig, run_dir: Path, eos: int) -> AsyncIterator[B
     trainer = ChangingTrainer(run_dir, Path(config.model.hf_assets_path))
     events = EventLog(run_dir / "events.jsonl")
     pool = InferencePool(config, trainer.epoch, trainer.token, run_dir, events)
-    gateway = Gateway(config, pool, [eos], events, run_dir, MAX_CALLS)
+    gateway = Gateway(config, pool, events, run_dir, MAX_CALLS)
     try:
         await pool.start()
         await pool.connect_weights(trainer.sync.registry_address)
         trainer.publish()
-        yield Behind(gateway, pool, trainer, run_dir)
+        rollout = config.rollout
+        sampling = SamplingParameters(
+            rollout.max_completion_tokens, temperature=rollout.temperature, stop_token_ids=[eos]
+        )
+        yield Behind(gateway, pool, trainer, run_dir, sampling, config)
     finally:
         await gateway.close()
         await pool.close()

@@ -22,7 +22,7 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "scripts" / "install_engine.sh"
 # Engine -> its environment on a machine without GPUs.
-ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu"}
+ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang-cpu", "verifiers": "verifiers"}
 CANNOT_BE_HAD = 3
 INSTALL_SECONDS = 1500
 # Starts take up to a minute on two cores, and the first test of an engine may have to install it.
@@ -65,6 +65,12 @@ def vllm_python() -> Path:
 def sglang_python() -> Path:
     """The Python that has SGLang."""
     return engine_python("sglang")
+
+
+@pytest.fixture(scope="session")
+def verifiers_python() -> Path:
+    """The Python that has verifiers."""
+    return engine_python("verifiers")
 
 
 @pytest.fixture(scope="session")

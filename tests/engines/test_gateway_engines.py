@@ -29,7 +29,7 @@ def test_an_openai_client_plays_with_tools_on(backend: str, request: pytest.Fixt
 async def play(config: JobConfig, run_dir: Path) -> None:
     async with playing(config, run_dir, END) as behind:
         for stream in (False, True):
-            door = await behind.gateway.open(f"tools-{stream}", seed=1, temperature=0.0)
+            door = await behind.open(f"tools-{stream}", temperature=0.0)
             messages = await play_with_tools(door, stream)
             assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
             assert messages[-1]["content"] == SAID[1]

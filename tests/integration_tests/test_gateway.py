@@ -44,10 +44,6 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "record.jsonl"
 
 
-async def open_greedy(behind: Behind, name: str) -> Door:
-    return await behind.gateway.open(name, seed=1, temperature=0.0)
-
-
 def pairs(branches: list[Branch]) -> list[tuple[list[int], list[int]]]:
     """(prompt, sampled tokens) of every call that the branches hold."""
     found = []
@@ -64,7 +60,7 @@ def pairs(branches: list[Branch]) -> list[tuple[list[int], list[int]]]:
 async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_path: Path) -> None:
     async with playing(make_config(model), tmp_path / "run", END) as behind:
         for stream in (False, True):
-            door = await open_greedy(behind, f"tools-{stream}")
+            door = await behind.open(f"tools-{stream}", temperature=0.0)
             messages = await play_with_tools(door, stream)
             assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
             assert messages[-1]["content"] == SAID[1]
@@ -74,7 +70,7 @@ async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_
             assert pairs([branch]) == behind.sampled(record)[-2:]
             assert {span.version for one in branch.sampled for span in one.spans} == {0}
         # The tools' door for agents that sample tokens themselves, whatever form of entry they read.
-        door = await behind.gateway.open("many", seed=1, temperature=0.0, many=True)
+        door = await behind.open("many", temperature=0.0, many=True)
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.key}"}) as http:
             async with http.get(f"{door.base_url}/models") as response:
                 assert (await response.json())["data"][0]["max_model_len"] == 1024
@@ -89,7 +85,7 @@ async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_
         entries = choice["logprobs"]["content"]
         assert choice["token_ids"] == expected == [entry["token_id"] for entry in entries]
         assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in expected]
-        played = await behind.gateway.end("trace")
+        played = await behind.gateway.end("many")
         assert played.branches[0].sampled[0].token_ids == expected and played.cut
 
 
@@ -103,7 +99,7 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
 
     async def episode(behind: Behind, number: int) -> Played:
         generator = random.Random(number)
-        door = await behind.gateway.open(f"e{number}", seed=number, shares=f"group-{number // 4}")
+        door = await behind.open(f"e{number}", seed=number, shares=f"group-{number // 4}")
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"Question {number // 4} <|im_end|>"}]
         async with client(door) as api:
             for turn in range(8):
@@ -121,8 +117,11 @@ async def test_every_token_is_one_that_the_engine_sampled(model: Path, record: P
         await eventually(lambda: record.exists() and len(record.read_text().splitlines()) > 40)
         behind.trainer.publish()
         await eventually(lambda: len(record.read_text().splitlines()) > 90)
-        victim = behind.pool._actors[0]._process.pid  # type: ignore[union-attr]
-        psutil.Process(victim).kill()
+        victim = behind.pool._actors[0]
+        process = psutil.Process(victim._process.pid)  # type: ignore[union-attr]
+        process.suspend()
+        await eventually(lambda: victim.load > 0)
+        process.kill()
         behind.trainer.publish()
         played = await asyncio.gather(*episodes)
         sampled = {(tuple(prompt), tuple(tokens)) for prompt, tokens in behind.sampled(record)}
@@ -181,7 +180,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
     question: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": QUESTION}]}
     async with playing(config, tmp_path / "run", END) as behind:
         # Programs' mistakes are theirs.
-        door = await open_greedy(behind, "mistakes")
+        door = await behind.open("mistakes")
         async with client(door) as api:
             for wrong in ({"n": 2}, {"stop": "two words"}, {"tool_choice": "required"}, {"messages": []}):
                 with pytest.raises(openai.BadRequestError):
@@ -207,7 +206,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         assert event["session"] == "mistakes"
 
         # The engine's fault is no play, and none once the same call has been answered.
-        door = await open_greedy(behind, "faults")
+        door = await behind.open("faults")
         for actor in behind.pool._actors:
             psutil.Process(actor._process.pid).suspend()  # type: ignore[union-attr]
         refused = asyncio.create_task(client(door).chat.completions.create(**question))
@@ -215,7 +214,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         psutil.Process(behind.pool._actors[0]._process.pid).kill()  # type: ignore[union-attr]
         with pytest.raises(openai.InternalServerError, match="could not answer"):
             await refused
-        again = await open_greedy(behind, "again")
+        again = await behind.open("again")
         assert (await client(again).chat.completions.create(**question)).choices[0].message.content
         assert (await behind.gateway.end("faults")).failed == 1
 
@@ -225,6 +224,6 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         with pytest.raises(GatewayLost):
             await behind.gateway.end("again")
         await eventually(lambda: behind.events("gateway_ended"))
-        door = await open_greedy(behind, "anew")
+        door = await behind.open("anew")
         await client(door).chat.completions.create(**question)
         assert (await behind.gateway.end("anew")).calls == 1 and behind.gateway.statistics["starts"] == 2

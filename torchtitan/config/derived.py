@@ -97,20 +97,26 @@ def trains_only_adapters(config: JobConfig) -> bool:
 
 
 def environment_name(config: JobConfig) -> str:
-    """The name of the reward that the environment gives: that of its class; empty where there is none."""
-    return config.environment.factory.rpartition(":")[2]
+    """The name of the reward that the environment gives: that of its class, or agent; empty where there is none."""
+    environment = config.environment
+    return environment.factory.rpartition(":")[2] or ("agent" if plays_through_gateway(config) else "")
+
+
+def plays_through_gateway(config: JobConfig) -> bool:
+    """Whether programs with a loop of their own talk to the policy."""
+    return bool(config.environment.agent or config.environment.verifiers)
 
 
 def has_environment(config: JobConfig) -> bool:
     """Whether the policy talks to an environment or to tools, over several turns."""
-    return bool(config.environment.factory or config.environment.tools)
+    return bool(config.environment.factory or config.environment.tools) or plays_through_gateway(config)
 
 
 def reward_weights(config: JobConfig) -> dict[str, float]:
     """The weight of every reward by its name: those of the functions, and the environment's own with weight 1."""
     functions = config.rewards.functions
     weights = dict(zip(functions, config.rewards.weights or [1.0] * len(functions), strict=True))
-    return {**weights, **({environment_name(config): 1.0} if config.environment.factory else {})}
+    return {**weights, **({own: 1.0} if (own := environment_name(config)) else {})}
 
 
 def judging_reward(config: JobConfig) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.lora import check_lora
 from torchtitan.preflight.model import check_model
 from torchtitan.preflight.user_names import name_problem, reward_problem
+from torchtitan.rollout.agents.worker import FUNCTION
 from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.weight_sync.faults import Fault, FaultError
@@ -119,7 +122,7 @@ def _check_objective(check: Check) -> None:
     if grpo.async_weight_update and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
         refuse(key, True, text)
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
-    single = single and not check.config.environment.factory
+    single = single and not environment_name(check.config)
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
 
 
@@ -190,7 +193,7 @@ def _check_rewards(check: Check) -> None:
     rewards, evaluation = check.config.rewards, check.config.eval
     key, functions = "rewards.functions", rewards.functions
     text = f"must name at least one of {', '.join(BUILTIN)} (or environment.factory one whose rewards are trained on)"
-    check.refuse(key, not functions and not check.config.environment.factory, text)
+    check.refuse(key, not functions and not environment_name(check.config), text)
     for name in functions:
         if problem := reward_problem(name):
             check.say(key, f"{key}: {problem}")
@@ -205,6 +208,16 @@ def _check_rewards(check: Check) -> None:
 def _check_environment(check: Check) -> None:
     environment = check.config.environment
     named = [("factory", "environment", environment.factory), ("tool_parser", "tool parser", environment.tool_parser)]
+    if FUNCTION.fullmatch(environment.agent):
+        named.append(("agent", "agent", environment.agent))
+    elif environment.agent:
+        program = shlex.split(environment.agent)[0]
+        check.refuse("environment.agent", shutil.which(program) is None, f"there is no program {program!r} here")
+    kinds = [name for name in ("agent", "verifiers") if getattr(environment, name)]
+    others = bool(environment.factory or environment.tools)
+    for kind in kinds:
+        alone = "excludes environment.factory, environment.tools and every other kind of environment"
+        check.refuse(f"environment.{kind}", others or len(kinds) > 1, alone)
     for key, what, name in (*named, *(("tools", "tool", name) for name in environment.tools)):
         if name not in ("", "hermes") and (problem := name_problem(name, what)):
             check.say(f"environment.{key}", f"environment.{key}: {problem}")

@@ -10,6 +10,7 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.agents.player import AgentPlayer
 from torchtitan.rollout.episodes import EpisodePlayer, stream_seed
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ class GroupMaker:
         rewards: RewardPool,
         tokenizer: Tokenizer,
         epoch: str,
-        episodes: EpisodePlayer | None = None,
+        episodes: EpisodePlayer | AgentPlayer | None = None,
     ):
         """episodes: where the policy talks to an environment; otherwise a prompt has one turn."""
         self._config = config

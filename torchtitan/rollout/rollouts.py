@@ -9,15 +9,18 @@ import random
 from pathlib import Path
 from types import TracebackType
 
-from torchtitan.config.derived import has_environment, is_colocated
+from torchtitan.config.derived import has_environment, is_colocated, plays_through_gateway
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
+from torchtitan.rollout.agents.player import AgentPlayer
+from torchtitan.rollout.agents.pool import AgentPool
 from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.flow import RolloutFlow
+from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.prompts import PromptMaker, PromptStream
@@ -50,15 +53,21 @@ class Rollouts:
         epoch: str,
         ranks: int,
         environments: EnvironmentPool | None = None,
+        gateway: Gateway | None = None,
     ):
-        """ranks: of the trainer. Raises UserError for a dataset or tokenizer that does not fit the configuration."""
+        """ranks: of the trainer; gateway: where the programs of `environments` ask the policy through it.
+
+        Raises UserError for a dataset or tokenizer that does not fit the configuration.
+        """
         train, self._held_out = load_datasets(config)
         self._config = config
         self._maker = PromptMaker(config, tokenizer)
         self.pool, self.rewards = pool, rewards
-        self._environments = environments
-        episodes = None
-        if environments is not None:
+        self._environments, self._gateway = environments, gateway
+        episodes: EpisodePlayer | AgentPlayer | None = None
+        if isinstance(environments, AgentPool) and gateway is not None:
+            episodes = AgentPlayer(config, gateway, environments, tokenizer)
+        elif environments is not None:
             episodes = EpisodePlayer(config, pool, environments, self._maker, tokenizer)
         self.groups = GroupMaker(config, pool, rewards, tokenizer, epoch, episodes)
         stream = PromptStream(train, self._maker, config.training.seed, config.rollout.shuffle)
@@ -108,6 +117,8 @@ class Rollouts:
 
     async def _close(self) -> None:
         await self.flow.close()
+        if self._gateway is not None:
+            await self._gateway.close()
         closing = [self.rewards.close(), self.pool.close()]
         await asyncio.gather(*closing, *([] if self._environments is None else [self._environments.close()]))
 
@@ -136,7 +147,11 @@ def make_rollouts(
         pool = ColocatedPool(config, epoch, ranks // config.inference.tensor_parallel_size)
     else:
         pool = InferencePool(config, epoch, token, run_dir, events)
-    environments = None
-    if has_environment(config):
+    environments: EnvironmentPool | None = None
+    gateway: Gateway | None = None
+    if plays_through_gateway(config):
+        environments = AgentPool(config, events, log_file=logs / "environments.log")
+        gateway = Gateway(config, pool, events, run_dir, config.environment.max_turns)
+    elif has_environment(config):
         environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments)
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway)

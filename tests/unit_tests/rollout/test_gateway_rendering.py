@@ -100,7 +100,7 @@ def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
             held = prompt + completion.token_ids
             session.remember(messages, TOOLS, message, prompt, completion)
             messages += [message, {"role": "user", "content": noise(generator)}]
-        (branch,) = branches_from_json(session.to_json()["branches"])
+        (branch,) = branches_from_json(session.branches_to_json())
         assert branch.token_ids == held and len(branch.sampled) == 6
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.values import TABLE, Count, CountOrZero, Names, Positive, Range
+from torchtitan.config.values import TABLE, Count, CountOrZero, Names, PathText, Positive, Range
 
 
 @dataclass(config=TABLE)
@@ -17,6 +17,25 @@ class Environment:
 
     tools: list[str] = field(default_factory=list)
     """Functions (`package.module:function`) that the policy may call as tools, with a factory or without"""
+
+    agent: str = ""
+    """A program with a loop of its own, which asks the policy through the gateway: `package.module:function` that gets
+    base_url, key and row and returns a reward, or a command line"""
+
+    verifiers: str = ""
+    """The id of a verifiers taskset, which is played through the gateway in an environment of its own"""
+
+    verifiers_harness: str = ""
+    """The id of the harness that plays it; empty takes the taskset's own"""
+
+    verifiers_renderer: str = "auto"
+    """The renderer of the `renderers` package that makes tokens of its messages, such as qwen3"""
+
+    verifiers_python: PathText = ""
+    """Python that has verifiers; empty takes the environment that scripts/install_engine.sh made"""
+
+    episode_timeout_s: Positive = 600.0
+    """A whole episode of an agent may take so long"""
 
     tool_parser: Annotated[str, Names(("hermes",), own_function=True)] = "hermes"
     """How tool calls stand in a turn: JSON in <tool_call> tags, or a function from text to [(name, arguments)]"""

@@ -83,13 +83,13 @@ def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
     return memory.kv_cache / GIB, memory.utilization(device_bytes)
 
 
-def find_python(engine: str, configured: str) -> str:
-    """The interpreter that runs the engine: the configured one, or that of the environment that
+def find_python(engine: str, configured: str, key: str = "inference.engine_python") -> str:
+    """The interpreter that runs the engine: the one that is configured under that key, or that of the environment that
     scripts/install_engine.sh made, the CPU build where only that is there. Raises UserError without one."""
     if configured:
         found = shutil.which(str(Path(configured).expanduser()))
         if found is None:
-            raise UserError(f"inference.engine_python = {configured!r} is not a program")
+            raise UserError(f"{key} = {configured!r} is not a program")
         return found
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     home = Path(os.environ.get("TORCHTITAN_ENGINES") or cache / "torchtitan" / "engines")
@@ -98,5 +98,5 @@ def find_python(engine: str, configured: str) -> str:
             return str(home / name / "bin" / "python")
     raise UserError(
         f"{engine} is not installed: run scripts/install_engine.sh {engine} (or {engine}-cpu), or set "
-        f"inference.engine_python to the Python of an environment that has it"
+        f"{key} to the Python of an environment that has it"
     )

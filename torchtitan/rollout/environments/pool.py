@@ -104,8 +104,11 @@ class EnvironmentPool:
         return Episode(self, host, next(self._numbers))
 
     def _new_host(self) -> _Host:
+        return _Host(self._new_process())
+
+    def _new_process(self) -> WorkerProcess:
         module = "torchtitan.rollout.environments.worker"
-        return _Host(WorkerProcess("the environment worker", module, self._setup, self._log_file, self._flooded))
+        return WorkerProcess("the environment worker", module, self._setup, self._log_file, self._flooded)
 
     async def call(self, host: _Host, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """A call for an episode. Raises CallFailed, which is counted and said."""
@@ -141,14 +144,14 @@ class Episode:
     """One episode's environment; a context manager, which gives it back."""
 
     def __init__(self, pool: EnvironmentPool, host: _Host, number: int):
-        self._pool, self._host, self._number = pool, host, number
+        self._pool, self.host, self.number = pool, host, number
         self._finished = False
 
     async def __aenter__(self) -> Episode:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await self._pool.release(self._host, self._number, self._finished)
+        await self._pool.release(self.host, self.number, self._finished)
 
     async def reset(self, row: dict[str, Any]) -> str:
         """Begin; returns what the environment adds to the prompt. Raises CallFailed, as all methods do."""
@@ -169,4 +172,4 @@ class Episode:
         return outcome
 
     async def _call(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        return await self._pool.call(self._host, {"episode": self._number, **message}, timeout_s)
+        return await self._pool.call(self.host, {"episode": self.number, **message}, timeout_s)

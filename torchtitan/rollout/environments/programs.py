@@ -138,7 +138,7 @@ class Instance:
         get_reward = getattr(self._object, "get_reward", None)
         reward = self._reward if self._program.steps else None
         if get_reward is not None:
-            reward = _number(await self._run(get_reward), "get_reward")
+            reward = read_number(await self._run(get_reward), "get_reward")
         attributes = {}
         for name, value in getattr(self._object, "__dict__", {}).items():
             if not name.startswith("_") and (plain := _plain(value)) is not None:
@@ -182,10 +182,11 @@ def _read_step(result: Any) -> tuple[Any, float, bool]:
         observation, reward, done = result.observation, getattr(result, "reward", None), result.done
     else:
         raise TypeError(f"step must return (observation, reward, done), it returned {type(result).__name__}")
-    return observation, _number(reward, "step") or 0.0, bool(done)
+    return observation, read_number(reward, "step") or 0.0, bool(done)
 
 
-def _number(value: Any, where: str) -> float | None:
+def read_number(value: Any, where: str) -> float | None:
+    """A reward that user code has returned. Raises TypeError."""
     value = value.item() if hasattr(value, "item") else value
     if value is None:
         return None

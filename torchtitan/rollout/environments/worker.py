@@ -17,10 +17,18 @@ import asyncio
 import contextlib
 import json
 import traceback
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from torchtitan.rollout.environments.programs import Instance, Program
 from torchtitan.rollout.workers.inside import HEADER, protect, set_up, write_message
+
+
+class Episodes(Protocol):
+    """Those of a worker process."""
+
+    async def answer(self, message: dict[str, Any]) -> dict[str, Any]: ...
+
+    def drop(self, episode: int) -> None: ...
 
 
 class Host:
@@ -55,7 +63,7 @@ class Host:
             instance.close()
 
 
-async def serve(host: Host, incoming: BinaryIO, outgoing: BinaryIO) -> None:
+async def serve(host: Episodes, incoming: BinaryIO, outgoing: BinaryIO) -> None:
     """Answer messages until there are no more."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()

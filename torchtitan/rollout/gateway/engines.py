@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.inference.actor_client import ActorClient
+from torchtitan.inference.client import ActorError
 from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest
-from torchtitan.rollout.gateway.peer import CallFailed, Peer
+from torchtitan.rollout.gateway.peer import Peer, PeerFailed
 
 
 class NoAnswer(Exception):
@@ -34,6 +35,8 @@ class Engines:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._clients: dict[str, ActorClient] = {}
+        self._unknown: set[str] = set()
+        """Actors that have to say (again) where their engine is"""
 
     async def sample(self, request: GenerateRequest, min_version: int, shares: str) -> Completion:
         """The one completion of a request. Raises NoAnswer."""
@@ -47,7 +50,7 @@ class Engines:
             )
         except asyncio.TimeoutError:
             raise NoAnswer(f"no actor answered within {self._timeout_s:g} s") from None
-        except (CallFailed, ConnectionError) as error:
+        except (PeerFailed, ConnectionError) as error:
             raise NoAnswer(str(error)) from error
         finally:
             del self._pending[number]
@@ -58,12 +61,19 @@ class Engines:
     async def ask_actor(self, number: int, url: str) -> list[dict[str, Any]]:
         """Called by the run: send a request to the actor at `url`. Returns what it says beside the tokens."""
         pending = self._pending[number]
-        client = self._clients.get(url)
-        if client is None:
-            client = self._clients[url] = make_client(self._backend, url, self._token)
-            # An agent's client learns from this where the engine is.
-            await client.health(self._request_timeout_s)
-        pending.completions = await client.generate(pending.request, self._request_timeout_s)
+        if url not in self._clients:
+            self._clients[url] = make_client(self._backend, url, self._token)
+            self._unknown.add(url)
+        client = self._clients[url]
+        try:
+            if url in self._unknown:
+                # An agent's client learns from this where the engine is.
+                await client.health(self._request_timeout_s)
+                self._unknown.discard(url)
+            pending.completions = await client.generate(pending.request, self._request_timeout_s)
+        except ActorError:
+            self._unknown.add(url)
+            raise
         nothing: dict[str, Any] = {"token_ids": [], "log_probs": [], "kept_token_ids": None}
         return [one.to_json() | nothing for one in pending.completions]
 

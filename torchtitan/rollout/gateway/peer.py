@@ -22,7 +22,7 @@ Answer = Callable[..., Awaitable[Any]]
 """Takes the arguments of a call by name; what it returns has to be JSON-able"""
 
 
-class CallFailed(Exception):
+class PeerFailed(Exception):
     """The other side raised: `kind` is the name of its exception, the message what that said."""
 
     def __init__(self, kind: str, message: str):
@@ -33,7 +33,7 @@ class CallFailed(Exception):
 class Peer:
     """One end of the connection; `run` serves the other. Belongs to one asyncio loop.
 
-    answers: name of a call -> coroutine function. What it raises comes to the caller as CallFailed; where the caller is
+    answers: name of a call -> coroutine function. What it raises comes to the caller as PeerFailed; where the caller is
     cancelled, it is cancelled too.
     """
 
@@ -46,7 +46,7 @@ class Peer:
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """What the other side answers. The caller sets the deadline.
 
-        Raises CallFailed, or ConnectionError where the other side has gone.
+        Raises PeerFailed, or ConnectionError where the other side has gone.
         """
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -88,7 +88,7 @@ class Peer:
             if future is None or future.done():
                 return
             if "failed" in message:
-                future.set_exception(CallFailed(*message["failed"]))
+                future.set_exception(PeerFailed(*message["failed"]))
             else:
                 future.set_result(message["result"])
 

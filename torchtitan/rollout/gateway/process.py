@@ -24,7 +24,7 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, CallFailed, Peer
+from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
 from torchtitan.rollout.gateway.sessions import branches_from_json
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.events import EventLog
@@ -69,7 +69,6 @@ class Gateway:
 
     Args:
         pool: says which actor a call goes to, and redoes it elsewhere.
-        stop_token_ids: end an answer.
         max_calls: of the policy, in one session.
     """
 
@@ -77,13 +76,11 @@ class Gateway:
         self,
         config: JobConfig,
         pool: InferencePool | ColocatedPool,
-        stop_token_ids: list[int],
         events: EventLog,
         run_dir: Path,
         max_calls: int,
     ):
-        self._config, self._pool, self._events = config, pool, events
-        self._stop_token_ids = stop_token_ids
+        self._pool, self._events = pool, events
         self._settings = {
             "model": config.model.hf_assets_path,
             "name": Path(config.model.hf_assets_path).name,
@@ -107,36 +104,29 @@ class Gateway:
     async def open(
         self,
         session: str,
+        sampling: SamplingParameters,
         *,
-        seed: int,
-        temperature: float | None = None,
         min_version: int = 0,
         shares: str = "",
         many: bool = False,
     ) -> Door:
         """A new session of that name; or, with `many`, a key with which calls name their sessions in X-Session-ID.
 
-        Sampling is the run's, but for `temperature` where it is given (evaluation has its own).
+        sampling: of every call, whatever the program asks for; it may only ask for fewer tokens. The seed is the
+        session's, of which each call gets its own.
 
-        Raises UserError where the gateway does not start.
+        Raises UserError where the gateway does not start, GatewayLost where it ends meanwhile.
         """
         peer = await self._connected()
-        rollout = self._config.rollout
-        sampling = SamplingParameters(
-            max_tokens=rollout.max_completion_tokens,
-            temperature=rollout.temperature if temperature is None else temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            stop_token_ids=self._stop_token_ids,
-            seed=seed,
-        )
         opening = {"sampling": asdict(sampling), "min_version": min_version, "shares": shares}
         key = await self._order(peer.call("open", session=session, many=many, **opening))
         return Door(session, f"{self.url}/v1", str(key))
 
     async def end(self, session: str) -> Played:
-        """End a session: later calls of it are refused. Raises GatewayLost where nobody knows it any more."""
+        """End a session, or all that calls with the key of a door for many have named: later calls are refused.
+
+        Raises GatewayLost where nobody knows it any more.
+        """
         if self._peer is None:
             raise GatewayLost("the gateway has ended")
         data = await self._order(self._peer.call("end", session=session))
@@ -152,7 +142,7 @@ class Gateway:
             return await asyncio.wait_for(order, ORDER_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise GatewayLost(f"the gateway gave no answer within {ORDER_TIMEOUT_S:g} s") from None
-        except ConnectionError as error:
+        except (ConnectionError, PeerFailed) as error:
             raise GatewayLost(str(error)) from error
 
     async def _connected(self) -> Peer:
@@ -184,7 +174,7 @@ class Gateway:
             peer = Peer(socket, {"sample": self._sample, "late_call": self._late_call})
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, CallFailed) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, PeerFailed) as error:
             await self._disconnect()
             raise UserError(f"the gateway does not start: {error!r}; {self._process.log_tail()}") from error
         self._peer = peer
@@ -219,7 +209,7 @@ class Gateway:
         async def ask(client: ActorClient, _request: GenerateRequest) -> list[Completion]:
             try:
                 answers = await peer.call("ask_actor", number=number, url=client.url)
-            except CallFailed as error:
+            except PeerFailed as error:
                 raise FAILURES.get(error.kind, ActorError)("generate", str(error)) from error
             except ConnectionError as error:
                 raise RequestRefused("generate", str(error)) from error

@@ -9,9 +9,9 @@ import json
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -37,7 +37,7 @@ from torchtitan.rollout.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 64 * 1024 * 1024
-# Keys of sessions that have ended, of which late calls are told so.
+# Keys of episodes that have ended, of which late calls are told so.
 MOST_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
@@ -60,22 +60,20 @@ class Settings:
     timeout_s: float
 
 
-@dataclass(frozen=True)
-class Opening:
-    """What sessions begin with."""
-
-    sampling: dict[str, Any]
-    min_version: int = 0
-    shares: str = ""
-
-
 @dataclass
-class _Key:
-    """What a bearer key opens: one session, or all those that the header names."""
+class _Door:
+    """What a key opens: the session of an episode, or (many) all of its sessions, which calls name in a header."""
 
-    opening: Opening
-    session: str
+    name: str
     many: bool
+    sampling: SamplingParameters
+    min_version: int
+    shares: str
+    sessions: dict[str, Session] = field(default_factory=dict)
+    under_way: set[asyncio.Task[Any]] = field(default_factory=set)
+    ended: bool = False
+    told: bool = False
+    """The run knows of a call that came after the end"""
 
 
 class GatewayServer:
@@ -83,11 +81,11 @@ class GatewayServer:
 
     def __init__(self, token: str):
         self._token = token
-        self._keys: dict[str, _Key] = {}
-        self._ended: OrderedDict[str, bool] = OrderedDict()
-        """Sessions that have ended, the latest last -> whether the run knows of a call after that"""
-        self._sessions: dict[str, Session] = {}
-        self._under_way: dict[str, set[asyncio.Task[Any]]] = {}
+        self._doors: dict[str, _Door] = {}
+        """By their keys"""
+        self._open_keys: dict[str, str] = {}
+        """Name of a door that has not ended -> its key"""
+        self._ended_keys: deque[str] = deque()
         self._settings: Settings | None = None
         self.gone = asyncio.Event()
         """The run has disconnected"""
@@ -135,56 +133,52 @@ class GatewayServer:
         self._engines.peer = self._peer
         self._settings = settings
 
-    async def _open(self, session: str, many: bool, **opening: Any) -> str:
+    async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """A new key: of one session, or (many) of all sessions that calls with it name in a header."""
         key = secrets.token_urlsafe(24)
-        self._keys[key] = _Key(Opening(**opening), session, many)
-        if not many:
-            self._begin(session, self._keys[key].opening)
+        self._doors[key] = _Door(session, many, SamplingParameters(**sampling), min_version, shares)
+        self._open_keys[session] = key
         return key
 
     async def _end(self, session: str) -> dict[str, Any] | None:
-        """What the calls of a session have left, None where there was none. Calls under way are broken off."""
-        found = self._sessions.pop(session, None)
-        self._ended[session] = False
-        if len(self._ended) > MOST_ENDED:
-            oldest, _ = self._ended.popitem(last=False)
-            self._keys = {key: one for key, one in self._keys.items() if one.session != oldest}
-        if found is None:
+        """What the calls with a key have left, None where there is no such key. Calls under way are broken off."""
+        key = self._open_keys.pop(session, None)
+        if key is None:
             return None
-        found.ended = True
-        for task in self._under_way.pop(session, set()):
+        door = self._doors[key]
+        door.ended = True
+        for task in door.under_way:
             task.cancel()
-        return found.to_json()
-
-    def _begin(self, name: str, opening: Opening) -> Session:
-        assert self._settings is not None
-        session = Session(
-            name, SamplingParameters(**opening.sampling), self._settings.seq_len, opening.min_version, opening.shares
-        )
-        self._sessions[name] = session
-        return session
+        self._ended_keys.append(key)
+        if len(self._ended_keys) > MOST_ENDED:
+            del self._doors[self._ended_keys.popleft()]
+        sessions, door.sessions = list(door.sessions.values()), {}
+        return {
+            "branches": [branch for one in sessions for branch in one.branches_to_json()],
+            "calls": sum(one.calls for one in sessions),
+            "failed": sum(len(one.failed) for one in sessions),
+            "cut": any(one.cut for one in sessions),
+        }
 
     # Programs
 
     def _answering(
-        self, handler: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
+        self, handler: Callable[[web.Request, _Door], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                session = await self._find_session(request)
-                task = asyncio.ensure_future(handler(request, session))
-                tasks = self._under_way.setdefault(session.name, set())
-                tasks.add(task)
+                door = await self._find_door(request)
+                task = asyncio.ensure_future(handler(request, door))
+                door.under_way.add(task)
                 try:
                     return await task
                 except asyncio.CancelledError:
                     task.cancel()
-                    if not session.ended:
+                    if not door.ended:
                         raise  # the program has gone
                     raise _ended() from None
                 finally:
-                    tasks.discard(task)
+                    door.under_way.discard(task)
             except WrongCall as error:
                 return _error(str(error), error.status, "invalid_request_error", error.code)
             except NoAnswer as error:
@@ -192,28 +186,40 @@ class GatewayServer:
 
         return handle
 
-    async def _find_session(self, request: web.Request) -> Session:
-        """Raises WrongCall: no key of ours, or of a session that has ended, which is told to the run once."""
+    async def _find_door(self, request: web.Request) -> _Door:
+        """Raises WrongCall: no key of ours, or of an episode that has ended, which is told to the run once."""
         given = request.headers.get("Authorization", "")
-        key = self._keys.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
-        if key is None:
+        door = self._doors.get(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+        if door is None:
             raise WrongCall("this key opens no session here", "invalid_api_key", 401)
-        name = request.headers.get(SESSION_HEADER, "") if key.many else key.session
-        if not name and request.path != "/v1/models":
-            raise WrongCall(f"a call with this key names its session in the header {SESSION_HEADER}")
-        if name in self._ended:
-            if not self._ended[name]:
-                self._ended[name] = True
-                await self._peer.call("late_call", session=name, path=request.path)
+        if door.ended:
+            if not door.told:
+                door.told = True
+                await self._peer.call("late_call", session=door.name, path=request.path)
             raise _ended()
-        return self._sessions.get(name) or self._begin(name, key.opening)
+        return door
 
-    async def _models(self, _request: web.Request, _session: Session) -> web.Response:
+    def _session(self, request: web.Request, door: _Door) -> Session:
+        """Raises WrongCall where a call should name its session, and does not."""
+        assert self._settings is not None
+        name = door.name
+        if door.many:
+            given = request.headers.get(SESSION_HEADER, "")
+            if not given:
+                raise WrongCall(f"a call with this key names its session in the header {SESSION_HEADER}")
+            name = f"{door.name}-{given}"
+        if name not in door.sessions:
+            sampling = replace(door.sampling, seed=derived_seed(door.sampling.seed, len(door.sessions)))
+            door.sessions[name] = Session(name, sampling, self._settings.seq_len, door.min_version, door.shares)
+        return door.sessions[name]
+
+    async def _models(self, _request: web.Request, _door: _Door) -> web.Response:
         assert self._settings is not None
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
         return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
-    async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
+    async def _chat(self, request: web.Request, door: _Door) -> web.StreamResponse:
+        session = self._session(request, door)
         call = parse_chat(await _body(request), self._tokenizer)
         try:
             prompt_ids = session.prompt(self._renderer, call.messages, call.tools)
@@ -234,7 +240,8 @@ class GatewayServer:
         await response.write_eof()
         return response
 
-    async def _generate(self, request: web.Request, session: Session) -> web.Response:
+    async def _generate(self, request: web.Request, door: _Door) -> web.Response:
+        session = self._session(request, door)
         call = parse_tokens(await _body(request), self._tokenizer)
         name, completion = await self._sample(session, call.token_ids, call.max_tokens, call.stop_token_ids)
         return web.json_response(tokens_answer(name, completion))
@@ -264,7 +271,7 @@ class GatewayServer:
             own,
             max_tokens=min(room, own.max_tokens, max_tokens or room),
             stop_token_ids=stops,
-            seed=_turn_seed(own.seed, number),
+            seed=derived_seed(own.seed, number),
         )
         name = f"{session.name}-{number}"
         try:
@@ -296,6 +303,6 @@ def _error(message: str, status: int, kind: str, code: str | None) -> web.Respon
     return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
 
 
-def _turn_seed(seed: int, number: int) -> int:
+def derived_seed(seed: int, number: int) -> int:
     """48 bits of (seed, number of the call), so that an episode that is redone draws the same random numbers."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")

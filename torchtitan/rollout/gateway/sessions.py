@@ -45,7 +45,6 @@ class Session:
     failed: set[int] = field(default_factory=set)
     cut: bool = False
     """A limit ended the last answer, or left no room for one"""
-    ended: bool = False
     branches: list[Branch] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
 
@@ -88,13 +87,12 @@ class Session:
         token_ids, ended = prompt_ids + completion.token_ids, completion.finish_reason == "stop"
         self._turns.append(_Turn(canonical, _canonical_tools(tools), token_ids, ended))
 
-    def to_json(self) -> dict[str, Any]:
-        """What the run needs of it; `branches_from_json` reads the branches."""
-        branches = [
+    def branches_to_json(self) -> list[list[Any]]:
+        """For `branches_from_json`."""
+        return [
             [one.token_ids if isinstance(one, Given) else one.to_json() for one in branch.segments]
             for branch in self.branches
         ]
-        return {"branches": branches, "calls": self.calls, "failed": len(self.failed), "cut": self.cut}
 
 
 def branches_from_json(data: Sequence[Sequence[Any]]) -> list[Branch]:

@@ -82,6 +82,8 @@ def parse_tokens(data: Mapping[str, Any], tokenizer: Tokenizer) -> TokenCall:
         raise WrongCall("sampling_params must be an object")
     if not isinstance(token_ids, list) or not token_ids or not all(type(one) is int for one in token_ids):
         raise WrongCall("token_ids must be a non-empty list of integers")
+    if min(token_ids) < 0 or max(token_ids) >= tokenizer.vocab_size:
+        raise WrongCall(f"token_ids must lie in 0..{tokenizer.vocab_size - 1}")
     _refuse_unsupported(sampling)
     return TokenCall(token_ids, _max_tokens(sampling.get("max_tokens")), _stop_ids(sampling, tokenizer))
 

@@ -46,6 +46,7 @@ class WorkerProcess:
         setup: the first message, see inside.py; the folders to import from are added.
         log_file: what it prints is appended there, up to a limit.
         flooded: called once when it has printed more than that.
+        python: that runs it, if not ours.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class WorkerProcess:
         setup: dict[str, Any],
         log_file: Path | None = None,
         flooded: Callable[[], None] = lambda: None,
+        python: str | None = None,
     ):
+        self._python = python or sys.executable
         self._what, self._module, self._log_file, self._flooded = what, module, log_file, flooded
         self._setup = {"path": sys.path, **setup}
         self._process = ChildProcess(what, log_file)
@@ -74,7 +77,7 @@ class WorkerProcess:
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
-            command: Sequence[str] = [sys.executable, "-m", self._module]
+            command: Sequence[str] = [self._python, "-m", self._module]
             await self._process.launch(command, child_environment(threads=1), pipes=True)
             self._readers = [asyncio.create_task(self._read_output())]
             try:

@@ -1,0 +1,127 @@
+"""An agent worker process: messages as in workers/inside.py, any number of episodes side by side.
+
+The set-up has {"agent"}: `package.module:function` or a command line. Messages have {"episode": number, "do": …} with
+
+    run     {"row", "base_url", "key"}  {"reward"}
+    drop    (no reply)                  the episode is over
+
+A function gets what it names of `base_url`, `key` and `row`, and returns a reward or None. A command finds the first
+two as OPENAI_BASE_URL and OPENAI_API_KEY, the row as JSON on its standard input, and prints the reward last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import re
+import shlex
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchtitan.errors import UserError
+from torchtitan.rollout.environments.programs import read_number
+from torchtitan.rollout.environments.worker import serve
+from torchtitan.rollout.workers.inside import protect, set_up
+from torchtitan.rollout.workers.loading import load_object
+
+FUNCTION = re.compile(r"[\w.]+:\w+")
+# The end of what a command prints, in which its reward is looked for.
+TAIL_BYTES = 1 << 16
+
+Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Plays the episode of a message"""
+
+
+class Agents:
+    """The episodes of this process."""
+
+    def __init__(self, play: Play):
+        self._play = play
+        self._episodes: dict[int, asyncio.Task[dict[str, Any]]] = {}
+
+    async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        task = self._episodes[message["episode"]] = asyncio.ensure_future(self._play(message))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return {"error": "the episode was broken off"}
+        except (Exception, SystemExit) as error:  # of user code
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self._episodes.pop(message["episode"], None)
+
+    def drop(self, episode: int) -> None:
+        """Break an episode off."""
+        if (task := self._episodes.get(episode)) is not None:
+            task.cancel()
+
+
+def find_agent(agent: str) -> Play:
+    """The function or command of that name. Raises UserError where it cannot be loaded."""
+    if not FUNCTION.fullmatch(agent):
+        words = shlex.split(agent)
+        return lambda message: run_command(words, message)
+    function = load_object(agent, "agent")
+    names = set(inspect.signature(function).parameters)
+    if unknown := names - {"base_url", "key", "row"}:
+        raise UserError(f"agent {agent!r} has parameters {', '.join(sorted(unknown))}: it gets base_url, key and row")
+
+    async def play(message: dict[str, Any]) -> dict[str, Any]:
+        arguments = {name: message[name] for name in names}
+        if inspect.iscoroutinefunction(function):
+            result = await function(**arguments)
+        else:
+            result = await asyncio.to_thread(function, **arguments)
+        return {"reward": read_number(result, agent)}
+
+    return play
+
+
+async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, Any]:
+    """Raises RuntimeError where it fails, ValueError where its last line is no reward."""
+    environment = {**os.environ, "OPENAI_BASE_URL": message["base_url"], "OPENAI_API_KEY": message["key"]}
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with contextlib.suppress(ConnectionError):  # it need not read the row
+            process.stdin.write(json.dumps(message["row"]).encode() + b"\n")
+            await process.stdin.drain()
+            process.stdin.close()
+        tail = b""
+        while part := await process.stdout.read(TAIL_BYTES):
+            tail = (tail + part)[-TAIL_BYTES:]
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if code:
+        raise RuntimeError(f"{words[0]} ended with exit code {code}")
+    lines = tail.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    try:
+        return {"reward": read_number(json.loads(last), words[0])}
+    except ValueError:
+        raise ValueError(f"the last line that {words[0]} printed is no reward: {last[:200]!r}") from None
+
+
+def main() -> None:
+    incoming, outgoing = protect()
+    agents: list[Agents] = []
+
+    def load(setup: dict[str, Any]) -> dict[str, Any]:
+        agents.append(Agents(find_agent(setup["agent"])))
+        return {"tools": [], "rewards": True}
+
+    if set_up(incoming, outgoing, load):
+        asyncio.run(serve(agents[0], incoming, outgoing))
+
+
+if __name__ == "__main__":
+    main()
