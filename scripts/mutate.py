@@ -131,9 +131,12 @@ def survives(mutant: Mutant, tests: list[str], seconds: float) -> bool:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        # What others have written stays imported, which saves most of the time.
-        for name in [name for name, module in sys.modules.items() if _is_own(module)]:
-            del sys.modules[name]
+        # Anew: its package and what is outside of the product. All else stays imported, which saves most of the time.
+        root, package = mutant.path.parts[0], ".".join(mutant.path.parts[:2])
+        own = [name for name, module in sys.modules.items() if _is_own(module)]
+        for name in own:
+            if name.partition(".")[0] != root or name.startswith(package):
+                del sys.modules[name]
         sys.meta_path.insert(0, Loader(mutant))
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])) & 0xFF)
     deadline = time.monotonic() + seconds

@@ -117,7 +117,7 @@ def run_slow_links(seed: int, parts: Parts) -> Job:
     machine.distance = machine.random.choice((1.0, 10.0, 40.0))
     job = Job(machine, shape, parts)
     for actor in job.actors:
-        actor.process.runtime.longest_work = 2.0 * shape.interval
+        actor.process.longest_work = 2.0 * shape.interval
     machine.run(runs.JOIN_SECONDS)
     job.train(8)
     machine.run(runs.JOIN_SECONDS + 8 * shape.interval * 1.1)
