@@ -1,23 +1,33 @@
-"""How many bytes a delta is, over real GRPO steps: what actors received as deltas ÷ what full versions would have been.
+"""How many bytes a delta is, over real GRPO steps: what an actor received as deltas ÷ what full versions would be.
 
     python benchmarks/weight_sync_delta.py [--json]
 
 Whole runs of ./run_grpo.sh's configuration: the debug policy is made and trained with GRPO first; then, for each
 learning rate, a job of its own goes on from those float32 weights with a bfloat16 actor and weight_sync.delta. Counted
-is what the actor received, from the second step on; the version that is sent in full by order (its first) is left out,
-those that came in full because nothing was smaller are not.
+is what the actor received, from the second step on; buckets that came in full because nothing was smaller, too.
 
     delta_ratio_lr_*       mean of a learning rate's versions; delta_ratio_largest_mean is the largest of them
     delta_ratio_max_lr_*   its largest single version; delta_ratio_max is the largest of all
+
+And how long a version takes, published to applied, as a delta ÷ in full: random bfloat16 weights of which 3 % move by
+their last bit, over a link that is throttled to 1 or 10 Gbit/s.
+
+    delta_seconds_ratio_1_gbit, delta_seconds_ratio_10_gbit
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +35,26 @@ if __name__ == "__main__":
     # As a script, the folder of this file is on the path, not the repository.
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import common
+import torch
 
-BARS = {"delta_ratio_lr_1e-6": ("<=", 0.15), "delta_ratio_max": ("<=", 1.0)}
+from benchmarks import common
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.pull.publication import Publication
+from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.staging import StagedVersion
+
+BARS = {
+    "delta_ratio_lr_1e-6": ("<=", 0.03),
+    "delta_ratio_max": ("<=", 1.0),
+    "delta_seconds_ratio_1_gbit": ("<=", 1.0),
+}
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
+LINKS = {"1_gbit": 125_000_000, "10_gbit": 1_250_000_000}
 FIRST_COUNTED_VERSION = 2
+EPOCH = "e1-delta"
+SECONDS = 120.0
 
 
 def run(command: list[str], log: Path) -> None:
@@ -75,23 +100,89 @@ def trained_policy(folder: Path, steps: int) -> Path:
 
 
 def ratios(run_dir: Path) -> list[float]:
-    """Bytes ÷ bytes of a full version, for each version that an actor was offered as a delta and has applied."""
-    text = (run_dir / "weight_sync" / "coordinator.jsonl").read_text()
+    """Bytes ÷ bytes of a full version, for each version that an actor has applied, from the second step on."""
+    text = (run_dir / "weight_sync" / "registry.jsonl").read_text()
     records = [json.loads(line) for line in text.splitlines()]
     total = next(record["bytes"] for record in records if record["event"] == "layout")
-    base: dict[str, int | None] = {}
-    found = []
-    for record in records:
-        if record["event"] == "offer":
-            base[record["actor"]] = record["base"]
-        elif record["event"] != "applied" or base[record["actor"]] is None:
-            continue
-        elif record["version"] >= FIRST_COUNTED_VERSION:
-            figures = record["figures"]
-            found.append((figures["bytes_delta"] + figures["bytes_full"]) / total)
-    if not found:
-        raise SystemExit(f"no version was sent as a delta in {run_dir}")
-    return found
+    figures = [
+        record["figures"]
+        for record in records
+        if record["event"] == "applied" and record["version"] >= FIRST_COUNTED_VERSION and record["figures"]
+    ]
+    if not figures:
+        raise SystemExit(f"no version of {run_dir} counts")
+    return [(one["bytes_delta"] + one["bytes_full"]) / total for one in figures]
+
+
+class Pair:
+    """A trainer's rank that sends deltas, and an actor; real processes but for the actor's thread."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], folder: Path, *, delta: bool, bytes_per_s: int = 0):
+        self.weights, self.version = dict(weights), -1
+        os.environ[faults.VARIABLE] = f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""
+        token = secrets.token_urlsafe(16)
+        settings = Settings(world_size=1, delta=delta, apply_timeout_s=SECONDS)
+        self.publication = Publication(
+            self.weights,
+            settings,
+            epoch=EPOCH,
+            token=token,
+            folder=folder,
+            bucket_bytes=16 << 20,
+            dtype="bfloat16",
+        )
+        self.applied = threading.Semaphore(0)
+        address, key = self.publication.registry_address, role_key(token, ACTOR, "actor")
+        self.actor = Actor(address, "actor", EPOCH, key, self._apply)
+        self.actor.start()
+        assert self.publication.watcher is not None
+        self.watcher = self.publication.watcher
+        common.wait_for(lambda: bool(self.watcher.status()["actors"]), SECONDS, "the actor joins")
+
+    def _apply(self, _staged: StagedVersion) -> None:
+        self.applied.release()
+
+    def publish(self, weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, float], float]:
+        """The figures of the actor, and the seconds from the snapshot to the apply."""
+        common.wait_for(self.publication.boundary.reserve, SECONDS, "a free slot")
+        self.publication.publisher.fence()
+        for name, tensor in self.weights.items():
+            tensor.copy_(weights[name])
+        self.version += 1
+        begun = time.perf_counter()
+        self.publication.boundary.commit(self.version, 0)
+        if not self.applied.acquire(timeout=SECONDS):
+            raise SystemExit(f"version {self.version} was not applied within {SECONDS:g} s")
+        seconds = time.perf_counter() - begun
+
+        def known() -> dict[str, Any]:
+            return dict(self.watcher.status()["actors"]["actor"])
+
+        common.wait_for(lambda: known()["version"] == self.version, SECONDS, "the trainer hears of it")
+        return known()["figures"], seconds
+
+    def close(self) -> None:
+        self.actor.close()
+        self.publication.close()
+
+
+def seconds_ratio(bytes_per_s: int, megabytes: int, repeats: int) -> float:
+    """Seconds of a version of so many megabytes as a delta ÷ in full, over such a link."""
+    torch.manual_seed(0)
+    weights = {f"layer{index}": torch.randn(megabytes << 17) for index in range(4)}
+    medians = {}
+    for delta in (False, True):
+        with tempfile.TemporaryDirectory(prefix="delta-") as folder:
+            pair = Pair(weights, Path(folder), delta=delta, bytes_per_s=bytes_per_s)
+            with contextlib.closing(pair):
+                seconds = []
+                for _ in range(repeats + 2):
+                    for tensor in weights.values():
+                        # One unit in the last of bfloat16's eight bits.
+                        tensor.mul_(1 + (torch.rand_like(tensor) < 0.03) * 2**-7)
+                    seconds.append(pair.publish(weights)[1])
+        medians[delta] = statistics.median(seconds[2:])
+    return medians[True] / medians[False]
 
 
 def main() -> int:
@@ -99,7 +190,10 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--training-steps", type=int, default=60, help="GRPO steps before anything is measured")
     parser.add_argument("--steps", type=int, default=12, help="measured GRPO steps per learning rate")
+    parser.add_argument("--megabytes", type=int, default=128, help="of a version whose time is taken")
     options = parser.parse_args()
+    if options.quick:
+        options.megabytes = 16
     training_steps, steps = (2, 4) if options.quick else (options.training_steps, options.steps)
     figures: dict[str, float] = {}
     largest: dict[str, float] = {}
@@ -118,7 +212,6 @@ def main() -> int:
                 "inference.dtype": "bfloat16",
                 "inference.num_actors": 1,
                 "weight_sync.delta": True,
-                "weight_sync.full_every": 10 * steps,
                 "checkpoint.enable": False,
             }
             found = ratios(train(policy, folder, f"rate-{rate:.0e}", settings))
@@ -126,10 +219,16 @@ def main() -> int:
             figures[f"delta_ratio_{name_of_rate}"] = sum(found) / len(found)
             largest[f"delta_ratio_max_{name_of_rate}"] = max(found)
     figures |= {"delta_ratio_largest_mean": max(figures.values()), **largest, "delta_ratio_max": max(largest.values())}
+    for name, bytes_per_s in LINKS.items():
+        common.progress(f"{options.megabytes} MB over {name}")
+        figures[f"delta_seconds_ratio_{name}"] = seconds_ratio(
+            bytes_per_s, options.megabytes, 1 if options.quick else 9
+        )
     conditions = {
         "policy": f"debug policy (Qwen3, 298k parameters) after {training_steps} GRPO steps",
         "steps_per_rate": steps,
         "optimizer_steps_per_version": 4,
+        "timed_version_mb": options.megabytes,
         "cores": os.cpu_count(),
     }
     common.report("weight_sync_delta", figures, BARS, conditions, options.json)

@@ -74,6 +74,7 @@ def test_the_largest_delta_is_that_of_one_version(
     monkeypatch.setattr(weight_sync_delta, "trained_policy", lambda folder, steps: folder)
     monkeypatch.setattr(weight_sync_delta, "train", lambda *arguments: tmp_path)
     monkeypatch.setattr(weight_sync_delta, "ratios", lambda run_dir: next(found))
+    monkeypatch.setattr(weight_sync_delta, "seconds_ratio", lambda *arguments: 0.5)
     monkeypatch.setattr(sys, "argv", ["delta", "--quick", "--json"])
     assert weight_sync_delta.main() == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
