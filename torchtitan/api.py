@@ -34,6 +34,8 @@ def train(
     *,
     rewards: Reward | Iterable[Reward] | None = None,
     dataset: str | Rows | Callable[[], Rows] | None = None,
+    environment: str | type | None = None,
+    tools: Iterable[str | Callable[..., Any]] | None = None,
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal; call it in the main thread.
 
@@ -44,6 +46,8 @@ def train(
         overrides: values by `table.key`, such as {"training.steps": 3}.
         rewards: for rewards.functions: names, or functions in TRL's call convention, which worker processes run.
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
+        environment: for environment.factory: its name, or the class, of which worker processes make instances.
+        tools: for environment.tools: names, or functions, which worker processes run.
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, with all of them), or what stopped the run early.
@@ -56,7 +60,12 @@ def train(
     folder = Path(draft.build()[0].job.dump_folder).resolve() / own_code.FOLDER
     if rewards is not None:
         several = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
-        draft.set("rewards.functions", own_code.names_of_rewards(several, folder), "rewards")
+        draft.set("rewards.functions", own_code.names_of(several, folder, "reward function"), "rewards")
+    if environment is not None:
+        (name,) = own_code.names_of([environment], folder, "environment", type)
+        draft.set("environment.factory", name, "environment")
+    if tools is not None:
+        draft.set("environment.tools", own_code.names_of(tools, folder, "tool"), "tools")
     if dataset is not None:
         rows = dataset() if callable(dataset) else dataset
         name = rows if isinstance(rows, str) else own_code.write_rows(rows, folder)

@@ -1,4 +1,4 @@
-"""Reward functions and rows that are Python objects, as files that reward workers and later runs can read.
+"""Functions, classes and rows that are Python objects, as files that workers and later runs can read.
 
 A function that can be imported by name stays where it is. Of one that cannot (from a script that is running, or a cell
 of a notebook) the source is written to a module, with the imports, functions, classes and constants that it uses.
@@ -27,13 +27,16 @@ FOLDER = "from_python"
 HEAD = "from __future__ import annotations\n"
 
 
-def names_of_rewards(rewards: Iterable[str | Callable[..., Any]], folder: Path) -> list[str]:
-    """What to write in rewards.functions: names as they are, functions as module:function, in `folder` if need be.
+def names_of(
+    things: Iterable[str | Callable[..., Any]], folder: Path, what: str, kind: type = FunctionType
+) -> list[str]:
+    """What to write in a configuration: names as they are, functions and classes as module:name, in `folder` if need
+    be. Messages call them `what`.
 
     Raises:
-        UserError: a function that cannot be imported, and whose source cannot stand alone.
+        UserError: one that cannot be imported, and whose source cannot stand alone.
     """
-    return [reward if isinstance(reward, str) else _name(reward, folder) for reward in rewards]
+    return [thing if isinstance(thing, str) else _name(thing, folder, what, kind) for thing in things]
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
@@ -51,13 +54,14 @@ def write_rows(rows: Iterable[Mapping[str, Any]], folder: Path) -> str:
     return str(_write(folder, "rows", "".join(lines), ".jsonl"))
 
 
-def _name(function: Callable[..., Any], folder: Path) -> str:
+def _name(function: Callable[..., Any], folder: Path, what: str, kind: type) -> str:
     if (name := _importable(function)) is not None:
         return name
-    if not isinstance(function, FunctionType):
-        raise UserError(f"reward function {function!r}: must be a function (def), or one that a module has by its name")
+    if not isinstance(function, kind):
+        made = "function (def)" if kind is FunctionType else "class"
+        raise UserError(f"{what} {function!r}: must be a {made}, or one that a module has by its name")
     parts: dict[str, str] = {}
-    _collect(function.__name__, function, f"reward function {function.__name__}", parts)
+    _collect(function.__name__, function, f"{what} {function.__name__}", parts)
     path = _write(folder, "own", HEAD + "\n".join(parts.values()) + "\n", ".py")
     return f"{path.stem}:{function.__name__}"
 
@@ -99,7 +103,7 @@ def _collect(name: str, value: Any, user: str, parts: dict[str, str]) -> None:
         parts[name] = f"{name} = {value!r}"
     else:
         raise UserError(
-            f"{user}: uses {name}, a {type(value).__name__} that exists only in this process, but rewards run in "
+            f"{user}: uses {name}, a {type(value).__name__} that exists only in this process, but it runs in "
             "worker processes: make it inside of the function, or put both into a module and import that"
         )
 

@@ -32,7 +32,7 @@ from torchtitan.grpo.objectives import ClipRange
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.inference import ROUTES
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.loading import load_config, validated
 from torchtitan.preflight.plan import describe_plan, make_plan
 
 if sys.version_info >= (3, 11):
@@ -999,3 +999,31 @@ def test_entry_points_answer_without_traceback_and_without_torch(write_config: W
         assert message.startswith("2 configuration problems:\n")
         assert "Traceback" not in done.stderr
         assert "| torch\n" not in imported
+
+
+def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
+    tables = {
+        "model": {"hf_assets_path": str(tmp_path / "assets" / "debug_guess")},
+        "environment": {
+            "factory": "torchtitan.rollout.environments.guess:Gues",
+            "tools": ["no.such.module:tool", "no.such.module:tool"],
+            "tool_parser": "torchtitan.rollout.environments.calculator:bracket",
+            "max_turns": 0,
+        },
+        "rewards": {"functions": []},
+    }
+    draft = Draft()
+    draft.add(tables, "test")
+    with pytest.raises(ConfigError) as caught:
+        validated(draft, planning=True)
+    text = str(caught.value)
+    for words in (
+        "Gues",
+        "(nearest: Guess)",
+        "module no.such.module",
+        "may be named once",
+        "bracket_calls",
+        "max_turns",
+    ):
+        assert words in text, text
+    assert "rewards.functions" not in text

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 from torchtitan import train
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.preflight.own_code import names_of_rewards, write_rows
+from torchtitan.preflight.own_code import names_of, write_rows
 from torchtitan.rollout.datasets import load_rows
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.text import arithmetic
@@ -74,7 +74,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_cells_function_is_written_with_all_that_it_uses(cell: dict[str, Any], tmp_path: Path) -> None:
-    (name,) = names_of_rewards([cell["mine"]], tmp_path / "new")
+    (name,) = names_of([cell["mine"]], tmp_path / "new", "reward function")
     module, _, function = name.partition(":")
     text = (tmp_path / "new" / f"{module}.py").read_text()
     assert function == "mine" and "this line" not in text and "/dev/null" not in text
@@ -84,7 +84,7 @@ def test_a_cells_function_is_written_with_all_that_it_uses(cell: dict[str, Any],
         capture_output=True, text=True, timeout=PATIENCE_S, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(cell["mine"](completions=["1 2", "1x"])) == "[4.5, 4.5]"
-    assert names_of_rewards([cell["mine"]], tmp_path / "new") == [name]
+    assert names_of([cell["mine"]], tmp_path / "new", "reward function") == [name]
 
 
 def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,13 @@ def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyP
     main.__file__ = str(script)
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(compile(text, str(script), "exec"), main.__dict__)
-    (name,) = names_of_rewards([main.mine], tmp_path)
+    (name,) = names_of([main.mine], tmp_path, "reward function")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_reward(name)(completions=["x"]) == [2]
 
 
 def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
-    names = names_of_rewards(["accuracy", arithmetic], tmp_path)
+    names = names_of(["accuracy", arithmetic], tmp_path, "reward function")
     assert names == ["accuracy", "torchtitan.rollout.rewards.text:arithmetic"]
     assert not list(tmp_path.iterdir())
 
@@ -117,7 +117,7 @@ def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
 )
 def test_what_cannot_stand_alone_is_refused(cell: dict[str, Any], tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        names_of_rewards([cell[name]], tmp_path)
+        names_of([cell[name]], tmp_path, "reward function")
     assert not list(tmp_path.iterdir())
 
 
@@ -125,7 +125,7 @@ def test_a_function_without_source_is_refused(tmp_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("def typed(completions, **kwargs): return [1.0]", names)
     with pytest.raises(UserError, match="source of typed cannot be had"):
-        names_of_rewards([names["typed"]], tmp_path)
+        names_of([names["typed"]], tmp_path, "reward function")
 
 
 def test_rows_are_written_as_json_lines(tmp_path: Path) -> None:
