@@ -1,4 +1,4 @@
-"""The same recorded rollouts on one rank, FSDP2 × 2, TP × 2 and 2 × 2: the same losses and gradient norms."""
+"""The same recorded rollouts on one rank, FSDP2, TP, CP and pairs of them: the same losses and gradient norms."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 STEPS = 3
-# Decoupled or not, and the loss.
-MODES = [(True, "dapo"), (False, "grpo")]
+FIGURES = ("loss", "grad_norm", "entropy", "mismatch_kl", "trained_tokens", "ratio/max")
+# Decoupled or not, and the loss; that of whole sequences has no part for each rank.
+MODES = [(True, "dapo"), (False, "grpo"), (False, "gspo")]
 FUNCTION = "tests.integration_tests.test_training_layouts:train_modes"
 
 
@@ -55,16 +56,21 @@ def record(run_dir: Path) -> None:
     journal.close()
 
 
-def train_modes(checkpoint: str, run_dir: str, tp: int, modes: list[tuple[bool, str]]) -> list[list[list[float]]]:
+def train_modes(
+    checkpoint: str, run_dir: str, tp: int, cp: int, modes: list[tuple[bool, str]]
+) -> list[list[list[float]]]:
     """What train_recorded says in each mode, one after the other: processes take longest to start."""
-    return [train_recorded(checkpoint, run_dir, tp, *mode) for mode in modes]
+    return [train_recorded(checkpoint, run_dir, tp, cp, *mode) for mode in modes]
 
 
-def train_recorded(checkpoint: str, run_dir: str, tp: int, decoupled: bool, loss_type: str) -> list[list[float]]:
+def train_recorded(
+    checkpoint: str, run_dir: str, tp: int, cp: int, decoupled: bool, loss_type: str
+) -> list[list[float]]:
     """(loss, gradient norm, entropy) of every recorded batch, in this process's layout."""
     config = JobConfig()
     config.model.hf_assets_path = checkpoint
     config.parallelism.tensor_parallel_degree = tp
+    config.parallelism.context_parallel_degree = cp
     config.optimizer.lr = 1e-3
     config.grpo.recompute_old_log_probs = decoupled
     config.grpo.loss_type = loss_type
@@ -85,7 +91,7 @@ def train_recorded(checkpoint: str, run_dir: str, tp: int, decoupled: bool, loss
         result = trainer.train_batch(source.next_batch(version), Slots())
         # One rank without a free slot must be known to all of them.
         assert result.votes_against == (1 if device.world_size() > 1 else 0)
-        figures.append([result.metrics[name] for name in ("loss", "grad_norm", "entropy")])
+        figures.append([result.metrics[name] for name in FIGURES])
     return figures
 
 
@@ -103,14 +109,15 @@ class Slots:
 def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     record(tmp_path)
     arguments: dict[str, Any] = {"checkpoint": str(tiny_checkpoint("qwen3", tied=True)), "run_dir": str(tmp_path)}
-    references = train_modes(tp=1, modes=MODES, **arguments)
-    assert all(abs(loss) > 1e-3 for reference in references for loss, _, _ in reference)
+    references = train_modes(tp=1, cp=1, modes=MODES, **arguments)
+    assert all(abs(step[0]) > 1e-3 for reference in references for step in reference)
     # The modes differ in the loss alone; the full set of layouts for one of them, the mixed one for both.
-    for ranks, tp, modes in ((2, 1, MODES[:1]), (2, 2, MODES[:1]), (4, 2, MODES)):
-        for rank in run_distributed(FUNCTION, ranks, tp=tp, modes=modes, **arguments):
+    layouts = [(2, 1, 1, MODES[:1]), (2, 2, 1, MODES[:1]), (4, 2, 1, MODES), (2, 1, 2, MODES), (4, 1, 2, MODES[:1])]
+    for ranks, tp, cp, modes in [*layouts, (4, 2, 2, MODES[:1])]:
+        for rank in run_distributed(FUNCTION, ranks, tp=tp, cp=cp, modes=modes, **arguments):
             assert len(rank) == len(modes)
             for figures, reference in zip(rank, references, strict=False):
-                for (loss, norm, entropy), expected in zip(figures, reference, strict=True):
+                for (loss, norm, *others), expected in zip(figures, reference, strict=True):
                     assert loss == pytest.approx(expected[0], abs=1e-5)
                     assert norm == pytest.approx(expected[1], rel=1e-4)
-                    assert entropy == pytest.approx(expected[2], abs=1e-4)
+                    assert others == pytest.approx(expected[2:], rel=1e-4, abs=1e-4)

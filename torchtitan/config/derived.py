@@ -19,18 +19,23 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_per_pack(config: JobConfig) -> int:
+    """Ranks that work on the same micro-batches."""
+    return config.parallelism.tensor_parallel_degree * config.parallelism.context_parallel_degree
+
+
 def global_batch_size(config: JobConfig, ranks: int) -> int:
     """Completions per batch over all ranks."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
-    return config.training.local_batch_size * max(1, ranks // config.parallelism.tensor_parallel_degree)
+    return config.training.local_batch_size * max(1, ranks // ranks_per_pack(config))
 
 
 def shard_degree(config: JobConfig, ranks: int) -> int:
-    """Ranks that share one copy of the policy, besides tensor parallelism."""
+    """Ranks that share one copy of the policy, besides context and tensor parallelism."""
     parallelism = config.parallelism
     degree = parallelism.data_parallel_shard_degree
-    copies = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    copies = parallelism.data_parallel_replicate_degree * ranks_per_pack(config)
     return degree if degree != -1 else max(1, ranks // copies)
 
 

@@ -83,7 +83,8 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
     if args is None:
         return None
     tensor = config.parallelism.tensor_parallel_degree
-    memory = estimate_memory(config, args, shard_degree(config, ranks), tensor, ranks)
+    shard = shard_degree(config, ranks) * config.parallelism.context_parallel_degree
+    memory = estimate_memory(config, args, shard, tensor, ranks)
     return engine_memory(config, args, device_bytes, beside_generation(config, memory))
 
 

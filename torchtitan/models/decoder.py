@@ -1,4 +1,4 @@
-"""One decoder for Llama 3, Qwen2/2.5 and Qwen3: a family is a row of switches in ModelArgs.
+"""One decoder for all families: a family is a row of switches (families.py).
 
 Parameter names are the Hugging Face checkpoint names, so loading, saving and syncing need no adapter. The trainer
 and the embedded engine run the same modules and differ in one argument: the attention they pass in.
@@ -6,6 +6,7 @@ and the embedded engine run the same modules and differ in one argument: the att
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -14,95 +15,144 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.config.job_config import Lora
+from torchtitan.distributed.context_parallel import ContextAttention, ContextParallel
 from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.expert_args import MISSING
+from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
 from torchtitan.models.rms_norm import RMSNorm
-from torchtitan.models.rotary import rotary_tables, rotate
+from torchtitan.models.rotary import RotaryTables, rotary_tables, rotate
 from torchtitan.models.swiglu import swiglu
 
 # (layer, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
 AttentionFunction = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-RotaryTables = tuple[torch.Tensor, torch.Tensor]
+
+
+def _shifted(
+    objective: TokenObjective, first: int, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice
+) -> torch.Tensor:
+    """The objective of rows that are counted from `first` on."""
+    return objective(log_probs, entropy, slice(first + rows.start, first + rows.stop))
 
 
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions; how keys are found is the caller's."""
 
+    # What a family has of these.
+    qkv_proj: nn.Linear
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
-        self.index = index
-        self.window, self.softcap, self.scale = 0, 0.0, 1 / math.sqrt(args.head_dim)
+        self.index, self.head_dim = index, args.head_dim
+        self.window, self.softcap = args.window(index), args.attention_softcap
+        self.scale = args.attention_scale or 1 / math.sqrt(args.head_dim)
         self.sinks: torch.Tensor | None = None
-        self.head_dim = args.head_dim
+        self.rotary_pairs = args.kind.rotary_pairs
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
-        self.q_proj = nn.Linear(args.hidden_size, query, bias=args.qkv_bias)
-        self.k_proj = nn.Linear(args.hidden_size, key_value, bias=args.qkv_bias)
-        self.v_proj = nn.Linear(args.hidden_size, key_value, bias=args.qkv_bias)
-        self.o_proj = nn.Linear(query, args.hidden_size, bias=False)
-        self.q_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, args.rms_norm_eps) if args.qk_norm else None
+        self.joint_sizes = (query, key_value, key_value) if args.kind.joint_qkv else None
+        for name, (rows, columns) in args.projection_shapes().items():
+            if name in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"):
+                self.add_module(name, nn.Linear(columns, rows, bias=args.has_bias(name)))
+        self.whole_norm = args.qk_norm == "whole"
+        sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
+        norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) if args.qk_norm else None for size in sizes]
+        self.q_norm, self.k_norm = norms
         # For generation, see fused_projections.py; never set where the policy is trained.
-        self.fused: Callable[[torch.Tensor, RotaryTables], tuple[torch.Tensor, ...]] | None = None
+        self.fused: Callable[[torch.Tensor, RotaryTables | None], tuple[torch.Tensor, ...]] | None = None
 
-    def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: RotaryTables | None, attend: AttentionFunction) -> torch.Tensor:
         if self.fused is not None:
             return self.o_proj(attend(self, *self.fused(x, rotary)).flatten(-2))
-        # -1 heads: under tensor parallelism a rank sees its share of them.
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.joint_sizes is not None:
+            q, k, v = self.qkv_proj(x).split(self.joint_sizes, -1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None and self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return self.o_proj(attend(self, q, k, v).flatten(-2))
+        # -1 heads: under tensor parallelism a rank sees its share of them.
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(attend(self, self.turn(q, rotary), self.turn(k, rotary), v).flatten(-2))
+
+    def turn(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
+        """x [T, heads, D] at its positions; a layer without rotary positions leaves it."""
+        return x if rotary is None else rotate(x, *rotary, pairs=self.rotary_pairs)
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """Gated feed-forward."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int):
+    # What a family has of these.
+    gate_up_proj: nn.Linear
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(self, hidden_size: int, intermediate_size: int, kind: Family = FAMILIES["llama"], bias: bool = False):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.silu, self.joint = kind.activation == "silu", kind.joint_gate_up
+        if self.joint:
+            self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        else:
+            self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+            self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.fused: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused is not None:
             return self.down_proj(self.fused(x))
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_up_proj(x).chunk(2, -1) if self.joint else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(self.activate(gate, up))
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate and up [T, I] -> what goes into the last projection."""
+        return swiglu(gate, up) if self.silu else F.gelu(gate, approximate="tanh") * up
 
 
 def feed_forward(args: ModelArgs, index: int) -> MLP | MoE:
     """What a layer has behind its attention."""
     if args.experts is None or index in args.dense_layers:
-        return MLP(args.hidden_size, args.intermediate_size)
+        return MLP(args.hidden_size, args.intermediate_size, args.kind, args.mlp_bias)
     wide = args.experts.shared_intermediate_size
     return MoE(args.experts, args.hidden_size, index, MLP(args.hidden_size, wide) if wide else None)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each with norms before or after it and added to the residual stream."""
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
         self.self_attn = Attention(args, index)
         self.mlp = feed_forward(args, index)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.norms, self.residual_scale = args.kind.norms, args.residual_scale
+        for name in filter(None, self.norms):
+            self.add_module(name, RMSNorm(args.hidden_size, args.rms_norm_eps, args.kind.zero_norms))
 
     def forward(
-        self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction, routing: Routing | None = None
+        self, x: torch.Tensor, rotary: RotaryTables | None, attend: AttentionFunction, routing: Routing | None = None
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, routing) if isinstance(self.mlp, MoE) else self.mlp(normed))
+        x = x + self._scaled(self._normed(1, self.self_attn(self._normed(0, x), rotary, attend)))
+        normed = self._normed(2, x)
+        added = self.mlp(normed, routing) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        return x + self._scaled(self._normed(3, added))
+
+    def _normed(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        name = self.norms[place]
+        return getattr(self, name)(x) if name else x
+
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class DecoderStack(nn.Module):
@@ -113,14 +163,14 @@ class DecoderStack(nn.Module):
         self.args = args
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(args, index) for index in range(args.num_hidden_layers))
-        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps, args.kind.zero_norms)
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         attend: AttentionFunction,
-        rotary: RotaryTables | None = None,
+        rotary: list[RotaryTables] | None = None,
         routes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """token_ids [T] at positions [T] -> hidden states [T, H]; `rotary` where the caller has the tables already.
@@ -128,14 +178,18 @@ class DecoderStack(nn.Module):
         routes [T, layers, k]: the experts of each token where an engine has chosen them, see moe.Routing.
         """
         x = self.embed_tokens(token_ids)
+        if self.args.embedding_scale != 1.0:
+            # In the weights' type, as transformers has it.
+            x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
         if rotary is None:
             rotary = rotary_tables(self.args, positions, x.dtype)
         routing = None
         if self.args.experts is not None:
             sizes = invariant_sizes(self.args, x.dtype, x.device)
             routing = Routing(routes, expert_rows(sizes, x.device))
-        for layer in self.layers:
-            x = layer(x, rotary, attend, routing)
+        for index, layer in enumerate(self.layers):
+            rope = self.args.rope_of(index)
+            x = layer(x, None if rope is None else rotary[rope], attend, routing)
         return self.norm(x)
 
 
@@ -147,10 +201,13 @@ class Decoder(nn.Module):
         self.args = args
         # Sequence parallelism cuts the pack into this many equal parts; `parallelize` sets it.
         self.sequence_parts = 1
+        # The ranks that share a pack's tokens, where several do; `parallelize` sets it.
+        self.context: ContextParallel | None = None
         # Low-rank adapters, where there are; see lora.py.
         self.lora: Lora | None = None
         self.model = DecoderStack(args)
         self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)
+        self.lm_head.softcap, self.lm_head.divisor = args.logit_softcap, args.logit_divisor
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -162,6 +219,12 @@ class Decoder(nn.Module):
         """At which sizes this model computes a token alike whatever else is in the batch: trainer and engine keep to
         them."""
         return invariant_sizes(self.args, self.lm_head.weight.dtype, self.lm_head.weight.device)
+
+    def padded_length(self, tokens: int) -> int:
+        """The tokens that a pack of so many is computed as: as many as its ranks and the kernels' sizes divide."""
+        parts = math.lcm(self.sequence_parts, self.invariant_sizes().rows)
+        parts *= 1 if self.context is None else self.context.ranks
+        return -(-tokens // parts) * parts
 
     def forward(
         self,
@@ -179,16 +242,52 @@ class Decoder(nn.Module):
         rows [n]: positions that the targets [n] (and `kept`) belong to, so that prompts cost the head nothing.
         objective: see LogProbHead; the result is then (loss [], log-probs [n], entropy [n]).
         routes [T, layers, k]: experts that an engine has chosen, see moe.Routing.
+
+        With context parallelism each rank of the group is given the same; `rows` must ascend. It gets all log-probs,
+        and the loss of its own rows.
         """
         sizes = self.invariant_sizes()
-        positions, padding = layout.positions, -len(token_ids) % math.lcm(self.sequence_parts, sizes.rows)
+        positions, padding = layout.positions, self.padded_length(layout.total) - layout.total
         if padding:
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
             routes = None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, padding), value=MISSING)
+        if self.context is not None:
+            places = torch.arange(layout.total, device=token_ids.device) if rows is None else rows
+            return self._in_parts(
+                self.context, token_ids, positions, layout, targets, temperature, kept, places, objective, routes
+            )
         hidden = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
         output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
+
+    def _in_parts(
+        self,
+        context: ContextParallel,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layout: PackedLayout,
+        targets: torch.Tensor | None,
+        temperature: float,
+        kept: KeptTokens | None,
+        rows: torch.Tensor,
+        objective: TokenObjective | None,
+        routes: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The forward of this rank's part of the tokens, and all ranks' results for `rows`."""
+        own, bounds = context.part(len(token_ids)), context.bounds(rows, len(token_ids))
+        first, end = bounds[context.rank : context.rank + 2]
+        attend = ContextAttention(PackedAttention(layout), context)
+        routes = None if routes is None else routes[own]
+        hidden = self.model(token_ids[own], positions[own], attend, routes=routes)
+        places, step = rows[first:end] - own.start, self.invariant_sizes().rows
+        if targets is None:
+            logits = self.lm_head(hidden, None, temperature, None, None, None, step)
+            return context.gather(logits[places], bounds)
+        asked = None if objective is None else functools.partial(_shifted, objective, first)
+        kept = None if kept is None else kept.part(slice(first, end))
+        output = self.lm_head(hidden, targets[first:end], temperature, kept, places, asked, step)
+        return (*output[:-2], *(context.gather(x, bounds) for x in output[-2:]))
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [B, T] -> logits [B, T, V]; every row is a sequence of its own, without padding."""
@@ -206,6 +305,7 @@ class Decoder(nn.Module):
             if parameter.dim() > 1:
                 copy_full_(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
             else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                zero = self.args.kind.zero_norms or name.endswith("bias")
+                parameter.fill_(0.0 if zero else 1.0)
         for buffer in self.buffers():
             buffer.zero_()

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.decoder import MLP, Attention, Decoder, RotaryTables
+from torchtitan.models.decoder import MLP, Attention, Decoder
 from torchtitan.models.rms_norm import rms_norm
-from torchtitan.models.rotary import rotate
-from torchtitan.models.swiglu import swiglu
+from torchtitan.models.rotary import RotaryTables
 
 
 def _share_storage(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -43,37 +42,47 @@ class FusedQueryKeyValue:
         self.head_dim = attention.head_dim
         query_heads, key_heads, _ = (projection.out_features // attention.head_dim for projection in projections)
         self.query_heads, self.rotated = query_heads, query_heads + key_heads
+        self.attention = attention
         self.norms: torch.Tensor | None = None
         if attention.q_norm is not None and attention.k_norm is not None:
             self.norms = _share_storage([attention.q_norm.weight, attention.k_norm.weight]).view(2, self.head_dim)
-            self.eps = attention.q_norm.eps
+            self.eps, self.zero = attention.q_norm.eps, attention.q_norm.zero
             # Which of the two norms each head takes.
             kinds = torch.tensor([0] * query_heads + [1] * key_heads)
             self.norm_of_head = kinds.to(self.norms.device)
 
-    def __call__(self, x: torch.Tensor, rotary: RotaryTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor, rotary: RotaryTables | None) -> tuple[torch.Tensor, ...]:
         heads = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
         turning = heads[:, : self.rotated]
         if self.norms is not None:
-            turning = rms_norm(turning, self.norms.index_select(0, self.norm_of_head), self.eps)
-        turning = rotate(turning, *rotary)
+            norms = self.norms + 1 if self.zero else self.norms
+            turning = rms_norm(turning, norms.index_select(0, self.norm_of_head), self.eps)
+        turning = self.attention.turn(turning, rotary)
         return turning[:, : self.query_heads], turning[:, self.query_heads :], heads[:, self.rotated :]
 
 
 class FusedGateUp:
-    """x [T, hidden] -> silu(gate) * up [T, intermediate]."""
+    """x [T, hidden] -> what the MLP makes of gate and up [T, intermediate]."""
 
     def __init__(self, mlp: MLP):
+        self.activate = mlp.activate
         self.weight = _share_storage([mlp.gate_proj.weight, mlp.up_proj.weight])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(x, self.weight).chunk(2, dim=-1)
-        return swiglu(gate, up)
+        return self.activate(gate, up)
 
 
 def _blocks(policy: Decoder) -> list[Attention | MLP]:
     """What can run with fused projections."""
-    return [module for module in policy.model.modules() if isinstance(module, Attention | MLP)]
+    return [module for module in policy.model.modules() if isinstance(module, Attention | MLP) and _apart(module)]
+
+
+def _apart(block: Attention | MLP) -> bool:
+    """Whether its projections are separate, with nothing between product and heads or activation."""
+    if isinstance(block, Attention):
+        return block.joint_sizes is None and not block.whole_norm
+    return not block.joint and block.down_proj.bias is None
 
 
 def _joined(block: Attention | MLP) -> list[nn.Linear]:

@@ -29,6 +29,10 @@ class KeptTokens:
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
         return cls(offsets.to(device), torch.tensor(token_ids, dtype=torch.int64, device=device))
 
+    def part(self, rows: slice) -> KeptTokens:
+        """Those of some targets."""
+        return KeptTokens(self.offsets[rows.start : rows.stop + 1], self.token_ids)
+
     def cut_off_(self, logits: torch.Tensor, rows: slice, first: int = 0) -> torch.Tensor:
         """Set logits [r, c] of tokens that were not kept to CUT_OFF, in place.
 

@@ -233,6 +233,8 @@ class LogProbHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.fused = True
+        self.softcap, self.divisor = 0.0, 1.0
+        """Logits are divided by the divisor, and with a soft cap become softcap · tanh(logits / softcap)"""
         self.budget_bytes: int | None = None
         # Set where tensor parallelism shards the vocabulary.
         self.shard: VocabularyShard | None = None
@@ -259,7 +261,9 @@ class LogProbHead(nn.Module):
         """
         weight: torch.Tensor = self.weight
         options: HeadOptions = {"temperature": temperature, "kept": kept, "budget_bytes": self.budget_bytes}
-        options["row_step"] = row_step
+        options |= {"row_step": row_step, "softcap": self.softcap or None}
+        if self.divisor != 1.0:
+            hidden = hidden / self.divisor
         if self.shard is not None:
             hidden, weight = self.shard.local(hidden, weight)
             options |= {"tp_group": self.shard.group, "vocabulary": self.shard.part(self.weight)}
@@ -270,13 +274,16 @@ class LogProbHead(nn.Module):
             reduced, widening = self.adapter.pair(self, hidden)
             hiddens, weights = [hidden, reduced], [weight, widening]
         if targets is None:
-            logits = _project_all(hiddens, weights)
+            logits = self._capped(_project_all(hiddens, weights))
             return logits if self.shard is None else self.shard.whole(logits, self.weight)
         if objective is not None:
             return fused_objective(hiddens, weights, targets, objective, accumulate=True, **options)
         if self.fused or self.shard is not None:
             return fused_log_probs(hiddens, weights, targets, accumulate=True, **options)
-        return full_log_probs(_project_all(hiddens, weights), targets, temperature, kept)
+        return full_log_probs(self._capped(_project_all(hiddens, weights)), targets, temperature, kept)
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.softcap * (logits / self.softcap).tanh() if self.softcap else logits
 
 
 def _project_all(hidden: list[torch.Tensor], weight: list[torch.Tensor]) -> torch.Tensor:

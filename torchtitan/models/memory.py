@@ -80,7 +80,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
     per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
-    tokens, head = training.tokens_per_micro_batch, config.model
+    tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     reference = 0

@@ -1,4 +1,4 @@
-"""The shape of a decoder as data: what distinguishes Llama 3, Qwen2/2.5 and Qwen3."""
+"""The shape of a decoder as data."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.models.expert_args import ExpertArgs, expert_config, names_in_files, read_expert_args
+from torchtitan.models.families import (
+    FAMILIES,
+    Family,
+    LinearScaling,
+    Rope,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+    find_family,
+    read_ropes,
+    read_unturned,
+    read_windows,
+)
 
-# What a family fixes: (architecture name, bias on q/k/v, RMSNorm on the heads of q and k).
-FAMILIES: dict[str, tuple[str, bool, bool]] = {
-    "llama": ("LlamaForCausalLM", False, False),
-    "qwen2": ("Qwen2ForCausalLM", True, False),
-    "qwen3": ("Qwen3ForCausalLM", False, True),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", False, True),
-    "mixtral": ("MixtralForCausalLM", False, False),
-}
+__all__ = ["PROJECTIONS", "LinearScaling", "ModelArgs", "RopeScaling", "YarnScaling", "read_model_args"]
 
 # The matrices of a layer; under these names they are modules of the decoder.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+JOINT_PROJECTIONS = ("qkv_proj", "gate_up_proj")
 
+# In exports these are the decoder's own, whatever it was read from.
+SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of the rotary frequencies (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,73 @@ class ModelArgs:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
+    sliding_rope: Rope | None = None
+    """Rotary positions of layers with a window, where they are others"""
+    rotary_share: float = 1.0
+    """Of a head, its first part, that is turned"""
+    unturned: tuple[int, ...] = ()
+    """Layers without rotary positions"""
+    windows: tuple[int, ...] = ()
+    """Of every layer, how many tokens one sees, itself included; 0: all. (): all layers see all"""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float = 0.0
+    """Of the products of q and k; 0: 1 / √head_dim"""
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    """Logits become softcap · tanh(logits / softcap); 0: they stay"""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Of what attention and feed-forward add"""
+    logit_divisor: float = 1.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 32768
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
     experts: ExpertArgs | None = None
+    source: str = field(default="", compare=False, repr=False)
+    """The config.json that it was read from; what it says beyond this goes into exports"""
+
+    @property
+    def kind(self) -> Family:
+        """The row of its family."""
+        return FAMILIES[self.family]
 
     @property
     def qkv_bias(self) -> bool:
-        return FAMILIES[self.family][1]
+        return self.kind.qkv_bias or self.attention_bias
 
     @property
-    def qk_norm(self) -> bool:
-        return FAMILIES[self.family][2]
+    def output_bias(self) -> bool:
+        return self.kind.output_bias and self.attention_bias
+
+    @property
+    def qk_norm(self) -> str:
+        return self.kind.qk_norm
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary positions that its layers have, see `rope_of`."""
+        first = Rope(self.rope_theta, self.rope_scaling)
+        return (first,) if self.sliding_rope is None else (first, self.sliding_rope)
+
+    @property
+    def undivided(self) -> str:
+        """What of a layer cannot be shared among tensor-parallel ranks; empty where all can."""
+        kind = self.kind
+        joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
+        return joint or ("norms over all heads" if kind.qk_norm == "whole" else "")
+
+    def window(self, layer: int) -> int:
+        """How many tokens one sees, itself included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` a layer has; None for none."""
+        if layer in self.unturned:
+            return None
+        return 1 if self.window(layer) and self.sliding_rope is not None else 0
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -72,50 +124,49 @@ class ModelArgs:
     @classmethod
     def from_hf_config(cls, config: dict[str, Any]) -> ModelArgs:
         """Read a Hugging Face config.json. Raises UserError for a family or switch that the decoder lacks."""
+        family = find_family(config)
+        name = config["model_type"]
         lacking = [key for key in REQUIRED_KEYS if key not in config]
-        if config.get("model_type") in FAMILIES and lacking:
+        if lacking:
             raise UserError(f"config.json lacks {', '.join(lacking)}")
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(f"model_type {family!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
-        if config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"hidden_act {config['hidden_act']!r} in config.json is not supported; supported: silu")
-        if config.get("use_sliding_window"):
-            raise UserError("use_sliding_window = true in config.json is not supported")
-        if family == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):
-            raise UserError("attention_bias / mlp_bias of llama in config.json are not supported")
-        # transformers 5 nests theta and scaling in rope_parameters; 4 keeps them apart.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "llama3"):
-            raise UserError(f"rope_type {rope_type!r} in config.json is not supported; supported: default, llama3")
-        scaling = None
-        if rope_type == "llama3":
-            scaling = RopeScaling(
-                factor=rope["factor"],
-                low_freq_factor=rope["low_freq_factor"],
-                high_freq_factor=rope["high_freq_factor"],
-                original_max_position_embeddings=rope["original_max_position_embeddings"],
-            )
-        heads = config["num_attention_heads"]
+        (rope, sliding_rope), share = read_ropes(config, family)
+        windows = read_windows(config, family)
+        if sliding_rope is not None and not windows:
+            sliding_rope = None
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or family.head_dim or hidden // heads
+        gemma, caps = name.startswith("gemma"), name == "gemma2"
+        scale = config.get("query_pre_attn_scalar", 256) ** -0.5 if gemma else config.get("attention_multiplier")
         return cls(
-            family=family,
+            family=name,
             vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
+            hidden_size=hidden,
             intermediate_size=config["intermediate_size"],
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=heads,
             num_key_value_heads=config.get("num_key_value_heads") or heads,
-            # Where the key is absent, transformers takes 128 for Qwen3.
-            head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+            head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
+            sliding_rope=sliding_rope,
+            rotary_share=share,
+            unturned=read_unturned(config),
+            windows=windows,
+            attention_bias=bool(config.get("attention_bias", name == "glm4")) and not family.qkv_bias,
+            mlp_bias=bool(config.get("mlp_bias")),
+            attention_scale=scale or (1.0 if name == "granite" else 0.0),
+            attention_softcap=config.get("attn_logit_softcapping", 50.0 if caps else None) or 0.0,
+            logit_softcap=config.get("final_logit_softcapping", 30.0 if caps else None) or 0.0,
+            embedding_scale=hidden**0.5 if family.scaled_embedding else config.get("embedding_multiplier", 1.0),
+            residual_scale=config.get("residual_multiplier", 1.0),
+            logit_divisor=config.get("logits_scaling", 1.0),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", gemma or name == "smollm3")),
             max_position_embeddings=config.get("max_position_embeddings", 32768),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
-            experts=read_expert_args(family, config),
+            experts=read_expert_args(name, config),
+            source=json.dumps(config),
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
@@ -125,9 +176,10 @@ class ModelArgs:
             eos = self.eos_token_ids[0] if self.eos_token_ids else None
         scaling = None
         if self.rope_scaling is not None:
-            scaling = {"rope_type": "llama3", **vars(self.rope_scaling)}
-        config = {
-            "architectures": [FAMILIES[self.family][0]],
+            kinds = {RopeScaling: "llama3", LinearScaling: "linear", YarnScaling: "yarn"}
+            scaling = {"rope_type": kinds[type(self.rope_scaling)], **vars(self.rope_scaling)}
+        written = {
+            "architectures": [self.kind.architecture],
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -136,36 +188,50 @@ class ModelArgs:
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
+            "hidden_act": self.kind.activation,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
-            "attention_bias": False,
-            "mlp_bias": False,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
-            "torch_dtype": dtype,
             "use_cache": True,
         }
         if self.experts is not None:
-            config |= expert_config(self.family, self.experts, self.num_hidden_layers)
-        return config
+            written |= expert_config(self.family, self.experts, self.num_hidden_layers)
+        kept = json.loads(self.source) if self.source else {}
+        kept = {key: value for key, value in kept.items() if key not in SHAPE_KEYS}
+        return written | kept | {"torch_dtype": dtype, "dtype": dtype, "eos_token_id": eos}
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """Weight [out, in] of every projection of a layer, its feed-forward an ordinary one."""
         hidden, wide = self.hidden_size, self.intermediate_size
         heads, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        attention = ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads))
-        return dict(zip(PROJECTIONS, (*attention, (wide, hidden), (wide, hidden), (hidden, wide)), strict=True))
+        shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+        if self.kind.joint_qkv:
+            shapes = {"qkv_proj": (heads + 2 * kv, hidden)}
+        shapes["o_proj"] = (hidden, heads)
+        if self.kind.joint_gate_up:
+            shapes["gate_up_proj"] = (2 * wide, hidden)
+        else:
+            shapes |= {"gate_proj": (wide, hidden), "up_proj": (wide, hidden)}
+        return shapes | {"down_proj": (hidden, wide)}
+
+    def has_bias(self, projection: str) -> bool:
+        """Whether this projection adds a bias."""
+        if projection == "o_proj":
+            return self.output_bias
+        return self.qkv_bias if projection in ("q_proj", "k_proj", "v_proj", "qkv_proj") else self.mlp_bias
 
     def weights_per_token(self) -> dict[str, int]:
         """Elements of the matrices that a token passes in all layers, by the name of their module."""
         layers, dense = self.num_hidden_layers, len(self.dense_layers)
         counts = {
-            name: (layers if name in PROJECTIONS[:4] else dense) * rows * columns
+            name: (layers if name in (*PROJECTIONS[:4], "qkv_proj") else dense) * rows * columns
             for name, (rows, columns) in self.projection_shapes().items()
         }
         if self.experts is not None:
@@ -176,17 +242,20 @@ class ModelArgs:
     def module_parameters(self) -> dict[str, int]:
         """Parameters in elements by the name of their module, over all layers. Tied, the head has none of its own."""
         hidden, layers = self.hidden_size, self.num_hidden_layers
-        counts = {name: layers * rows * columns for name, (rows, columns) in self.projection_shapes().items()}
+        counts = {
+            name: layers * rows * (columns + self.has_bias(name))
+            for name, (rows, columns) in self.projection_shapes().items()
+        }
         if (experts := self.experts) is not None:
             mixed, matrix = layers - len(self.dense_layers), 3 * hidden
             counts |= {name: counts[name] // layers * len(self.dense_layers) for name in PROJECTIONS[4:]}
             counts["experts"] = mixed * experts.count * matrix * experts.intermediate_size
             counts["shared_experts"] = mixed * matrix * experts.shared_intermediate_size
             counts["gate"] = mixed * experts.count * (hidden + experts.bias)
-        for name in PROJECTIONS[:3] if self.qkv_bias else ():
-            counts[name] += layers * self.projection_shapes()[name][0]
-        counts |= {name: layers * self.head_dim for name in ("q_norm", "k_norm") if self.qk_norm}
-        counts |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), layers * hidden)
+        if self.qk_norm:
+            heads = (self.num_attention_heads, self.num_key_value_heads) if self.qk_norm == "whole" else (1, 1)
+            counts |= {name: layers * n * self.head_dim for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}
+        counts |= dict.fromkeys((name for name in self.kind.norms if name), layers * hidden)
         head = 0 if self.tie_word_embeddings else self.vocab_size * hidden
         return counts | {"norm": hidden, "embed_tokens": self.vocab_size * hidden, "lm_head": head}
 

@@ -23,19 +23,21 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
+from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedAttention
-from torchtitan.models.decoder import Decoder, RotaryTables
+from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs, read_model_args
-from torchtitan.models.moe import MoE
+from torchtitan.models.moe import MoE, Routing
 from torchtitan.models.parallel_experts import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
 from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.models.quantized import quantize_projections
+from torchtitan.models.rotary import RotaryTables
 from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,6 +81,8 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     Afterwards call `to_empty`, `tie_weights` and load. Gradients are summed, not averaged, over data-parallel ranks.
     """
     training = config.training
+    if dims.cp > 1:
+        policy.context = ContextParallel(dims.cp_group)
     if dims.tp_size > 1:
         apply_tensor_parallelism(policy, dims.tp_mesh)
     if dims.ep > 1:
@@ -89,7 +93,9 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
         add_adapters(policy, config.lora)
     if config.compile.enable:
         for layer in policy.model.layers:
-            _replace_forward(layer, _compiled(layer.forward, config.compile.backend))
+            # Tokens that travel between experts are outside of the graph.
+            whole = not isinstance(layer.mlp, MoE)
+            _replace_forward(layer, _compiled(layer.forward, config.compile.backend, whole))
     if config.activation_checkpoint.mode != "none":
         # Around what is compiled: the compiler takes no checkpoint whose function is not its own.
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
@@ -100,18 +106,20 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     return policy
 
 
-def _compiled(forward: Callable[..., torch.Tensor], backend: str) -> Callable[..., torch.Tensor]:
-    """A layer's forward as one graph without breaks, the same one for all layers that are alike."""
-    compiled = torch.compile(forward, backend=backend, fullgraph=True)
+def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -> Callable[..., torch.Tensor]:
+    """A layer's forward as one graph, without breaks if `whole`, and the same one for all layers that are alike."""
+    compiled = torch.compile(forward, backend=backend, fullgraph=whole)
 
-    def run(x: torch.Tensor, rotary: RotaryTables, attend: PackedAttention) -> torch.Tensor:
+    def run(
+        x: torch.Tensor, rotary: RotaryTables | None, attend: PackedAttention, routing: Routing | None = None
+    ) -> torch.Tensor:
         if type(x) is not torch.Tensor:
             # What a collective still brings. Graphs that begin with it lose its gradient (torch 2.13).
             x = x.clone()
         # Packs differ in tokens and sequences; to call all sizes dynamic is more than DTensor takes.
-        for tensor in (x, *rotary, attend.cumulative, attend.bounds):
+        for tensor in (x, *(rotary or ()), attend.cumulative, attend.bounds):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(x, rotary, attend)
+        return compiled(x, rotary, attend, routing)
 
     return run
 
@@ -125,7 +133,6 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         "lm_head": VocabularyParallel(),
     }
     layer_plan: dict[str, ParallelStyle] = {
-        "input_layernorm": SequenceParallel(sequence_dim=0),
         "self_attn": PrepareModuleInput(
             input_layouts=(Shard(0), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
@@ -133,12 +140,15 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(0)),
-        "post_attention_layernorm": SequenceParallel(sequence_dim=0),
         "mlp": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=Shard(0)),
     }
+    for place, name in enumerate(policy.args.kind.norms):
+        if name:
+            # What follows attention and feed-forward is added to a plain tensor.
+            layer_plan[name] = SequenceParallel(sequence_dim=0, use_local_output=place % 2 == 1)
     if policy.args.qk_norm:
         # One weight for all heads, and the heads are what is sharded: [T, heads, D].
         layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
@@ -218,6 +228,9 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _check_divisible(args: ModelArgs, degree: int) -> None:
+    if args.undivided:
+        text = f"is not there for {args.family}, which has {args.undivided}"
+        raise UserError(f"parallelism.tensor_parallel_degree = {degree} {text}")
     names = ["num_attention_heads", "num_key_value_heads"] + ["intermediate_size"] * bool(args.dense_layers)
     for name in names:
         size = getattr(args, name)

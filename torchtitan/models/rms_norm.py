@@ -10,14 +10,17 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension."""
+    """Root-mean-square normalisation over the last dimension; zero: the weight is what is added to a factor of 1."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, zero: bool = False):
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero = eps, zero
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.zero:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return rms_norm(x.to(wide), self.weight.to(wide) + 1, self.eps).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -8,19 +8,26 @@ from typing import Any
 
 import torch
 
+from torchtitan.models.families import LinearScaling, Rope, YarnScaling
 from torchtitan.models.model_args import ModelArgs
+
+RotaryTables = tuple[torch.Tensor, torch.Tensor]
 
 
 @functools.lru_cache(maxsize=16)
-def inverse_frequencies(args: ModelArgs, device: str) -> torch.Tensor:
-    """Rotary frequencies [head_dim / 2] in fp32, with Llama 3's scaling where the model has it.
+def inverse_frequencies(rope: Rope, width: int, device: str) -> torch.Tensor:
+    """Rotary frequencies [width / 2] in fp32, of the first `width` elements of a head.
 
     Computed, never stored as a buffer: meta initialisation and `to_empty` would wipe it.
     """
-    exponent = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
-    frequencies = 1.0 / (args.rope_theta**exponent)
-    scaling = args.rope_scaling
-    if scaling is not None:
+    exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    frequencies = 1.0 / (rope.theta**exponent)
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, YarnScaling):
+        frequencies = _yarn(frequencies, rope.theta, scaling, width)
+    elif scaling is not None:
         low = scaling.original_max_position_embeddings / scaling.low_freq_factor
         high = scaling.original_max_position_embeddings / scaling.high_freq_factor
         wavelength = 2 * math.pi / frequencies
@@ -33,11 +40,37 @@ def inverse_frequencies(args: ModelArgs, device: str) -> torch.Tensor:
     return frequencies.to(device)
 
 
-def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for positions [T], each [T, 1, head_dim]: (cos, cos) and (-sin, sin) over the two halves."""
-    angles = positions.float()[:, None] * inverse_frequencies(args, str(positions.device))[None, :]
-    cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]
-    return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
+def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnScaling, width: int) -> torch.Tensor:
+    """Frequencies that turn often within the original context stay, slow ones are divided (Peng et al. 2023, 3.2)."""
+
+    def place(turns: float) -> float:
+        """Which element turns so often."""
+        return (
+            width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, width - 1.0)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(width // 2).float() - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> list[RotaryTables]:
+    """For each of `args.ropes` cosine and sine for positions [T], each [T, 1, turned part of a head]: (cos, cos) and
+    (-sin, sin) over the two halves."""
+    width = int(args.head_dim * args.rotary_share)
+    tables = []
+    for rope in args.ropes:
+        angles = positions.float()[:, None] * inverse_frequencies(rope, width, str(positions.device))[None, :]
+        cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]
+        if isinstance(rope.scaling, YarnScaling):
+            cosine, sine = cosine * rope.scaling.attention_factor, sine * rope.scaling.attention_factor
+        tables.append((torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)))
+    return tables
 
 
 def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -58,9 +91,15 @@ class _Rotate(torch.autograd.Function):
         return _turn(gradient, cosine, -sine), None, None
 
 
-def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions to x [T, heads, D] (the half-split convention of Hugging Face checkpoints).
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, pairs: bool = False) -> torch.Tensor:
+    """Apply rotary positions to x [T, heads, D].
 
-    cosine, sine: as of `rotary_tables`.
+    cosine, sine: as of `rotary_tables`; what they are too narrow for stays. pairs: neighbours are turned, not halves.
+    Their elements come out in another order, the same in queries and keys, whose products do not depend on it.
     """
+    width = cosine.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cosine, sine, pairs), x[..., width:]), -1)
+    if pairs:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return _Rotate.apply(x, cosine, sine) if torch.is_grad_enabled() else _turn(x, cosine, sine)

@@ -8,11 +8,12 @@ from pathlib import Path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
+from torchtitan.models.families import FAMILIES
 from torchtitan.models.flavors import find_flavor
-from torchtitan.models.model_args import PROJECTIONS, ModelArgs
+from torchtitan.models.model_args import JOINT_PROJECTIONS, PROJECTIONS, ModelArgs
 
-TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
-NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
+TARGETS = (*PROJECTIONS, *JOINT_PROJECTIONS, "lm_head", "embed_tokens")
+NORMS = (*sorted({name for family in FAMILIES.values() for name in family.norms if name}), "q_norm", "k_norm", "norm")
 # With base_bits = 4: neighbours in a row of weights that share a scale of 16 bits.
 BLOCK = 64
 QUANTIZED_BITS = 4 + 16 / BLOCK
@@ -33,7 +34,10 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     vocabulary = (args.vocab_size, args.hidden_size)
     shapes = {name: (*shape, layers) for name, shape in args.projection_shapes().items()}
     shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
-    adapters = sum(count * (rows + columns) for rows, columns, count in (shapes[name] for name in lora.target_modules))
+    adapters = sum(
+        count * (rows + columns)
+        for rows, columns, count in (shapes[name] for name in lora.target_modules if name in shapes)
+    )
     return sum(args.module_parameters().get(name, 0) for name in lora.modules_to_save), lora.rank * adapters
 
 

@@ -84,6 +84,8 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     allowed = ", ".join(str(number) for number in range(1, min(common, 64) + 1) if common % number == 0)
     text = f"must divide the model's {' and '.join(undivided)} (allowed: {allowed})"
     check.refuse("parallelism.tensor_parallel_degree", undivided, text)
+    text = f"must be 1 for {args.family}, which has {args.undivided}"
+    check.refuse("parallelism.tensor_parallel_degree", degree > 1 and args.undivided, text)
     text = f"must be at most the model's max_position_embeddings = {args.max_position_embeddings}"
     check.refuse("training.seq_len", config.training.seq_len > args.max_position_embeddings, text)
     if lora.rank:
@@ -91,6 +93,10 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
             if tied := [name for name in ("lm_head", "embed_tokens") if args.tie_word_embeddings and name in names]:
                 text = f"this model ties lm_head and embed_tokens, which share one weight, so {tied[0]} cannot be one"
                 check.refuse(f"lora.{key}", True, text)
+        present = {*args.projection_shapes(), "lm_head", "embed_tokens"}
+        absent = [name for name in lora.target_modules if name not in present]
+        text = f"{args.family} has no {', '.join(absent)}; it has {', '.join(sorted(present))}"
+        check.refuse("lora.target_modules", absent, text)
         quantized = quantized_projections(config, args).items()
         ragged = [f"{name} has {columns}" for name, (_, columns) in quantized if columns % BLOCK]
         text = f"projections must have a multiple of {BLOCK} inputs; {', '.join(ragged)}"

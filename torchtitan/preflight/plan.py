@@ -22,6 +22,7 @@ class Plan:
     ranks: int
     replicate: int
     shard: int
+    context: int
     tensor: int
     batch: int
     """Completions per batch"""
@@ -43,7 +44,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
     """
     parallelism = config.parallelism
     replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-    shard = shard_degree(config, ranks)
+    shard, context = shard_degree(config, ranks), parallelism.context_parallel_degree
     batch = global_batch_size(config, ranks)
     args = read_shape(config)
     parameters = None if args is None else args.num_parameters()
@@ -51,6 +52,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
         ranks=ranks,
         replicate=replicate,
         shard=shard,
+        context=context,
         tensor=tensor,
         batch=batch,
         groups=batch // config.grpo.group_size,
@@ -58,7 +60,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
         max_generated_tokens=batch * config.rollout.max_completion_tokens,
         parameters=parameters,
         version_bytes=None if args is None else version_bytes(config, args),
-        memory=None if args is None else estimate_memory(config, args, shard, tensor, ranks),
+        memory=None if args is None else estimate_memory(config, args, shard * context, tensor, ranks),
     )
 
 
@@ -71,7 +73,8 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
     plan = make_plan(config, world_size)
     lines = [
         f"ranks: {plan.ranks}",
-        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.tensor} tensor parallel{_experts(config)}",
+        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.context} context × "
+        f"{plan.tensor} tensor parallel{_experts(config)}",
         f"actors: {_actors(config, world_size)}",
         f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",

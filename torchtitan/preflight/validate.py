@@ -60,18 +60,22 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
 def _check_parallelism(check: Check) -> None:
     parallelism, ranks = check.config.parallelism, check.ranks
     replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
-    shard = parallelism.data_parallel_shard_degree
+    shard, context = parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree
     if any(key.startswith("parallelism.") for key in check.wrong):
         return
     started = f"{ranks} rank{'s' if ranks > 1 else ''} (NGPU)"
     if shard == -1:
         key = "parallelism.tensor_parallel_degree" if tensor > 1 else "parallelism.data_parallel_replicate_degree"
-        text = f"data_parallel_replicate_degree {replicate} × tensor_parallel_degree {tensor} must divide {started}"
-        check.refuse(key, ranks % (replicate * tensor), text)
+        among = f"context_parallel_degree {context} × " if context > 1 else ""
+        text = (
+            f"data_parallel_replicate_degree {replicate} × {among}tensor_parallel_degree {tensor} must divide {started}"
+        )
+        check.refuse(key, ranks % (replicate * context * tensor), text)
         return
     text = f"data_parallel_replicate_degree {replicate} × data_parallel_shard_degree {shard} × "
-    text += f"tensor_parallel_degree {tensor} = {replicate * shard * tensor} must equal {started}"
-    check.refuse("parallelism.data_parallel_shard_degree", replicate * shard * tensor != ranks, text)
+    product = replicate * shard * context * tensor
+    text += f"context_parallel_degree {context} × tensor_parallel_degree {tensor} = {product} must equal {started}"
+    check.refuse("parallelism.data_parallel_shard_degree", product != ranks, text)
 
 
 def _check_batch(check: Check) -> None:

@@ -17,6 +17,7 @@ from torchtitan.distributed.collectives import (
     gather_values,
     gradient_norm_and_votes,
 )
+from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.device import peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
@@ -241,19 +242,31 @@ class PolicyTrainer:
         for place, (micro_batch, known) in enumerate(zip(part, fixed, strict=True)):
             reduce_gradients(self.policy, each or place == len(part) - 1)
             loss_of = MicroBatchLoss(micro_batch, known, self.settings)
+            copies = 1
             if self.config.model.logprob_head == "one_pass" and loss_of.separable:
                 loss, log_probs, _ = self._forward(self.policy, micro_batch, loss_of)
             else:
                 log_probs, entropy = self._forward(self.policy, micro_batch)
-                loss = loss_of(log_probs, entropy, slice(0, len(log_probs))).sum()
+                rows = slice(0, len(log_probs))
+                context = self.policy.context
+                if context is not None and loss_of.separable:
+                    # What is this rank's of the loss. A loss of whole sequences all ranks of the group compute.
+                    rows = slice(*self._own_rows(context, micro_batch))
+                elif context is not None:
+                    copies = context.ranks
+                loss = loss_of(log_probs[rows], entropy[rows], rows).sum()
             if known.old is None and first:
                 totals.add_mismatch(log_probs.detach(), micro_batch)
             elif known.old is not None and last and not first:
                 totals.add_drift(known.old, log_probs.detach())
             loss.backward()
             total += loss.detach()
-            totals.add(loss.detach(), loss_of)
+            totals.add(loss.detach(), loss_of, copies)
         return total
+
+    def _own_rows(self, context: ContextParallel, micro_batch: MicroBatch) -> tuple[int, int]:
+        bounds = context.bounds(micro_batch.active, self.policy.padded_length(micro_batch.layout.total))
+        return bounds[context.rank], bounds[context.rank + 1]
 
     def _count_skips(self, applied: bool, version: int) -> None:
         if applied:
@@ -283,10 +296,11 @@ class _Totals:
         self.sums = {name: torch.zeros((), device=device, dtype=torch.float64) for name in ALL_SUMS}
         self.largest = {name: torch.zeros((), device=device, dtype=torch.float64) for name in LARGEST}
 
-    def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss) -> None:
-        self.sums["loss"] += loss
+    def add(self, loss: torch.Tensor, loss_of: MicroBatchLoss, copies: int) -> None:
+        """copies: how many context-parallel ranks add the same."""
+        self.sums["loss"] += loss / copies
         for name, value in loss_of.sums.items():
-            self.sums[name] += value
+            self.sums[name] += value / copies
         self._raise_largest("ratio", loss_of.ratio_max)
 
     def add_mismatch(self, log_probs: torch.Tensor, micro_batch: MicroBatch) -> None:
@@ -324,8 +338,10 @@ class _Totals:
         places = torch.zeros(dims.world_size, len(LARGEST), device=self.largest[LARGEST[0]].device, dtype=torch.float64)
         places[dims.rank] = torch.stack(list(self.largest.values()))
         packed = all_reduce_sum(torch.cat((torch.stack(list(self.sums.values())), places.flatten())))
-        # Tensor-parallel ranks hold the same sums: each counts its share.
-        sums = dict(zip(self.sums, (packed[: len(self.sums)] / dims.tp_size).tolist(), strict=True))
+        # Tensor-parallel ranks hold the same sums: each counts its share. So do context-parallel ones of what they
+        # have gathered.
+        copies = {name: dims.tp_size * (1 if name in SUMS else dims.cp) for name in self.sums}
+        sums = {name: value / copies[name] for name, value in zip(self.sums, packed.tolist(), strict=False)}
         by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
         largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)

@@ -45,11 +45,21 @@ TWO_RANKS: list[Layout] = [
         "activation_checkpoint.mode": "full",
         "compile.enable": True,
     },
+    {"name": "cp", "parallelism.context_parallel_degree": 2},
+    {
+        "name": "cp, full, compiled",
+        "parallelism.context_parallel_degree": 2,
+        "activation_checkpoint.mode": "full",
+        "compile.enable": True,
+    },
     {"name": "fsdp, offloaded", "training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "never"},
 ]
 FOUR_RANKS: list[Layout] = [
     {"name": "fsdp", "parallelism.fsdp_reshard_after_forward": "always"},
     {"name": "2 x 2", "parallelism.tensor_parallel_degree": 2},
+    {"name": "cp x fsdp", "parallelism.context_parallel_degree": 2},
+    {"name": "cp x tp", "parallelism.context_parallel_degree": 2, "parallelism.tensor_parallel_degree": 2},
+    {"name": "cp, more ranks than key heads", "parallelism.context_parallel_degree": 4},
     {"name": "hsdp", "parallelism.data_parallel_replicate_degree": 2},
     {
         "name": "replicas of tp",
@@ -105,7 +115,7 @@ def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
     assert type(log_probs) is torch.Tensor and log_probs.shape == entropy.shape == (layout.total,)
     loss = -(pack["weights"] * log_probs).sum() / sum(LENGTHS)
     loss.backward()
-    sums = collectives.all_reduce_sum(torch.stack((loss.detach(), entropy.sum()))) / dims.tp_size
+    sums = collectives.all_reduce_sum(torch.stack((loss.detach(), entropy.sum()))) / (dims.tp_size * dims.cp)
     norm, votes = collectives.gradient_norm_and_votes(policy.parameters(), torch.tensor([1.0, 0.0]))
     assert votes.tolist() == [float(dims.world_size), 0.0]
     # A bit below, so that clipping counts.

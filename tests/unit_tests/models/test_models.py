@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -250,24 +249,6 @@ def test_gradients_flow_to_every_parameter(tiny_checkpoint: Checkpoints) -> None
     assert -log_probs.sum().item() == pytest.approx(expected.item(), rel=0, abs=rounding)
     log_probs.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in policy.parameters())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' in config.json is not supported; supported: llama, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
-    ],
-)
-def test_unsupported_switches(
-    tiny_checkpoint: Checkpoints, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    config = json.loads((tiny_checkpoint("qwen3", True) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=message):
-        read_model_args(tmp_path)
 
 
 def test_end_tokens_of_the_generation_config_count(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ class Parallelism:
     data_parallel_shard_degree: Annotated[int, Range(1, also=-1)] = -1
     """Ranks that share one copy of the model (FSDP2); -1 takes the ranks that are left"""
 
+    context_parallel_degree: Count = 1
+    """Ranks that share the tokens of every micro-batch, for sequences that do not fit one rank; each rank has an equal
+    part of the tokens, and in attention some of the heads. Parameters are sharded over them, too"""
+
     tensor_parallel_degree: Count = 1
     """Ranks that share every layer (tensor parallelism with sequence parallelism)"""
 

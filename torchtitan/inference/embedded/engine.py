@@ -29,7 +29,7 @@ from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateR
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
-from torchtitan.models.rotary import rotary_tables
+from torchtitan.models.rotary import RotaryTables, rotary_tables
 from torchtitan.utils.machine import return_freed_memory
 from torchtitan.weight_sync.staging import WeightsRefused
 
@@ -143,7 +143,7 @@ class Engine:
                 for layer in policy.model.layers:
                     layer.register_forward_pre_hook(self._progress)
             positions = torch.arange(max_length, device=self.device)
-            self._cosine, self._sine = rotary_tables(self.args, positions, self.dtype)
+            self._rotary_tables = rotary_tables(self.args, positions, self.dtype)
         # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
         rows = self._cache.whole_rows(max_sequences)
         self._lengths = np.zeros(rows, np.int64)
@@ -421,8 +421,8 @@ class Engine:
         last = layout.cumulative[1:].long() - 1
         return self.policy.lm_head(hidden[F.pad(last, (0, self.sizes.padding(len(last))))])[: len(parts)]
 
-    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cosine.index_select(0, positions), self._sine.index_select(0, positions)
+    def _rotary(self, positions: torch.Tensor) -> list[RotaryTables]:
+        return [(c.index_select(0, positions), s.index_select(0, positions)) for c, s in self._rotary_tables]
 
     def _decode(self) -> None:
         """One more token for every row."""

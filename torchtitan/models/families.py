@@ -1,0 +1,271 @@
+"""What distinguishes the families of decoders, and how their config.json is read. No torch here.
+
+A family is a row of `FAMILIES`. Keys of a config.json that nothing here honours are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.errors import UserError
+
+# Norms of a layer: before and after attention, before and after the feed-forward; "" for none.
+BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
+AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+GLM = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+GEMMA = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family fixes; the rest is in its config.json."""
+
+    architecture: str
+    qkv_bias: bool = False
+    """Biases on q, k and v whatever config.json says of attention_bias"""
+    qk_norm: str = ""
+    """RMSNorm of q and k: of "heads" each, or of all heads as a "whole\""""
+    norms: tuple[str, str, str, str] = BEFORE
+    zero_norms: bool = False
+    """Norms multiply by 1 + weight"""
+    joint_qkv: bool = False
+    """One qkv_proj instead of q_proj, k_proj and v_proj"""
+    joint_gate_up: bool = False
+    """One gate_up_proj instead of gate_proj and up_proj"""
+    output_bias: bool = True
+    """attention_bias is also o_proj's"""
+    rotary_pairs: bool = False
+    """Rotary positions turn neighbours instead of the two halves of a head"""
+    rotary_share: float = 1.0
+    """Of a head that is turned, where config.json does not say"""
+    activation: str = "silu"
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of hidden_size"""
+    head_dim: int = 0
+    """Where config.json does not say; 0: hidden_size / heads"""
+    theta: float = 10000.0
+    """Where config.json does not say"""
+    full_every: int = 0
+    """Without layer_types every n-th layer attends to everything and the others to a window; 0: see _layer_types"""
+    keys: tuple[str, ...] = ()
+    """Further keys of config.json that are honoured"""
+
+
+_GEMMA: dict[str, Any] = {
+    "norms": GEMMA,
+    "zero_norms": True,
+    "activation": "gelu_pytorch_tanh",
+    "scaled_embedding": True,
+    "head_dim": 256,
+    "keys": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+}
+# Of mixtures of experts, see expert_args.py.
+_EXPERTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"),
+    *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "output_router_logits", "router_aux_loss_coef"),
+    *("router_jitter_noise",),
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", head_dim=128),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="heads", head_dim=128, keys=_EXPERTS),
+    "mixtral": Family("MixtralForCausalLM", keys=_EXPERTS),
+    "mistral": Family("MistralForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM", qk_norm="whole", norms=AFTER),
+    "olmo3": Family("Olmo3ForCausalLM", qk_norm="whole", norms=AFTER, full_every=4, theta=500000.0),
+    "smollm3": Family("SmolLM3ForCausalLM", theta=2000000.0, keys=("no_rope_layers", "no_rope_layer_interval")),
+    "glm4": Family(
+        "Glm4ForCausalLM", norms=GLM, joint_gate_up=True, output_bias=False, rotary_pairs=True, rotary_share=0.5
+    ),
+    "gemma2": Family("Gemma2ForCausalLM", **_GEMMA, full_every=2),
+    "gemma3_text": Family("Gemma3ForCausalLM", **_GEMMA, qk_norm="heads", full_every=6, theta=1000000.0),
+    "phi3": Family("Phi3ForCausalLM", joint_qkv=True, joint_gate_up=True),
+    "granite": Family(
+        "GraniteForCausalLM",
+        keys=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    ),
+}
+
+# Read for every family.
+HONOURED = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "rope_theta"),
+    *("rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor", "tie_word_embeddings"),
+    *("max_position_embeddings", "original_max_position_embeddings", "bos_token_id", "eos_token_id", "attention_bias"),
+    *("mlp_bias", "use_sliding_window", "sliding_window", "sliding_window_pattern", "max_window_layers"),
+    *("layer_types", "_sliding_window_pattern"),
+)
+# They say nothing about what a token's log-prob is. Nothing is dropped out in training, as in the engines.
+MEANINGLESS = (
+    *("architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
+    *("pad_token_id", "attention_dropout", "resid_pdrop", "embd_pdrop", "_name_or_path", "auto_map", "pretraining_tp"),
+    *("cache_implementation", "is_decoder", "output_attentions", "output_hidden_states", "return_dict"),
+    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "unsloth_version", "attn_implementation"),
+)
+
+
+def find_family(config: dict[str, Any]) -> Family:
+    """The row of a config.json. Raises UserError for a family that there is not, and for keys that are not honoured."""
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise UserError(f"model_type {name!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    known = {*HONOURED, *MEANINGLESS, *family.keys}
+    ignored = sorted(key for key, value in config.items() if key not in known and value)
+    if ignored:
+        said = ", ".join(f"{key} = {config[key]!r}" for key in ignored)
+        raise UserError(f"{said} in config.json: the decoder does not honour that for model_type {name}")
+    activation = config.get("hidden_activation") or config.get("hidden_act") or family.activation
+    if activation != family.activation:
+        raise UserError(f"hidden_act {activation!r} in config.json is not supported; supported: {family.activation}")
+    return family
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of the rotary frequencies (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023; `rope_type: yarn`)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    """What cosine and sine are multiplied by"""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+Scaling = RopeScaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of some layers."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+
+def read_ropes(config: dict[str, Any], family: Family) -> tuple[tuple[Rope, Rope | None], float]:
+    """((rotary positions, those of windowed layers where they are others), share of a head that is turned)."""
+    # transformers 5 nests theta and scaling in rope_parameters, by layer type where they differ; 4 keeps them apart.
+    nested = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta") or family.theta
+    if "full_attention" in nested or "sliding_attention" in nested:
+        full = nested.get("full_attention") or {}
+        sliding = nested.get("sliding_attention") or {}
+    else:
+        full = nested or config.get("rope_scaling") or {}
+        sliding = full
+        if config["model_type"] in ("gemma3_text", "olmo3"):
+            local = config.get("rope_local_base_freq") or (10000.0 if config["model_type"] == "gemma3_text" else theta)
+            sliding = {"rope_theta": local}
+    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.rotary_share
+    whole, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
+    return (whole, None if windowed == whole else windowed), share
+
+
+def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    scaling: Scaling | None = None
+    used = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = RopeScaling(*(parameters[name] for name in names))
+        used |= set(names)
+    elif kind == "linear":
+        scaling = LinearScaling(parameters["factor"])
+        used |= {"factor"}
+    elif kind == "yarn":
+        original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        scaling = YarnScaling(
+            parameters["factor"],
+            original,
+            _attention_factor(parameters),
+            parameters.get("beta_fast") or 32.0,
+            parameters.get("beta_slow") or 1.0,
+            parameters.get("truncate", True),
+        )
+        used |= {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+        used |= {"truncate", "mscale", "mscale_all_dim"}
+    elif kind != "default":
+        text = f"rope_type {kind!r} in config.json is not supported; supported: default, llama3, linear, yarn"
+        raise UserError(text)
+    ignored = [f"{key} = {value!r}" for key, value in parameters.items() if key not in used and value is not None]
+    if ignored and kind != "default":
+        raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
+    return Rope(parameters.get("rope_theta") or theta, scaling)
+
+
+def _attention_factor(parameters: dict[str, Any]) -> float:
+    def temperature(factor: float = 1.0) -> float:
+        return 0.1 * factor * math.log(parameters["factor"]) + 1.0 if parameters["factor"] > 1 else 1.0
+
+    given = parameters.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature()
+
+
+def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:
+    """The window of every layer, 0 for those that attend to everything; () where all do."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
+    kinds = config.get("layer_types")
+    # With these a window counts only if this key says so.
+    switched = config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not config.get(
+        "use_sliding_window"
+    )
+    if kinds is None:
+        kinds = _layer_types(config, family, layers)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(f"layer_types {', '.join(unknown)} in config.json: the decoder has no such attention")
+    if len(kinds) < layers:
+        raise UserError(f"layer_types in config.json names {len(kinds)} of {layers} layers")
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
+    return () if switched or not window or not any(windows) else windows
+
+
+def _layer_types(config: dict[str, Any], family: Family, layers: int) -> list[str]:
+    sliding, full = "sliding_attention", "full_attention"
+    name = config["model_type"]
+    if family.full_every:
+        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or family.full_every
+        return [full if (index + 1) % every == 0 else sliding for index in range(layers)]
+    if name in ("qwen2", "qwen3", "qwen3_moe"):
+        first = config.get("max_window_layers", 28)
+        return [sliding if index >= first else full for index in range(layers)]
+    if name == "smollm3":
+        unturned = read_unturned(config)
+        return [sliding if index in unturned else full for index in range(layers)]
+    return [sliding if name in ("mistral", "mixtral", "phi3") else full] * layers
+
+
+def read_unturned(config: dict[str, Any]) -> tuple[int, ...]:
+    """The layers without rotary positions."""
+    if config["model_type"] != "smollm3":
+        return ()
+    layers, every = range(config["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
+    turned = config.get("no_rope_layers") or [int((index + 1) % every != 0) for index in layers]
+    return tuple(index for index in layers if not turned[index])
