@@ -44,8 +44,8 @@ from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa:
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import faults, launch  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key  # noqa: E402
-from torchtitan.weight_sync.states.slot import SlotState  # noqa: E402
+from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
+from torchtitan.weight_sync.slot_states import SlotState  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 SHAPES = ((512, 640), (1000, 150), (7,), (3, 5, 11), ())

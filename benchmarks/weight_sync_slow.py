@@ -35,10 +35,10 @@ import torch
 
 from benchmarks import common
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.pull.actor import Actor
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
-from torchtitan.weight_sync.pull.publication import Publication
-from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.publication import Publication
+from torchtitan.weight_sync.registry import Settings
 from torchtitan.weight_sync.staging import StagedVersion
 
 EPOCH = "e1-slow"

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.pull.messages import validate
-from torchtitan.weight_sync.pull.runtime import Channel, Done, Timer
+from torchtitan.weight_sync.messages import validate
+from torchtitan.weight_sync.runtime import Channel, Done, Timer
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
 
 Callback = Callable[[], None]

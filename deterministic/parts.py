@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
+from torchtitan.weight_sync.boundary import Boundary
 from torchtitan.weight_sync.coverage import merge_layouts
+from torchtitan.weight_sync.delta import decode_into
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
 from torchtitan.weight_sync.needs import Needs
-from torchtitan.weight_sync.pull.delta import decode_into
-from torchtitan.weight_sync.pull.handshake import ACTOR, RANK, Identity
-from torchtitan.weight_sync.pull.puller import Puller
-from torchtitan.weight_sync.pull.relay import Relay
-from torchtitan.weight_sync.pull.runtime import Channel
-from torchtitan.weight_sync.pull.shard_server import ShardServer
-from torchtitan.weight_sync.states.boundary import Boundary
-from torchtitan.weight_sync.states.slot import SlotWriter
+from torchtitan.weight_sync.puller import Puller
+from torchtitan.weight_sync.relay import Relay
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.shard_server import ShardServer
+from torchtitan.weight_sync.slot_states import SlotWriter
 from torchtitan.weight_sync.wire import Message
 
 TOKEN = "token"

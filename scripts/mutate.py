@@ -1,6 +1,6 @@
 """Mutation testing: break one thing in a module, and see whether the tests notice. No file is changed.
 
-    python scripts/mutate.py --count 200 torchtitan/weight_sync/pull/*.py -- tests/unit_tests/weight_sync/pull
+    python scripts/mutate.py --count 200 torchtitan/weight_sync/*.py -- tests/unit_tests/weight_sync/pull
 
 Each mutant is a process of its own that gets the broken module where it imports it, and runs pytest -x. Mutants are
 drawn evenly from the modules, by --seed; what only people read (log lines, texts of errors, annotations) is left alone.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deterministic.machine import SimTimer
 from simulator.scenario import slowest_of
-from torchtitan.weight_sync.pull.registry import STATUS_SECONDS
+from torchtitan.weight_sync.registry import STATUS_SECONDS
 
 if TYPE_CHECKING:
     from simulator.world import World

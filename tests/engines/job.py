@@ -25,8 +25,8 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
+from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.parameters import unique_parameters
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 
 Answer = TypeVar("Answer")
 # Of every agent and engine here, in TOKEN_VARIABLE.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.integration_tests.versioned_weights import holds_sparse, version_held
-from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 

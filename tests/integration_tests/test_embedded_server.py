@@ -24,11 +24,11 @@ from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
-from torchtitan.weight_sync.pull.actor import Actor
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
-from torchtitan.weight_sync.pull.publication import Publication
-from torchtitan.weight_sync.pull.puller import Served
-from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.publication import Publication
+from torchtitan.weight_sync.puller import Served
+from torchtitan.weight_sync.registry import Settings
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 TOKEN = "a-token-for-tests"

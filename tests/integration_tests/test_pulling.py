@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
-from torchtitan.weight_sync.pull.publication import Publication
-from torchtitan.weight_sync.pull.registry import Settings
+from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.publication import Publication
+from torchtitan.weight_sync.registry import Settings
 from torchtitan.weight_sync.weight_files import read_weights
 
 REPOSITORY = Path(__file__).parents[2]

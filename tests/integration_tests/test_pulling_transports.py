@@ -20,13 +20,12 @@ import torch
 from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, wait_for
 from tests.integration_tests.versioned_weights import SHAPES, version_held
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync import device_slots, publisher
+from torchtitan.weight_sync import device_memory, device_slots, publisher, shard_server
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
-from torchtitan.weight_sync.pull import device_memory, shard_server
-from torchtitan.weight_sync.pull.actor import Actor
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
-from torchtitan.weight_sync.pull.server_thread import ShardServerThread
+from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.server_thread import ShardServerThread
 from torchtitan.weight_sync.staging import StagedVersion
 
 TRANSPORTS = ["ipc", "nccl"]

@@ -17,10 +17,10 @@ import pytest
 from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
+from torchtitan.weight_sync.actor import Actor, Worker
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
-from torchtitan.weight_sync.pull.actor import Actor, Worker
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
-from torchtitan.weight_sync.pull.puller import Served
+from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 

@@ -20,10 +20,10 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
+from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.pull.actor import Actor
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 

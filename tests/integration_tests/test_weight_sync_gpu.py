@@ -16,8 +16,8 @@ from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
 from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
+from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.pull.live_slots import LiveSlots
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values
+from torchtitan.weight_sync.actor import Worker
 from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.pull.actor import Worker
 from torchtitan.weight_sync.staging import StagedVersion
 
 WORKERS = 2

@@ -21,7 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import Tag
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 logger = logging.getLogger(__name__)

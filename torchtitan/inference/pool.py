@@ -23,7 +23,7 @@ from torchtitan.inference.engines import make_client as make_engine_client
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.events import EventLog
-from torchtitan.weight_sync.pull.handshake import ACTOR, role_key
+from torchtitan.weight_sync.handshake import ACTOR, role_key
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from torchtitan.weight_sync.anonymous_memory import anonymous_file
-from torchtitan.weight_sync.states.slot import SlotView, SlotWriter
+from torchtitan.weight_sync.slot_states import SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8

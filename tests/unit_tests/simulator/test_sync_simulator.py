@@ -27,10 +27,10 @@ from simulator.scenario import Scenario, slowest_of
 from simulator.split import best_split
 from simulator.world import World
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.weight_sync.pull.arrivals import Arrivals
-from torchtitan.weight_sync.pull.registry import STATUS_SECONDS
-from torchtitan.weight_sync.pull.source import Source
-from torchtitan.weight_sync.pull.transfer import BucketKey
+from torchtitan.weight_sync.arrivals import Arrivals
+from torchtitan.weight_sync.registry import STATUS_SECONDS
+from torchtitan.weight_sync.source import Source
+from torchtitan.weight_sync.transfer import BucketKey
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,

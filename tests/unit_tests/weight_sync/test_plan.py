@@ -16,6 +16,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.launch import SupervisedProcess
+from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.manifest import (
     LayoutError,
     Manifest,
@@ -23,10 +24,9 @@ from torchtitan.weight_sync.manifest import (
 )
 from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.pull.live_slots import LiveSlots
+from torchtitan.weight_sync.slot_states import SlotState
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.staging import Staging
-from torchtitan.weight_sync.states.slot import SlotState
 
 
 def test_manifest_is_believed_only_whole() -> None:

@@ -18,12 +18,12 @@ from tests.unit_tests.weight_sync.streams import DelayedStream
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync import publisher as publisher_module
 from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
+from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.parameters import placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.pull.live_slots import LiveSlots
+from torchtitan.weight_sync.slot_states import SlotState
 from torchtitan.weight_sync.snapshot import DirectFiller, ScratchFiller, cut_rows
-from torchtitan.weight_sync.states.slot import SlotState
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 

@@ -20,7 +20,7 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 if TYPE_CHECKING:
     from torchtitan.inference.agent.engine import EngineOptions
-    from torchtitan.weight_sync.pull.actor import Actor
+    from torchtitan.weight_sync.actor import Actor
 
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -13,7 +13,7 @@ from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.agent.watch import Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import TAGS, Tag
-from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 

@@ -27,8 +27,8 @@ from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
-from torchtitan.weight_sync.pull.actor import Worker
-from torchtitan.weight_sync.pull.puller import Served
+from torchtitan.weight_sync.actor import Worker
+from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
 
 logger = logging.getLogger(__name__)

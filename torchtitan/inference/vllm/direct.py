@@ -8,7 +8,7 @@ from torchtitan.inference.agent.alongside import Alongside
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.vllm.control import VLLMControl
-from torchtitan.weight_sync.pull.actor import Actor
+from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,56 @@
+"""A client of the weight synchronisation that says what a test has it say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deterministic.machine import Machine, Process
+from deterministic.parts import TOKEN
+from torchtitan.weight_sync.handshake import Call, Identity
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.wire import Message
+
+
+class Client:
+    """A connection to a server: what it has heard, and why it was refused or closed."""
+
+    def __init__(self, machine: Machine, server: str, role: str, name: str, beats: bool = True, **fields: Any):
+        self.machine, self.over = machine, ""
+        self.heard: list[Message] = []
+        self.process = Process(machine, f"{role} {name}")
+        self.channel: Channel | None = None
+        identity = Identity.of(TOKEN, role, name)
+        Call(self.process.runtime, server, identity, {"epoch": "e1", **fields}, self._ready, self._closed)
+        self._beats = beats
+        machine.run(machine.now + 0.1)
+
+    def _ready(self, channel: Channel, _fields: Message) -> None:
+        self.channel = channel
+        channel.on_message = lambda _channel, message: self.heard.append(message)
+        channel.on_close = lambda _channel, reason: self._closed(reason)
+        channel.place = lambda _channel, message: memoryview(bytearray(message["bytes"]))
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._beats and not self.over:
+            self.machine.at(0.5, self.process, self._beat)
+            self.send({"type": "ping"})
+
+    def _closed(self, reason: str) -> None:
+        self.over = reason
+
+    def send(self, message: Message) -> None:
+        assert self.channel is not None, self.over
+        self.channel.send(message)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send, and let things happen for 50 ms."""
+        self.send({"type": kind, **fields})
+        self.machine.run(self.machine.now + 0.05)
+
+    def last(self, kind: str) -> Message:
+        """The newest message of this type."""
+        return next(message for message in reversed(self.heard) if message["type"] == kind)
+
+    def count(self, kind: str) -> int:
+        return sum(message["type"] == kind for message in self.heard)

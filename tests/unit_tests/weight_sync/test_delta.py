@@ -1,0 +1,165 @@
+"""The delta codec against what bytes are: round trips, sizes, and input that a stranger made up."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.weight_sync.delta import decode_into, element_bytes, encode
+from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.manifest import Layout, RankLayout
+from torchtitan.weight_sync.wire import ProtocolError
+
+SIZES = (1, 2, 4)
+GUARD = bytes(range(64))
+
+
+def decoded(base: bytes, payload: bytes, size: int) -> bytes:
+    """What becomes of `base`, decoded in the middle of other memory, which must stay as it is."""
+    memory = bytearray(GUARD + base + GUARD)
+    try:
+        decode_into(memoryview(memory)[64 : 64 + len(base)], memoryview(payload), size)
+    except ProtocolError:
+        assert bytes(memory) == GUARD + base + GUARD, "written before it was checked"
+        raise
+    assert bytes(memory[:64]) == bytes(memory[64 + len(base) :]) == GUARD
+    return bytes(memory[64 : 64 + len(base)])
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
+    """(new, base, element bytes): any density of changes, by a little or by anything."""
+    size = draw(st.sampled_from(SIZES))
+    length = draw(st.one_of(st.integers(0, 40), st.integers(0, 3000), st.sampled_from([70_000, 200_000])))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    base = np.frombuffer(rng.bytes(length * size), f"<u{size}")
+    chosen = rng.random(length) < draw(st.sampled_from([0.0, 0.00005, 0.003, 0.05, 0.49, 0.6, 1.0]))
+    most = draw(st.sampled_from([1, 3, 2 ** (8 * size - 1)]))
+    moved = rng.integers(-most, most, length, endpoint=True).astype(np.int64)
+    new = np.where(chosen, base.astype(np.int64) + moved, base).astype(f"<u{size}")
+    if length and draw(st.booleans()):
+        new[draw(st.integers(0, length - 1))] ^= 1
+    return new.tobytes(), base.tobytes(), size
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes())
+def test_base_and_payload_make_the_new_bytes(case: tuple[bytes, bytes, int]) -> None:
+    new, base, size = case
+    payload = encode(memoryview(new), memoryview(base), size)
+    changed = np.count_nonzero(np.frombuffer(new, f"<u{size}") != np.frombuffer(base, f"<u{size}"))
+    if payload is None:
+        # 36 bytes of lengths at most, and little for a few changes.
+        assert changed > 0.5 * len(new) / size or 36 + 12 * changed >= len(new)
+    else:
+        assert len(payload) < len(new)
+        assert decoded(base, bytes(payload), size) == new == reference_decode(base, bytes(payload), size)
+
+
+@pytest.mark.parametrize(("density", "at_most"), [(0.03, 0.016), (0.1, 0.045), (0.001, 0.001), (0.0, 0.0001)])
+def test_size_is_near_what_information_theory_allows(density: float, at_most: float) -> None:
+    """bfloat16 that moves by its last bit. Positions take H(p) bits of 16 per element, the direction one per change."""
+    rng = np.random.default_rng(1)
+    base = rng.integers(0, 2**16, 1 << 20).astype("<u2")
+    new = base + np.where(rng.random(len(base)) < density, rng.choice([1, 65535], len(base)), 0).astype("<u2")
+    payload = encode(memoryview(new.tobytes()), memoryview(base.tobytes()), 2)
+    entropy = -sum(p * np.log2(p) for p in (density, 1 - density) if p) + density
+    assert payload is not None and entropy / 16 * 0.99 <= len(payload) / new.nbytes <= at_most
+
+
+def reference_decode(base: bytes, payload: bytes, size: int) -> bytes | None:
+    """The format as its description says, element by element; None for what it does not allow."""
+    count, place, columns = int.from_bytes(payload[:4], "little"), 4, []
+    if len(payload) >= len(base) or len(payload) < 4 or count > 0.5 * len(base) / size:
+        return None
+    for width in (4, size):
+        planes = []
+        for _ in range(width):
+            if place + 4 > len(payload):
+                return None
+            length = int.from_bytes(payload[place : place + 4], "little")
+            data, place = payload[place + 4 : place + 4 + length], place + 4 + length
+            if len(data) < length:
+                return None
+            unpacker = zlib.decompressobj(-15)
+            try:
+                plane = unpacker.decompress(data) if data else bytes(count)
+            except zlib.error:
+                return None
+            if len(plane) != count or (data and (not unpacker.eof or unpacker.unused_data)):
+                return None
+            planes.append(plane)
+        columns.append([int.from_bytes(bytes(digits), "little") for digits in zip(*planes, strict=True)])
+    target, index = bytearray(base), -1
+    for gap, number in zip(*columns, strict=True):
+        index += gap + 1
+        if index >= len(base) // size:
+            return None
+        distance = number // 2 if number % 2 == 0 else -(number + 1) // 2
+        old = int.from_bytes(target[index * size : (index + 1) * size], "little")
+        target[index * size : (index + 1) * size] = ((old + distance) % 256**size).to_bytes(size, "little")
+    return bytes(target) if place == len(payload) else None
+
+
+def deflated(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    packed = packer.compress(data) + packer.flush()
+    return struct.pack("<I", len(packed)) + packed
+
+
+@st.composite
+def forged(draw: st.DrawFn) -> tuple[bytes, bytes, int]:
+    """(base, payload, element bytes): noise, any planes, or a real payload that is damaged, cut or longer."""
+    new, base, size = draw(changes())
+    kind = draw(st.sampled_from(["noise", "planes", "damaged"]))
+    if kind == "noise":
+        return base[: 400 * size], draw(st.binary(max_size=400 * size)), size
+    if kind == "planes":
+        count = draw(st.integers(0, 20))
+        planes = [draw(st.binary(max_size=21)) if draw(st.booleans()) else bytes(count) for _ in range(4 + size)]
+        return base, struct.pack("<I", count) + b"".join(map(deflated, planes)), size
+    payload = bytearray(encode(memoryview(new), memoryview(base), size) or b"")
+    if payload:
+        payload[draw(st.integers(0, len(payload) - 1))] ^= draw(st.integers(0, 255))
+    cut = draw(st.integers(0, len(payload)))
+    return base, draw(st.sampled_from([bytes(payload), bytes(payload[:cut]), bytes(payload) + b"\0"])), size
+
+
+@settings(max_examples=400, deadline=None)
+@given(forged())
+def test_what_a_stranger_made_up_is_refused_or_stays_inside(case: tuple[bytes, bytes, int]) -> None:
+    base, payload, size = case
+    expected = reference_decode(base, payload, size)
+    if expected is None:
+        with pytest.raises(ProtocolError):
+            decoded(base, payload, size)
+    else:
+        assert decoded(base, payload, size) == expected
+
+
+def test_little_that_unpacks_to_much_is_refused_without_unpacking_it() -> None:
+    bomb = deflated(bytes(1 << 26))
+    payload = struct.pack("<I", 100) + bomb + 5 * deflated(b"")
+    with pytest.raises(ProtocolError, match="column of a delta with 101 instead of 100"):
+        decoded(bytes(1 << 20), payload, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "bucket_bytes", "slot_bytes", "expected"),
+    [
+        (["bfloat16"], 1 << 20, 6, 2),
+        (["float32"], 1 << 20, 12, 4),
+        (["float32", "bfloat16"], 1 << 20, 70, 2),
+        (["float32"], 1022, 2048, 2),
+        (["bfloat16"], 1025, 2048, 1),
+        ([], 1024, 0, 4),
+    ],
+)
+def test_elements_never_straddle_buckets(dtypes: list[str], bucket_bytes: int, slot_bytes: int, expected: int) -> None:
+    parameters = ParameterTable.of(ParameterEntry(f"p{number}", dtype, (1,)) for number, dtype in enumerate(dtypes))
+    assert element_bytes(Layout(bucket_bytes, parameters, (RankLayout(slot_bytes, ShardTable.of([])),))) == expected

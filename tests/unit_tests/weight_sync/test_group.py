@@ -1,0 +1,223 @@
+"""An actor of two workers on the deterministic machine: whatever dies, freezes or fails, all hold what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import xxhash
+
+from deterministic.machine import Machine, Process, Violation
+from tests.unit_tests.weight_sync.job import BUCKET_BYTES, REGISTRY, TOKEN, Job, Shape, content, whole_layout
+from torchtitan.weight_sync.group import Leader, LedPuller, Outcome
+from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
+from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
+from torchtitan.weight_sync.needs import Needs
+from torchtitan.weight_sync.puller import Served
+from torchtitan.weight_sync.wire import Message
+
+WORKERS = 2
+KEY = role_key(TOKEN, ACTOR, "a")
+SHAPE = Shape(ranks=2, buckets=4, actor_seconds=())
+
+
+class SimLeader(Leader):
+    """Applies without a thread that waits."""
+
+    def _apply_staged(self) -> None:
+        if self._staged is None or self._applying or self._is_pinned() or self._closed:
+            return
+        (manifest, figures), self._staged, self._applying = self._staged, None, True
+        begun = self._runtime.now()
+
+        def done(outcome: Outcome) -> None:
+            kind = WeightsRefused if outcome.refused else RuntimeError
+            self._applied(manifest, figures, begun, outcome.figures, kind(outcome.error) if outcome.error else None)
+
+        self._runtime.call_later(0.05, partial(self.order, manifest, done))
+
+
+class LeadingEngine:
+    """Stages nothing."""
+
+    def prepare(self, layout: Layout) -> Needs:
+        return None
+
+
+class Connection:
+    """A worker's engine, as one of its connections reaches it: an older one changes nothing any more."""
+
+    def __init__(self, worker: SimWorker):
+        self._worker = worker
+        self.shared: Message = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        if self._worker.connection is not self:
+            raise WeightsRefused("another connection has taken this one's place")
+        return self._worker.apply(manifest)
+
+
+class SimWorker:
+    """A worker's process and engine: a share of memory that all workers have."""
+
+    def __init__(self, group: Group, number: int):
+        self.group, self.number = group, number
+        self.holds: Served | None = None
+        self.start()
+
+    def start(self) -> None:
+        """A new process, which holds nothing."""
+        self.holds = None
+        self.process = Process(self.group.job.machine, f"worker-{self.number}", rate=2000.0)
+        self.connect()
+
+    def connect(self) -> None:
+        """To the leader, with what the engine holds."""
+        own = Identity(WORKER, str(self.number), role_key(KEY, WORKER, str(self.number)))
+        leader, actor = self.group.address, Identity(ACTOR, "a", KEY)
+        options: dict[str, Any] = {"instance": "w", "served": self.holds, "progress_s": 1.5, "puller": actor}
+        self.connection = Connection(self)
+        self.puller = LedPuller(self.process.runtime, leader, own, SHAPE.epoch, self.connection, **options)
+        self.puller._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
+        self.puller.start()
+
+    def prepare(self, layout: Layout) -> Needs:
+        return {0: [(0, SHAPE.buckets)]} if self.number == 0 else {1: [(0, SHAPE.buckets)]}
+
+    def bucket(self, key: tuple[int, int]) -> memoryview:
+        rank, bucket = key
+        return memoryview(self.group.staging[rank])[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
+
+    def patch(self, key: tuple[int, int], delta: memoryview) -> str:
+        raise NotImplementedError
+
+    def fetch(self, key: tuple[int, int], reference: Message) -> str:
+        return xxhash.xxh3_128_hexdigest(self.bucket(key))
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        random = self.group.job.machine.random
+        if random.random() < self.group.failures:
+            if random.random() < 0.5:
+                raise WeightsRefused("not now")
+            self.holds = None
+            raise RuntimeError("half of it")
+        for rank, staged in enumerate(self.group.staging):
+            if bytes(staged) != content(SHAPE.epoch, manifest.version, rank, SHAPE.buckets):
+                raise Violation(f"worker {self.number} applies torn bytes as version {manifest.version}")
+        self.holds = Served(manifest.epoch, manifest.version, manifest.digest)
+        return {}
+
+
+class Group:
+    """The actor: its leader, its workers."""
+
+    def __init__(self, job: Job, failures: float = 0.0):
+        self.job, self.failures, self.lives = job, failures, 0
+        self.staging = [bytearray(SHAPE.buckets * BUCKET_BYTES) for _ in range(SHAPE.ranks)]
+        self.start_leader(None)
+        self.workers = [SimWorker(self, number) for number in range(WORKERS)]
+
+    def start_leader(self, served: Served | None) -> None:
+        """served: what the engine serves, as the process beside it remembers."""
+        self.lives += 1
+        self.address = f"10.0.2.1:{8000 + self.lives}"
+        self.process = Process(self.job.machine, "leader")
+        names = self.process.runtime, REGISTRY, Identity(ACTOR, "a", KEY), SHAPE.epoch, LeadingEngine()
+        options: dict[str, Any] = {"instance": f"a-{self.lives}", "served": served}
+        self.leader = SimLeader(*names, count=WORKERS, secret=KEY, apply_timeout_s=2.0, **options)
+        self.leader._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
+        self.leader.listen(self.address)
+        self.leader.start()
+
+    def replace_leader(self) -> None:
+        """The agent connects anew: workers do, too, and the engine remembers what it serves."""
+        served = self.leader.serving
+        self.leader.close()
+        self.process.kill()
+        self.start_leader(served)
+        for worker in self.workers:
+            worker.puller.close()
+            worker.connect()
+
+    def check(self) -> None:
+        """What the actor says that it serves, every worker that it knows of holds, unless the engine stands still."""
+        served = self.leader.serving
+        if not self.leader.registry.connected or self.leader._applying:
+            return
+        for number, known in self.leader._workers.items():
+            worker = self.workers[number]
+            if served is not None and known.known and not known.channel.closed and worker.holds != served:
+                raise Violation(f"the actor serves {served}, and worker {number} holds {worker.holds}")
+
+    def run(self, seconds: float) -> None:
+        machine = self.job.machine
+        until = machine.now + seconds
+        while machine.now < until:
+            machine.run(min(until, machine.now + 0.02))
+            self.check()
+
+    def close(self) -> None:
+        self.leader.close()
+
+
+def disturb(group: Group) -> None:
+    """One thing that can happen."""
+    random = group.job.machine.random
+    worker = random.choice(group.workers)
+    kind = random.choice(["kill", "freeze", "cut", "leader", "registry"])
+    if kind == "kill":
+        worker.process.kill()
+        worker.start()
+    elif kind == "freeze":
+        worker.process.freeze()
+    elif kind == "cut":
+        worker.process.forget_connections()
+    elif kind == "leader":
+        group.replace_leader()
+    else:
+        group.leader.registry.hang_up("cut")
+
+
+@pytest.mark.parametrize("start", range(0, 200, 25))
+def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
+    for seed in range(start, start + 25):
+        job = Job(Machine(seed), SHAPE)
+        group = Group(job, failures=0.1 if seed % 2 else 0.0)
+        group.run(1.0)
+        for _ in range(8):
+            job.train(1)
+            group.run(job.machine.random.random())
+            if job.machine.random.random() < 0.6:
+                disturb(group)
+            group.run(1.5 * job.machine.random.random())
+            for worker in group.workers:
+                if job.machine.random.random() < 0.5:
+                    worker.process.thaw()
+        group.failures = 0.0
+        for worker in group.workers:
+            worker.process.thaw()
+        group.run(20.0)
+        newest = max(job.committed)
+        assert group.leader.serving is not None and group.leader.serving.version == newest, seed
+        assert job.registry.actors["a"].version == newest, seed
+        group.close()
+
+
+def test_versions_of_other_numbers_are_not_applied() -> None:
+    """An order for what is not staged here is refused, and nothing is applied by itself."""
+    job = Job(Machine(0), SHAPE)
+    group = Group(job)
+    group.run(1.0)
+    job.train(1)
+    group.run(2.0)
+    worker = group.workers[0]
+    before = worker.holds
+    worker.puller._on_message({"type": "apply", "version": 7})
+    group.run(1.0)
+    assert worker.holds == before == group.leader.serving
+    group.close()

@@ -1,0 +1,227 @@
+"""What an actor does with a version: pinned, refused, half applied, found torn, corrupt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from deterministic.machine import Machine
+from tests.unit_tests.weight_sync.job import BUCKET_BYTES, Actor, Job, Shape
+from torchtitan.weight_sync import deltas
+from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.registry import Registry
+
+
+def job_of(seed: int = 0, *, slots: int = 3, actor_seconds: tuple[float, ...] = (0.1,), lease_s: float = 60.0) -> Job:
+    machine = Machine(seed)
+    job = Job(machine, Shape(actor_seconds=actor_seconds, slots=slots, lease_s=lease_s))
+    machine.run(0.2)
+    return job
+
+
+def publish(job: Job, seconds: float = 1.0) -> int:
+    job.train(1)
+    job.machine.run(job.machine.now + seconds)
+    return job.committed[-1]
+
+
+def versions(actor: Actor) -> list[int]:
+    return [version for _, version in actor.versions]
+
+
+def pin(job: Job, version: int | None) -> None:
+    """As the trainer's connection does."""
+    registry: Registry = job.registry
+    channel = next(iter(job.registry_process.channels))
+    registry._on_trainer_message(channel, {"type": "pin", "version": version})
+    job.machine.run(job.machine.now + 0.1)
+
+
+def test_pinned_actor_keeps_its_version_until_it_is_let_go() -> None:
+    job = job_of()
+    publish(job)
+    pin(job, 0)
+    assert job.registry.actors["actor-0"].pinned
+    publish(job)
+    assert versions(job.actors[0]) == [0]
+    pin(job, None)
+    job.machine.run(job.machine.now + 1.0)
+    assert versions(job.actors[0]) == [0, 1]
+
+
+def test_version_that_was_pulled_before_the_pin_is_applied_after_it() -> None:
+    job = job_of(actor_seconds=(0.5,))
+    publish(job, 2.0)
+    publish(job, 0.2)
+    assert job.actors[0].puller.state == "PULLING"
+    pin(job, 0)
+    job.machine.run(job.machine.now + 3.0)
+    assert versions(job.actors[0]) == [0]
+    pin(job, None)
+    job.machine.run(job.machine.now + 1.0)
+    assert versions(job.actors[0]) == [0, 1]
+
+
+class Failing(Actor):
+    """Fails to apply version 1 a number of times."""
+
+    error: Exception = RuntimeError("half of it is copied")
+    times = 1
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        if manifest.version == 1 and self.times:
+            self.times -= 1
+            raise self.error
+        return super().apply(manifest)
+
+
+def with_failing_actor(error: Exception) -> Job:
+    job = job_of(actor_seconds=())
+    actor = Failing(job, "actor-0", 0.1, job.shape.epoch)
+    actor.error = error
+    job.actors.append(actor)
+    job.machine.run(0.5)
+    return job
+
+
+def test_half_applied_version_poisons_the_actor_until_one_is_whole() -> None:
+    job = with_failing_actor(RuntimeError("half of it is copied"))
+    publish(job)
+    job.train(1)
+    job.machine.run(job.machine.now + 0.8)
+    known = job.registry.actors["actor-0"]
+    assert job.actors[0].puller.poisoned and known.state == "POISONED" and not known.serves
+    assert "half of it is copied" in known.reason
+    job.machine.run(job.machine.now + 3.0)
+    assert versions(job.actors[0]) == [0, 1] and known.serves and known.state == "READY"
+
+
+def test_refused_version_leaves_the_one_before_and_is_tried_again() -> None:
+    job = with_failing_actor(WeightsRefused("not now"))
+    publish(job)
+    job.train(1)
+    job.machine.run(job.machine.now + 0.8)
+    known = job.registry.actors["actor-0"]
+    assert not job.actors[0].puller.poisoned and known.serves and known.version == 0
+    job.machine.run(job.machine.now + 3.0)
+    assert versions(job.actors[0]) == [0, 1]
+
+
+def test_torn_weights_are_pulled_again() -> None:
+    job = job_of()
+    publish(job)
+    job.actors[0].puller.found_torn(0, "layer 3 differs")
+    job.machine.run(job.machine.now + 0.01)
+    assert job.registry.actors["actor-0"].state == "POISONED"
+    job.machine.run(job.machine.now + 2.0)
+    assert versions(job.actors[0]) == [0, 0]
+    assert job.registry.actors["actor-0"].serves
+
+
+def test_look_that_is_faster_than_the_end_of_its_apply_is_not_lost() -> None:
+    job = job_of()
+    job.train(1)
+    while job.actors[0].puller.state != "APPLYING":
+        job.machine.run(job.machine.now + 0.0005)
+    job.actors[0].puller.found_torn(0, "layer 3 differs")
+    job.machine.run(job.machine.now + 5.0)
+    assert versions(job.actors[0]) == [0, 0], "it was taken for whole"
+    assert job.registry.actors["actor-0"].serves
+
+
+def test_bucket_that_is_always_corrupt_ends_the_pull_and_not_the_actor() -> None:
+    job = job_of()
+    job.machine.corruption = 1.0
+    publish(job)
+    puller = job.actors[0].puller
+    assert puller.refused >= 1 and puller.serving is None
+    job.machine.corruption = 0.0
+    job.machine.run(job.machine.now + 5.0)
+    assert versions(job.actors[0]) == [0]
+
+
+def test_actor_that_never_finishes_is_given_up_with_the_reason() -> None:
+    # Twenty seconds for what it has five seconds for.
+    job = job_of(actor_seconds=(0.1, 20.0), lease_s=5.0)
+    job.train(40)
+    job.machine.run(45.0)
+    known = job.registry.actors["actor-1"]
+    assert known.state == "GIVEN_UP" and "within 5 s, 3 times in a row" in known.reason
+    assert not job.skipped
+    # A new process of its name starts afresh.
+    job.actors[1].process.kill()
+    job.actors[1].begin()
+    job.machine.run(job.machine.now + 0.2)
+    assert job.registry.actors["actor-1"].state == "PULLING"
+
+
+def test_deltas_and_a_base_that_is_not_what_the_actor_thinks() -> None:
+    machine = Machine(0)
+    job = Job(machine, Shape(actor_seconds=(0.1, 0.1), delta=True))
+    machine.run(0.2)
+    actor, other = job.actors
+    for _ in range(3):
+        publish(job)
+    buckets = job.shape.ranks * job.shape.buckets
+    assert actor.patched == other.patched == 2 * buckets and actor.puller.corrupted == 0
+    # Everything of version 3 is new, so that its buckets come as they are. Version 4 would be of few changes again.
+    publish(job)
+    assert actor.patched == 2 * buckets
+    job.train(1)
+    actor.staging[1][BUCKET_BYTES + 60] ^= 1
+    machine.run(machine.now + 1.0)
+    assert versions(actor) == versions(other) == [0, 1, 2, 3, 4]
+    assert actor.puller.corrupted == 0
+    actor.staging[1][BUCKET_BYTES + 60] ^= 1
+    publish(job)
+    assert versions(actor) == versions(other) == [0, 1, 2, 3, 4, 5]
+    assert (actor.puller.corrupted, other.puller.corrupted) == (1, 0)
+    assert actor.patched == other.patched == 3 * buckets
+
+
+def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(0)
+    job = Job(machine, Shape(actor_seconds=(0.1,) * 4, delta=True))
+    machine.run(0.2)
+    made: list[memoryview] = []
+    encode = deltas.encode
+
+    def counted(new: memoryview, base: memoryview, size: int) -> memoryview | None:
+        made.append(new)
+        return encode(new, base, size)
+
+    monkeypatch.setattr(deltas, "encode", counted)
+    for _ in range(3):
+        publish(job)
+    assert len(made) == 2 * job.shape.ranks * job.shape.buckets
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_slow_actors_share_the_lanes(slots: int) -> None:
+    job = job_of(slots=slots, actor_seconds=(0.1, 6.0, 9.0))
+    job.train(120)
+    job.machine.run(130.0)
+    assert not job.skipped
+    shares = [len(actor.versions) * actor.seconds / 120 for actor in job.actors[1:]]
+    assert min(shares) >= (0.85 if slots == 4 else 0.5)
+    job.check_progress(job.actors[0], 0.0, 120.0)
+
+
+@pytest.mark.parametrize("fanout", [1, 2])
+def test_relay_bounds_what_leaves_the_trainer(fanout: int) -> None:
+    machine = Machine(0)
+    seconds = tuple(0.1 + 0.001 * number for number in range(6))
+    job = Job(machine, Shape(actor_seconds=seconds, relay_fanout=fanout, buckets=8))
+    machine.run(0.2)
+    publish(job)
+    sent = [rank.server.readers.sent_bytes for rank in job.ranks]
+    for _ in range(5):
+        publish(job)
+    size = len(job.ranks[0].slots.memory[0])
+    for rank, before in zip(job.ranks, sent, strict=True):
+        assert rank.server.readers.sent_bytes - before == 5 * fanout * size
+    # It streams: the last of six in a row is done long before six transfers are.
+    for actor in job.actors:
+        assert [version for _, version in actor.versions] == list(range(6))
+        assert actor.versions[-1][0] - job.published_at[5] < 0.35

@@ -1,0 +1,372 @@
+"""A puller alone, between a registry and shard servers that say what a test has them say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import xxhash
+
+from deterministic.machine import Machine, Process
+from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
+from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
+from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.needs import Needs
+from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.wire import Message
+
+BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
+LAYOUT = whole_layout(1, BUCKETS)
+
+
+class Server:
+    """Listens, lets in those with the right key, and notes what it hears; `channel` is the newest one."""
+
+    def __init__(self, machine: Machine, address: str, role: str, fields: Message):
+        self.machine = machine
+        self.heard: list[Message] = []
+        self.channels: list[Channel] = []
+        self.process = Process(machine, address)
+        admit = lambda _identity, _fields: fields  # noqa: E731
+        self.gate = Gate(self.process.runtime, frozenset((role,)), partial(role_key, TOKEN), admit, self._enter)
+        self.process.runtime.listen(address, self.gate.accept)
+
+    def _enter(self, channel: Channel, _identity: Identity, _fields: Message) -> None:
+        self.channels.append(channel)
+        channel.on_message = self._on_message
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        if message["type"] == "ping":
+            channel.send({"type": "pong"})
+        else:
+            self.heard.append(message)
+
+    def say(self, kind: str, payload: bytes | None = None, **fields: Any) -> None:
+        """Over the newest channel; then things happen for 50 ms."""
+        self.channels[-1].send({"type": kind, **fields}, None if payload is None else memoryview(payload))
+        self.machine.run(self.machine.now + 0.05)
+
+    def last(self, kind: str) -> Message:
+        return next(message for message in reversed(self.heard) if message["type"] == kind)
+
+    def count(self, kind: str) -> int:
+        return sum(message["type"] == kind for message in self.heard)
+
+
+class World:
+    """The puller is its own engine: memory, and what it has applied."""
+
+    def __init__(self, needs: Needs = None, rank: int = 0, served: Served | None = None, **settings: Any):
+        self.machine, self.needs = Machine(0), needs
+        self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
+        self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
+        self.staging = bytearray(BUCKETS * BUCKET_BYTES)
+        self.applied: list[int] = []
+        self.fetched: list[Any] = []
+        process = Process(self.machine, "a")
+        identity = Identity.of(TOKEN, ACTOR, "a")
+        self.puller = Puller(process.runtime, REGISTRY, identity, "e1", self, instance="i", served=served, **settings)
+        self.puller.start()
+        self.run(0.1)
+        self.registry.say("model", layout_id=LAYOUT.layout_id(), layout=LAYOUT.to_json())
+        self.registry.say("servers", servers=[SERVER])
+
+    def prepare(self, layout: Layout) -> Needs:
+        return self.needs
+
+    def bucket(self, key: tuple[int, int]) -> memoryview:
+        return memoryview(self.staging)[key[1] * BUCKET_BYTES : (key[1] + 1) * BUCKET_BYTES]
+
+    def fetch(self, key: tuple[int, int], reference: Message) -> str:
+        found = self.fetched.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        raise NotImplementedError
+
+    def apply(self, manifest: Manifest) -> dict[str, float]:
+        self.applied.append(manifest.version)
+        return {"pause_s": 0.5}
+
+    def run(self, seconds: float) -> None:
+        self.machine.run(self.machine.now + seconds)
+
+    def newest(self, serial: int, version: int, **fields: Any) -> Manifest:
+        """The registry publishes a version."""
+        sums = [[xxhash.xxh3_128_hexdigest(bucket_of(version, bucket)) for bucket in range(BUCKETS)]]
+        layout_id = LAYOUT.layout_id()
+        digest = content_digest(layout_id, sums)
+        message = {"epoch": "e1", "version": version, "layout_id": layout_id, "checksums": sums, "digest": digest}
+        self.registry.say("newest", serial=serial, **{**message, "lanes": [], "room": True, **fields})
+        return Manifest("e1", version, layout_id, tuple(map(tuple, sums)), digest)
+
+    def send(self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None) -> None:
+        """A shard server answers the last request with a bucket."""
+        server = server or self.server
+        pull = server.last("open")["pull"]
+        server.say("bucket", data or bucket_of(version, bucket), pull=pull, rank=0, bucket=bucket)
+
+
+def bucket_of(version: int, bucket: int) -> bytes:
+    return content("e1", version, 0, BUCKETS)[bucket * BUCKET_BYTES : (bucket + 1) * BUCKET_BYTES]
+
+
+def test_version_is_pulled_applied_and_told() -> None:
+    world = World()
+    assert world.puller.state == "JOINING"
+    manifest = world.newest(5, 3)
+    assert world.puller.state == "PULLING" and world.registry.last("pulling")["serial"] == 5
+    assert world.server.last("open") == {"type": "open", "pull": 1, "serial": 5, "buckets": [[0, 2]]}
+    world.send(3, 0)
+    world.run(1.0)
+    assert world.registry.last("progress")["bytes"] == BUCKET_BYTES and not world.applied
+    world.send(3, 1)
+    world.run(0.1)
+    assert world.applied == [3] and world.puller.state == "READY" and world.server.last("done")["pull"] == 1
+    assert world.registry.last("ended")["outcome"] == "staged"
+    serving = world.registry.last("serving")
+    assert (serving["version"], serving["digest"]) == (3, manifest.digest)
+    figures = serving["figures"]
+    assert (figures["bytes_full"], figures["bytes_relayed"], figures["pause_s"]) == (2 * BUCKET_BYTES, 0, 0.5)
+    assert figures["transfer_s"] > 1.0 and figures["apply_s"] < 0.1
+    # The same version again, and what is published while it is pinned, is not pulled.
+    world.newest(6, 3)
+    world.registry.say("pinned", version=3)
+    world.newest(7, 4)
+    assert world.server.count("open") == 1
+    world.registry.say("pinned", version=None)
+    assert world.server.last("open")["serial"] == 7
+
+
+def test_worker_that_needs_nothing_applies_at_once() -> None:
+    world = World(needs={0: []})
+    world.newest(1, 0)
+    world.run(0.1)
+    assert world.applied == [0] and world.server.count("open") == 0
+
+
+@pytest.mark.parametrize(("epoch", "told"), [("e1", 1), ("e0", 0)])
+def test_what_an_engine_holds_already_is_told_if_it_is_of_this_launch(epoch: str, told: int) -> None:
+    sums = [[xxhash.xxh3_128_hexdigest(bucket_of(3, bucket)) for bucket in range(BUCKETS)]]
+    world = World(served=Served(epoch, 3, content_digest(LAYOUT.layout_id(), sums)))
+    assert world.registry.count("serving") == told
+    world.newest(1, 3)
+    assert world.server.count("open") == 1 - told
+
+
+def test_poisoned_actor_says_so_to_each_registry() -> None:
+    world = World(served=Served("e1", 3, "d3"))
+    world.puller.found_torn(2, "another version")
+    assert not world.puller.poisoned
+    world.puller.found_torn(3, "layer 3 differs")
+    world.run(0.1)
+    assert world.puller.state == "POISONED" and world.registry.last("poisoned")["version"] == 3
+    world.registry.channels[-1].close("killed")
+    world.run(1.0)
+    assert world.registry.count("poisoned") == 2 and world.registry.count("serving") == 1
+
+
+def test_superseded_pull_is_given_up_unless_it_has_a_lane() -> None:
+    world = World()
+    world.newest(1, 0)
+    world.newest(2, 1, lanes=[1])
+    assert world.server.count("open") == 1
+    world.registry.say("lanes", lanes=[], room=True)
+    assert world.registry.last("ended")["outcome"] == "gone" and world.server.last("open")["serial"] == 2
+    # Twice in a row is slow: it waits for room.
+    world.newest(3, 2, room=False)
+    assert world.registry.count("ended") == 2 and world.server.count("open") == 2 and world.puller.state == "JOINING"
+    world.registry.say("lanes", lanes=[2], room=False)
+    assert world.server.count("open") == 2
+    world.registry.say("lanes", lanes=[], room=True)
+    assert world.server.last("open")["serial"] == 3
+    # A whole version, and it is as fast as others.
+    world.send(2, 0)
+    world.send(2, 1)
+    world.run(0.1)
+    world.newest(4, 3)
+    world.newest(5, 4, room=False)
+    assert world.server.last("open")["serial"] == 5
+
+
+def test_what_a_shard_server_calls_gone_is_not_asked_for_at_once_again() -> None:
+    world = World()
+    world.newest(1, 0)
+    world.server.say("gone", pull=99)
+    assert world.registry.count("ended") == 0
+    world.server.say("gone", pull=1)
+    assert world.registry.last("ended")["outcome"] == "gone" and world.puller.state == "JOINING"
+    world.run(0.5)
+    assert world.server.count("open") == 1
+    world.run(0.6)
+    assert world.server.last("open")["pull"] == 2
+    # Something newer is, and pauses grow.
+    world.server.say("gone", pull=2)
+    world.newest(2, 1)
+    assert world.server.last("open")["serial"] == 2
+    world.server.say("gone", pull=3)
+    world.run(3.5)
+    assert world.server.count("open") == 3
+    world.run(1.0)
+    assert world.server.count("open") == 4
+
+
+def test_damaged_bucket_is_asked_for_alone_and_three_times_ends_the_pull() -> None:
+    world = World()
+    world.newest(1, 0)
+    world.send(0, 1, data=bytes(BUCKET_BYTES))
+    assert world.server.last("open")["buckets"] == [[1, 2]] and world.puller.corrupted == 1
+    world.send(0, 0)
+    world.send(0, 1, data=bytes(BUCKET_BYTES))
+    world.send(0, 1, data=bytes(BUCKET_BYTES))
+    ended = world.registry.last("ended")
+    assert ended["outcome"] == "refused" and "bucket 1 of rank 0 was corrupt 3 times" in ended["reason"]
+    assert world.puller.refused == 1 and world.puller.corrupted == 3 and not world.applied
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"rank": 1, "bucket": 0}, "came from rank 0"),
+        ({"rank": 0, "bucket": 7}, "not asked for"),
+        ({"rank": 0, "bucket": 0}, "sent twice"),
+    ],
+)
+def test_server_that_sends_what_was_not_asked_for_is_hung_up_on(fields: dict[str, Any], reason: str) -> None:
+    world = World()
+    world.newest(1, 0)
+    world.send(0, 0)
+    channel = world.server.channels[-1]
+    world.server.say("bucket", bucket_of(0, 1), pull=1, **fields)
+    assert channel.closed and reason in world.machine.protocol_errors[-1]
+    # It goes on over another one, with what is missing.
+    world.run(0.1)
+    assert world.server.last("open")["buckets"] == [[1, 2]] and len(world.server.channels) == 2
+
+
+def test_bucket_of_a_pull_that_is_over_is_not_written() -> None:
+    world = World()
+    world.newest(1, 0)
+    world.newest(2, 1)
+    before = bytes(world.staging)
+    world.server.say("bucket", bucket_of(0, 0), pull=1, rank=0, bucket=0)
+    assert bytes(world.staging) == before and not world.machine.protocol_errors
+
+
+def test_pull_that_stands_still_asks_again_over_a_new_channel() -> None:
+    world = World(progress_s=2.0)
+    world.newest(1, 0)
+    world.send(0, 0)
+    world.run(1.5)
+    assert len(world.server.channels) == 1
+    world.run(1.5)
+    assert len(world.server.channels) == 2 and world.server.last("open")["buckets"] == [[1, 2]]
+    world.run(1.0)
+    assert len(world.server.channels) == 2
+
+
+def test_reference_is_fetched_and_asked_for_again_where_only_the_way_was_broken() -> None:
+    world = World()
+    manifest = world.newest(1, 0)
+    first, second = manifest.checksums[0]
+    world.fetched = [ConnectionError("timed out"), first, RuntimeError("no file"), second]
+    for bucket in (0, 0, 1):
+        world.server.say("bucket", pull=1, rank=0, bucket=bucket, reference={})
+        world.run(0.1)
+        assert world.server.last("open")["buckets"] == ([[1, 2]] if bucket else [[0, 1]])
+    assert world.puller.corrupted == 1
+    world.server.say("bucket", pull=1, rank=0, bucket=1, reference={})
+    world.run(0.2)
+    assert world.applied == [0] and not world.fetched
+
+
+def test_shard_server_of_another_rank_is_not_believed() -> None:
+    world = World(rank=3)
+    world.newest(1, 0)
+    world.run(3.0)
+    assert world.server.count("open") == 0 and world.puller.state == "PULLING"
+    # It is tried again, more and more seldom.
+    assert 3 <= len(world.server.channels) <= 6 and all(channel.closed for channel in world.server.channels)
+    world.run(10.0)
+    assert len(world.server.channels) <= 11
+
+
+def test_shard_server_that_moves_is_followed() -> None:
+    world = World()
+    world.newest(1, 0)
+    moved = Server(world.machine, "10.0.0.9:6000", ACTOR, {"rank": 0})
+    world.registry.say("servers", servers=["10.0.0.9:6000"])
+    assert moved.last("open")["buckets"] == [[0, 2]] and world.server.channels[-1].closed
+    world.send(0, 0, moved)
+    world.registry.say("servers", servers=["10.0.0.9:6000"])
+    assert len(moved.channels) == 1 and not moved.channels[0].closed
+
+
+def peer_of(world: World) -> tuple[Server, Message]:
+    """Another actor, and how the registry offers it."""
+    key = role_key(TOKEN, PEER, "a")
+    return Server(world.machine, OTHER, PEER, {"rank": 0}), {"name": "b", "address": OTHER, "key": key}
+
+
+def test_pull_from_another_actor_is_counted_as_such() -> None:
+    world = World()
+    peer, source = peer_of(world)
+    world.newest(1, 0, source=source)
+    for bucket in range(BUCKETS):
+        world.send(0, bucket, peer)
+    world.run(0.1)
+    figures = world.registry.last("serving")["figures"]
+    assert (figures["bytes_full"], figures["bytes_relayed"], figures["source"]) == (0, 2 * BUCKET_BYTES, "b")
+    assert world.server.count("open") == 0
+    world.newest(2, 1)
+    assert world.server.last("open")["serial"] == 2
+
+
+@pytest.mark.parametrize("how", ["gone", "late", "lost", "corrupt"])
+def test_actor_that_is_let_down_by_another_one_goes_on_at_the_trainer(how: str) -> None:
+    world = World()
+    peer, source = peer_of(world)
+    world.newest(1, 0, source=source)
+    world.send(0, 0, peer)
+    if how == "gone":
+        peer.say("gone", pull=1)
+    elif how == "lost":
+        peer.process.kill()
+    elif how == "corrupt":
+        world.send(0, 1, peer, data=bytes(BUCKET_BYTES))
+    else:
+        world.run(PEER_SECONDS - 0.3)
+        assert world.server.count("open") == 0
+    world.run(0.2 if how != "late" else 1.0)
+    assert world.server.last("open")["buckets"] == [[1, 2]] and world.registry.count("ended") == 0
+    world.send(0, 1)
+    world.run(0.1)
+    assert world.applied == [0] and world.registry.last("serving")["figures"]["bytes_relayed"] >= BUCKET_BYTES
+
+
+def test_registry_that_makes_no_sense_is_hung_up_on() -> None:
+    for kind, fields, reason in (
+        ("status", {"actors": {}, "newest": None, "dropped": []}, "does not send"),
+        ("newest", {"epoch": "e0"}, "of epoch e0"),
+        ("newest", {"checksums": [["aa"]]}, ""),
+    ):
+        world = World()
+        channel = world.registry.channels[-1]
+        if kind == "newest":
+            world.newest(1, 0, **fields)
+        else:
+            world.registry.say(kind, **fields)
+        assert channel.closed and reason in world.machine.protocol_errors[-1] and world.server.count("open") == 0
+
+
+def test_actor_that_ends_closes_everything() -> None:
+    world = World()
+    world.newest(1, 0)
+    world.puller.close()
+    world.run(1.0)
+    assert world.registry.channels[-1].closed and world.server.channels[-1].closed
+    assert len(world.registry.channels) == len(world.server.channels) == 1

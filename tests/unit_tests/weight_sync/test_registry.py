@@ -1,0 +1,294 @@
+"""The registry alone, among clients that say what a test has them say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deterministic.machine import Machine, Process
+from deterministic.parts import REGISTRY, TOKEN, rank_layout
+from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.weight_sync import registry as registry_module
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
+from torchtitan.weight_sync.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.wire import Message
+
+SUMS = [["aa", "bb"], ["cc", "dd"]]
+
+
+class World:
+    """A registry for two ranks."""
+
+    def __init__(self, **settings: Any):
+        self.machine = Machine(0)
+        self.journal: list[tuple[str, Message]] = []
+        self.beats = 0
+        process = Process(self.machine, REGISTRY)
+        write = lambda event, fields: self.journal.append((event, fields))  # noqa: E731
+        self.registry = Registry(process.runtime, Settings(2, **settings), "e1", 7, TOKEN, write, self._beat)
+        self.registry.start(REGISTRY)
+
+    def _beat(self) -> None:
+        self.beats += 1
+
+    def run(self, seconds: float) -> None:
+        self.machine.run(self.machine.now + seconds)
+
+    def rank(self, number: int, **options: Any) -> Client:
+        return Client(self.machine, REGISTRY, RANK, str(number), address=f"10.0.0.1:600{number}", **options)
+
+    def actor(self, name: str = "a", **options: Any) -> Client:
+        return Client(self.machine, REGISTRY, ACTOR, name, instance=options.pop("instance", f"{name}-1"), **options)
+
+    def trainer(self, **options: Any) -> Client:
+        return Client(self.machine, REGISTRY, TRAINER, "0", **options)
+
+    def ranks(self) -> list[Client]:
+        """Both ranks, with their layouts."""
+        found = [self.rank(number) for number in range(2)]
+        for number, client in enumerate(found):
+            client.say("layout", layout=rank_layout(2, 2, number).to_json())
+        return found
+
+    def publish(self, ranks: list[Client], serial: int, version: int) -> None:
+        for client, sums in zip(ranks, SUMS, strict=True):
+            client.say("snapped", serial=serial, version=version, checksums=sums)
+
+    def events(self, name: str) -> list[Message]:
+        return [fields for event, fields in self.journal if event == name]
+
+
+def test_version_is_published_when_all_ranks_have_it_and_the_layout_is_known() -> None:
+    world = World()
+    actor, ranks = world.actor(), [world.rank(number) for number in range(2)]
+    world.publish(ranks, 1, 0)
+    assert world.registry.newest is None and actor.count("newest") == 0
+    for number, client in enumerate(ranks):
+        client.say("layout", layout=rank_layout(2, 2, number).to_json())
+    newest = actor.last("newest")
+    assert (newest["serial"], newest["version"], newest["checksums"]) == (1, 0, SUMS)
+    assert [rank.last("live")["newest"] for rank in ranks] == [1, 1]
+    assert actor.last("servers")["servers"] == ["10.0.0.1:6000", "10.0.0.1:6001"]
+    ranks[0].say("snapped", serial=2, version=1, checksums=SUMS[0])
+    assert actor.count("newest") == 1
+    # The newest of all that is whole; what is older is not published any more.
+    ranks[0].say("snapped", serial=3, version=2, checksums=SUMS[0])
+    ranks[1].say("snapped", serial=3, version=2, checksums=SUMS[1])
+    ranks[1].say("snapped", serial=2, version=1, checksums=SUMS[1])
+    assert actor.count("newest") == 2 and actor.last("newest")["version"] == 2
+    late = world.actor("late")
+    assert late.last("newest")["version"] == 2 and late.count("model") == 1 and late.last("pinned")["version"] is None
+
+
+def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
+    world = World(snapshot_timeout_s=2.0)
+    ranks, trainer, actor = world.ranks(), world.trainer(), world.actor()
+    ranks[1].say("failed", serial=1, version=0)
+    assert ranks[0].last("live")["dropped"] == [1] and trainer.last("status")["dropped"] == [[1, 0]]
+    world.publish(ranks, 1, 0)
+    assert world.registry.newest is None
+    ranks[0].say("snapped", serial=2, version=0, checksums=SUMS[0])
+    world.run(1.5)
+    assert trainer.last("status")["dropped"] == [[1, 0]]
+    world.run(1.0)
+    assert trainer.last("status")["dropped"] == [[1, 0], [2, 0]]
+    assert "rank [1]" in world.events("drop")[-1]["reason"]
+    world.publish(ranks, 3, 0)
+    ranks[0].say("failed", serial=3, version=0)
+    assert trainer.last("status")["newest"] == 0 and len(trainer.last("status")["dropped"]) == 2
+    assert actor.count("newest") == 1
+
+
+def test_only_the_last_drops_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MOST_DROPPED", 2)
+    world = World()
+    ranks = world.ranks()
+    for serial in (1, 2, 3):
+        ranks[0].say("failed", serial=serial, version=serial)
+    assert ranks[0].last("live")["dropped"] == [2, 3]
+
+
+def test_shards_that_do_not_fit_together_are_a_failure_that_the_trainer_hears_of() -> None:
+    world = World()
+    trainer, ranks = world.trainer(), [world.rank(number) for number in range(2)]
+    for client in ranks:
+        client.say("layout", layout=rank_layout(2, 2, 0).to_json())
+    world.run(0.1)
+    assert "do not fit together" in trainer.last("status")["failure"] and world.events("failure")
+    world.publish(ranks, 1, 0)
+    assert world.registry.newest is None
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"type": "layout", "layout": {"other": 1}}, "another layout"),
+        ({"type": "serving", "version": 0, "digest": "", "figures": {}}, "does not send"),
+        ({"type": "snapped", "serial": 5, "version": 9, "checksums": SUMS[0]}, "calls snapshot 5 version 9"),
+    ],
+)
+def test_rank_that_contradicts_itself_is_hung_up_on(message: Message, reason: str) -> None:
+    world = World()
+    ranks = world.ranks()
+    ranks[1].say("snapped", serial=5, version=4, checksums=SUMS[1])
+    ranks[0].say(**{"kind": message["type"], **{name: value for name, value in message.items() if name != "type"}})
+    assert ranks[0].over and reason in world.machine.protocol_errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "fields", "reason"),
+    [
+        (RANK, "2", {"address": "10.0.0.1:1"}, "no rank '2' among 2"),
+        (RANK, "-1", {"address": "10.0.0.1:1"}, "no rank '-1'"),
+        (RANK, "0", {"address": "somewhere"}, "somewhere"),
+        (ACTOR, "a", {"instance": "i", "address": "somewhere"}, "somewhere"),
+        (ACTOR, "a", {"instance": "i", "epoch": "e0"}, "epoch is e1, not e0"),
+    ],
+)
+def test_who_does_not_belong_is_refused(role: str, name: str, fields: dict[str, Any], reason: str) -> None:
+    client = Client(World().machine, REGISTRY, role, name, **fields)
+    assert client.channel is None and reason in client.over
+
+
+def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> None:
+    world = World()
+    first = world.trainer()
+    assert first.last("status")["actors"] == {} and first.last("status")["servers"] == 0
+    ranks, actor = world.ranks(), world.actor()
+    world.publish(ranks, 1, 0)
+    actor.say("pulling", serial=1, version=0)
+    status = first.last("status")
+    assert status["actors"]["a"]["state"] == "PULLING" and not status["actors"]["a"]["serves"]
+    assert (status["servers"], status["newest"], status["term"], status["epoch"]) == (2, 0, 7, "e1")
+    actor.say("ended", version=0, outcome="staged", reason="")
+    assert first.last("status")["actors"]["a"]["state"] == "APPLYING"
+    actor.say("serving", version=0, digest="d", figures={"transfer_s": 1.0})
+    shown = first.last("status")["actors"]["a"]
+    assert (shown["state"], shown["version"], shown["digest"], shown["serves"]) == ("READY", 0, "d", True)
+    assert shown["figures"] == {"transfer_s": 1.0} and world.events("applied")[-1]["actor"] == "a"
+    # What happens at once is one message.
+    count = first.count("status")
+    for _ in range(5):
+        actor.send({"type": "ended", "version": 1, "outcome": "gone", "reason": ""})
+    world.run(0.1)
+    assert first.count("status") <= count + 2
+    second = world.trainer()
+    world.run(0.1)
+    assert first.over and not second.over and second.last("status")["actors"]["a"]["serves"]
+    actor.say("poisoned", version=1, reason="half of it")
+    shown = second.last("status")["actors"]["a"]
+    assert (shown["state"], shown["reason"], shown["serves"]) == ("POISONED", "half of it", False)
+    second.say("pulling", serial=1, version=0)
+    assert second.over and "a trainer does not send" in world.machine.protocol_errors[-1]
+
+
+def test_pin_reaches_all_actors_and_those_that_come_later() -> None:
+    world = World()
+    trainer, ranks, actor, other = world.trainer(), world.ranks(), world.actor(), world.actor("other")
+    world.publish(ranks, 1, 0)
+    actor.say("serving", version=0, digest="d", figures={})
+    trainer.say("pin", version=0)
+    status = trainer.last("status")
+    assert actor.last("pinned")["version"] == 0 == world.actor("late").last("pinned")["version"] == status["pinned"]
+    assert status["actors"]["a"]["pinned"] and not status["actors"]["other"]["pinned"]
+    other.say("serving", version=0, digest="d", figures={})
+    assert trainer.last("status")["actors"]["other"]["pinned"]
+    trainer.say("pin", version=None)
+    assert actor.last("pinned")["version"] is None and not trainer.last("status")["actors"]["a"]["pinned"]
+
+
+def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -> None:
+    world = World(apply_timeout_s=1.0)
+    trainer, ranks, actor, pinned = world.trainer(), world.ranks(), world.actor(), world.actor("pinned")
+    world.publish(ranks, 1, 0)
+    for client in (actor, pinned):
+        client.say("serving", version=0, digest="d", figures={})
+    world.publish(ranks, 2, 1)
+    trainer.say("pin", version=0)
+    pinned.say("ended", version=1, outcome="staged", reason="")
+    actor.say("serving", version=1, digest="d", figures={})
+    actor.say("ended", version=2, outcome="staged", reason="")
+    world.run(0.8)
+    assert not actor.over
+    world.run(0.6)
+    assert actor.over and not pinned.over
+    shown = trainer.last("status")["actors"]["a"]
+    assert shown["state"] == "LOST" and "did not apply a version within 1 s" in shown["reason"]
+    # The time that it was pinned does not count.
+    world.run(3.0)
+    trainer.say("pin", version=None)
+    world.run(0.7)
+    assert not pinned.over
+    world.run(0.7)
+    assert pinned.over
+
+
+def test_silent_clients_are_hung_up_on_and_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "FORGET_SECONDS", 10.0)
+    world = World()
+    trainer, actor, rank = world.trainer(), world.actor(beats=False), world.rank(0, beats=False)
+    lively = world.actor("lively")
+    world.run(SILENCE_SECONDS - 0.5)
+    assert not actor.over and not rank.over and trainer.last("status")["servers"] == 1
+    world.run(1.0)
+    assert actor.over and rank.over and not lively.over
+    status = trainer.last("status")
+    assert status["actors"]["a"]["state"] == "LOST" and status["servers"] == 0 and status["evictions"] == 1
+    assert "said nothing for 3 s (it was JOINING)" in status["actors"]["a"]["reason"]
+    world.run(5.0)
+    assert "a" in world.registry.actors
+    world.run(3.0)
+    assert list(world.registry.actors) == ["lively"] and world.beats > 40
+
+
+def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:
+    world = World()
+    trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()
+    world.publish(ranks, 1, 0)
+    actor.say("serving", version=0, digest="d", figures={})
+    again = world.actor()
+    assert actor.over and not again.over
+    shown = trainer.last("status")["actors"]["a"]
+    assert (shown["state"], shown["version"], shown["evictions"]) == ("JOINING", -1, 1)
+    again.say("serving", version=0, digest="d", figures={})
+    assert trainer.last("status")["actors"]["a"]["serves"] and world.events("serves")
+    other = world.actor(instance="a-2")
+    assert again.over and not other.over and trainer.last("status")["actors"]["a"]["evictions"] == 2
+
+
+def test_shard_server_that_moves_is_told_to_all_actors() -> None:
+    world = World()
+    ranks, actor = world.ranks(), world.actor()
+    count = actor.count("servers")
+    same = world.rank(0)
+    assert ranks[0].over and actor.count("servers") == count
+    moved = Client(world.machine, REGISTRY, RANK, "0", address="10.0.0.2:7000")
+    assert same.over and not moved.over
+    assert actor.last("servers")["servers"] == ["10.0.0.2:7000", "10.0.0.1:6001"]
+    world.publish([moved, ranks[1]], 1, 0)
+    assert Client(world.machine, REGISTRY, RANK, "1", address="10.0.0.1:6001").last("live")["newest"] == 1
+
+
+def test_checksums_of_a_lost_shard_server_do_not_count() -> None:
+    """The next one computes them anew."""
+    world = World()
+    ranks = world.ranks()
+    ranks[0].say("snapped", serial=1, version=0, checksums=["00", "00"])
+    assert ranks[0].channel is not None
+    ranks[0].channel.close("killed")
+    world.run(0.1)
+    ranks[1].say("snapped", serial=1, version=0, checksums=SUMS[1])
+    assert world.registry.newest is None
+    world.rank(0).say("snapped", serial=1, version=0, checksums=SUMS[0])
+    assert world.registry.newest is not None
+
+
+def test_registry_that_ends_closes_everything() -> None:
+    world = World()
+    clients = [world.trainer(), *world.ranks(), world.actor()]
+    world.registry.close()
+    world.run(0.1)
+    assert all(client.over for client in clients)
+    assert "refused" in Client(world.machine, REGISTRY, TRAINER, "0").over

@@ -1,0 +1,266 @@
+"""A shard server alone, between a registry and actors that say what a test has them say."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import xxhash
+
+from deterministic.machine import Machine, Process
+from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
+from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity, role_key
+from torchtitan.weight_sync.readers import IDLE_SECONDS
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.shard_server import LONGEST_BUCKET_SECONDS
+from torchtitan.weight_sync.wire import Message
+
+BUCKETS = 4
+
+
+class World:
+    """One rank with its shard server; `told` is what the registry has heard."""
+
+    def __init__(self, lease_s: float = 60.0):
+        self.machine = Machine(0)
+        self.told: list[Message] = []
+        self.channel: Channel | None = None
+        self.registry = Process(self.machine, REGISTRY)
+        admit = lambda _identity, _fields: {"term": 1}  # noqa: E731
+        gate = Gate(self.registry.runtime, frozenset((RANK,)), partial(role_key, TOKEN), admit, self._enter)
+        self.registry.runtime.listen(REGISTRY, gate.accept)
+        self.rank = Rank(self.machine, Shape(ranks=1, buckets=BUCKETS, slots=4, lease_s=lease_s), 0)
+        self.rank.serve()
+        self.run(0.1)
+
+    def _enter(self, channel: Channel, _identity: Identity, _fields: Message) -> None:
+        self.channel = channel
+        channel.on_message = self._on_message
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        if message["type"] == "ping":
+            channel.send({"type": "pong"})
+        else:
+            self.told.append(message)
+
+    def run(self, seconds: float) -> None:
+        self.machine.run(self.machine.now + seconds)
+
+    def live(self, newest: int, lanes: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
+        """What the registry says."""
+        assert self.channel is not None
+        self.channel.send({"type": "live", "newest": newest, "lanes": list(lanes), "dropped": list(dropped)})
+        self.run(0.05)
+
+    def fill(self, version: int) -> int:
+        """The trainer takes a snapshot; its serial."""
+        assert self.rank.boundary.reserve()
+        self.rank.boundary.commit(version, 0)
+        self.run(0.1)
+        return self.rank.boundary.serial
+
+    def actor(self, name: str = "a", rate: float = 1e9, **fields: Any) -> Client:
+        client = Client(self.machine, self.rank.address, ACTOR, name, beats=False, **{"rank": 0, **fields})
+        client.process.rate = rate
+        return client
+
+    def told_of(self, kind: str) -> list[Message]:
+        return [message for message in self.told if message["type"] == kind]
+
+    def serials(self) -> list[int]:
+        return sorted(self.rank.server.live.filled())
+
+
+def sent_buckets(client: Client, pull: int) -> list[int]:
+    return [m["bucket"] for m in client.heard if m["type"] == "bucket" and m["pull"] == pull]
+
+
+def test_registry_hears_layout_and_checksums_and_again_after_it_was_lost() -> None:
+    world = World()
+    assert [message["type"] for message in world.told] == ["layout"]
+    first, second = world.fill(0), world.fill(1)
+    (one, other) = world.told_of("snapped")
+    data = content("e1", 0, 0, BUCKETS)
+    sums = [xxhash.xxh3_128_hexdigest(data[i : i + BUCKET_BYTES]) for i in range(0, len(data), BUCKET_BYTES)]
+    assert (one["serial"], one["version"], one["checksums"]) == (first, 0, sums)
+    assert (other["serial"], other["version"]) == (second, 1)
+    world.told.clear()
+    assert world.channel is not None
+    world.channel.close("killed")
+    world.run(1.0)
+    # The newest first: what is published of the others is known to be older then.
+    assert [message["type"] for message in world.told] == ["layout", "snapped", "snapped"]
+    assert [message["serial"] for message in world.told_of("snapped")] == [second, first]
+
+
+def test_what_a_rank_could_not_take_is_told_once_to_each_registry() -> None:
+    world = World()
+    world.rank.fail(0, 1)
+    world.rank.fail(0, 2)
+    world.run(1.0)
+    assert [message["serial"] for message in world.told_of("failed")] == [1, 2]
+    assert world.channel is not None
+    world.channel.close("killed")
+    world.rank.fail(0, 3)
+    world.run(1.0)
+    assert [message["serial"] for message in world.told_of("failed")] == [1, 2, 1, 2, 3]
+
+
+def test_several_snapshots_are_hashed_one_after_the_other_newest_first() -> None:
+    world = World()
+    for version in (0, 1, 2):
+        assert world.rank.boundary.reserve()
+        world.rank.boundary.commit(version, 0)
+    world.rank.process.longest_work = 0.5
+    world.run(0.021)
+    world.run(2.0)
+    serials = [message["serial"] for message in world.told_of("snapped")]
+    assert sorted(serials) == [1, 2, 3] and serials[1] > serials[2]
+
+
+def test_beat_stops_when_a_checksum_hangs() -> None:
+    world = World()
+    world.run(1.0)
+    assert world.rank.slots.beat_at > world.machine.now - 0.5
+    world.rank.process.hung_lanes.add("checksums")
+    world.fill(0)
+    began = world.machine.now
+    world.run(LONGEST_BUCKET_SECONDS - 1.0)
+    assert world.rank.slots.beat_at > world.machine.now - 0.5
+    world.run(3.0)
+    assert world.rank.slots.beat_at < began + LONGEST_BUCKET_SECONDS + 0.5
+
+
+def test_actor_gets_the_buckets_that_it_asks_for() -> None:
+    world = World()
+    serial = world.fill(7)
+    actor = world.actor()
+    actor.say("open", pull=1, serial=serial, buckets=None)
+    assert [message["type"] for message in actor.heard] == ["granted", *["bucket"] * BUCKETS]
+    assert sent_buckets(actor, 1) == [0, 1, 2, 3]
+    # One more of the same pull needs no new lease, another pull does.
+    actor.say("open", pull=1, serial=serial, buckets=[[2, 3]])
+    assert sent_buckets(actor, 1) == [0, 1, 2, 3, 2] and actor.count("granted") == 1
+    actor.say("open", pull=2, serial=serial, buckets=[[0, 1], [3, 4]])
+    assert sent_buckets(actor, 2) == [0, 3] and actor.count("granted") == 2
+    assert world.rank.server.readers.sent_bytes == 7 * BUCKET_BYTES
+
+
+def test_next_pull_and_done_end_what_was_asked_for_before() -> None:
+    world = World()
+    serial = world.fill(0)
+    actor = world.actor(rate=BUCKET_BYTES / 0.2)
+    actor.say("open", pull=1, serial=serial, buckets=None)
+    actor.say("open", pull=2, serial=serial, buckets=[[3, 4]])
+    world.run(2.0)
+    assert sent_buckets(actor, 1) == [0] and sent_buckets(actor, 2) == [3]
+    actor.say("open", pull=3, serial=serial, buckets=None)
+    actor.say("done", pull=2)
+    world.run(0.2)
+    assert len(sent_buckets(actor, 3)) == 1
+    actor.say("done", pull=3)
+    world.run(2.0)
+    assert len(sent_buckets(actor, 3)) == 2 and not actor.over
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[3, 5]]}, "has no bucket 4"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 10**12]]}, "has no bucket 4"),
+        ({"kind": "granted", "pull": 1}, "who pulls does not send 'granted'"),
+        ({"kind": "ping"}, "who pulls does not send 'ping'"),
+    ],
+)
+def test_actor_that_asks_for_nonsense_is_hung_up_on(message: dict[str, Any], reason: str) -> None:
+    world = World()
+    world.fill(0)
+    actor = world.actor()
+    actor.say(**message)
+    assert actor.over and reason in world.machine.protocol_errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"epoch": "e0"}, "epoch is e1, not e0"),
+        ({"rank": 1}, "rank 1 is not served here"),
+        ({"rank": True}, "rank True is not served here"),
+    ],
+)
+def test_actor_at_the_wrong_door_is_refused(fields: dict[str, Any], reason: str) -> None:
+    actor = World().actor(**fields)
+    assert actor.channel is None and reason in actor.over
+
+
+def test_snapshot_that_has_gone_is_said_to_be_gone() -> None:
+    world = World()
+    first, second, third = (world.fill(version) for version in range(3))
+    world.live(second)
+    assert world.serials() == [second, third]
+    actor = world.actor()
+    actor.say("open", pull=1, serial=first, buckets=None)
+    assert [message["type"] for message in actor.heard] == ["gone"] and actor.last("gone")["pull"] == 1
+    # It may know of the newest before this process does, but not of one that will never be published.
+    actor.say("open", pull=2, serial=third, buckets=None)
+    assert len(sent_buckets(actor, 2)) == BUCKETS
+    world.live(second, dropped=(third,))
+    assert world.serials() == [second] and actor.last("gone")["pull"] == 2
+    assert not actor.over and world.rank.boundary.reserve()
+
+
+def test_half_a_bucket_of_what_has_gone_ends_the_connection() -> None:
+    world = World()
+    first = world.fill(0)
+    reading, waiting = world.actor(rate=1.0), world.actor("waiting", rate=BUCKET_BYTES / 0.01)
+    reading.say("open", pull=1, serial=first, buckets=None)
+    waiting.say("open", pull=1, serial=first, buckets=[[0, 1]])
+    second = world.fill(1)
+    world.live(second)
+    assert reading.over and not waiting.over and waiting.last("gone")["pull"] == 1
+    assert world.serials() == [second]
+
+
+def test_lane_lives_on_for_its_lease_and_no_longer() -> None:
+    world = World(lease_s=2.0)
+    first = world.fill(0)
+    actor = world.actor(rate=1.0)
+    actor.say("open", pull=1, serial=first, buckets=None)
+    second = world.fill(1)
+    world.live(second, lanes=(first,))
+    world.run(1.5)
+    world.live(second, lanes=(first,))
+    assert not actor.over and world.serials() == [first, second]
+    world.run(0.7)
+    assert actor.over and world.serials() == [second]
+
+
+def test_idle_actor_is_let_go_and_a_busy_one_is_not() -> None:
+    world = World()
+    serial = world.fill(0)
+    idle, busy = world.actor("idle"), world.actor("busy", rate=BUCKET_BYTES / (2 * IDLE_SECONDS))
+    for actor in (idle, busy):
+        actor.say("open", pull=1, serial=serial, buckets=[[0, 1]])
+    world.run(IDLE_SECONDS - 0.5)
+    assert not idle.over
+    world.run(1.0)
+    assert idle.over and not busy.over
+    world.run(1.5 * IDLE_SECONDS)
+    # From the last byte on.
+    assert not busy.over
+    world.run(IDLE_SECONDS + 1.0)
+    assert busy.over and sent_buckets(busy, 1) == [0]
+
+
+def test_server_that_ends_closes_everything() -> None:
+    world = World()
+    actor = world.actor()
+    world.rank.server.close()
+    world.run(1.0)
+    assert actor.over and not world.rank.process.channels
+    assert "refused" in world.actor("late").over
+    beat_at = world.rank.slots.beat_at
+    world.run(2.0)
+    assert world.rank.slots.beat_at == beat_at

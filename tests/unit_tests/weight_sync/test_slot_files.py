@@ -1,0 +1,339 @@
+"""The disk transport's files against the safetensors library: what is in them, who may read them, what is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.patience import PATIENCE_S
+from torchtitan.errors import UserError
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.catalogue import Catalogue
+from torchtitan.weight_sync.checksums import bucket_checksum
+from torchtitan.weight_sync.disk import FileReader, SlotFiles
+from torchtitan.weight_sync.disk_owner import FolderOwner
+from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
+from torchtitan.weight_sync.weight_files import PackedRank, file_checksum, read_weights
+from torchtitan.weight_sync.wire import ProtocolError
+
+EPOCH = "e1-test"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def layouts(shapes: list[tuple[int, ...]], ranks: int, dtype: str, bucket_bytes: int) -> list[Layout]:
+    """Each rank's part: everything that has rows is cut by rows."""
+
+    def placed(index: int, rank: int) -> PlacedParameter:
+        if ranks == 1 or not shapes[index]:
+            return PlacedParameter(f"p{index}", Placed(shapes[index]))
+        return PlacedParameter(f"p{index}", Placed(shapes[index], (ranks,), (rank,), (Sharded(0),)))
+
+    return [plan_rank([placed(i, r) for i in range(len(shapes))], r, dtype, bucket_bytes) for r in range(ranks)]
+
+
+class Inline:
+    """A runtime whose work is done at once."""
+
+    def work(self, _lane: str, function: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        try:
+            result = function()
+        except Exception as error:
+            done(None, error)
+        else:
+            done(result, None)
+
+
+class Folder:
+    """What all ranks write, and the registry's catalogue. Version n lies in slot n."""
+
+    def __init__(self, path: Path, parts: list[Layout]):
+        self.path, self.parts = path, parts
+        self.whole = Layout(parts[0].bucket_bytes, parts[0].parameters, tuple(part.ranks[0] for part in parts))
+        ranks = len(parts)
+        self.files = [SlotFiles(path, EPOCH, rank, ranks, part) for rank, part in enumerate(parts)]
+        self.catalogue = Catalogue(Inline(), path, EPOCH)  # type: ignore[arg-type]
+        self.slots: dict[tuple[int, int], memoryview] = {}
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(version)
+        return {
+            entry.name: torch.randn(entry.shape, generator=generator).to(DTYPES[entry.dtype])
+            for entry in self.whole.parameters
+        }
+
+    def write(self, rank: int, version: int) -> dict[str, Any]:
+        """As a shard server does."""
+        part, tensors = self.parts[rank], self.tensors(version)
+        slot = self.slots[rank, version] = memoryview(bytearray(part.ranks[0].slot_bytes))
+        for shard in part.ranks[0].shards:
+            box = tuple(slice(low, low + size) for low, size in zip(shard.offset, shard.shape, strict=True))
+            data = tensors[part.parameters[shard.parameter].name][box].contiguous().reshape(-1).view(torch.uint8)
+            slot[shard.byte_offset : shard.byte_offset + len(data)] = data.numpy().tobytes()
+        return self.files[rank].write(version, version, slot, lambda: None)
+
+    def publish(self, version: int, live: tuple[int, ...] = ()) -> str:
+        """All ranks write it, and the registry publishes it; its digest."""
+        files = [self.write(rank, version) for rank in range(len(self.parts))]
+        step, checksums = self.whole.bucket_bytes, []
+        for rank in range(len(self.parts)):
+            slot = self.slots[rank, version]
+            checksums.append([bucket_checksum(slot[start : start + step]) for start in range(0, len(slot), step)])
+        digest = content_digest("layout", checksums)
+        manifest = Manifest(EPOCH, version, "layout", tuple(map(tuple, checksums)), digest)
+        self.catalogue.publish(manifest, files, live)
+        return digest
+
+    def pulled(self, rank: int, version: int) -> bytes:
+        """What an actor reads."""
+        reader, staging = FileReader(self.whole), bytearray(self.parts[rank].ranks[0].slot_bytes)
+        for bucket in range(self.parts[rank].bucket_count(0)):
+            start, end = self.parts[rank].bucket_range(0, bucket)
+            reference = json.loads(json.dumps(self.files[rank].refer(version, start, end)))
+            reader.copy(reference, (rank, bucket), memoryview(staging)[start:end])
+        return bytes(staging)
+
+    def versions(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("version-")) for path in (self.path / EPOCH).glob("version-*"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "weights", layouts([(5, 3), (), (40,), (7, 2, 2)], 1, "float32", 64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5),
+    ranks=st.integers(1, 3),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    bucket_bytes=st.sampled_from([64, 128, 1 << 20]),
+)
+def test_files_hold_the_slots(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], ranks: int, dtype: str, bucket_bytes: int
+) -> None:
+    folder = Folder(tmp_path_factory.mktemp("weights"), layouts(shapes, ranks, dtype, bucket_bytes))
+    digest, expected = folder.publish(1), folder.tensors(1)
+    found = read_weights(folder.path / "latest")
+    assert (found.epoch, found.version, found.digest) == (EPOCH, 1, digest)
+    assert found.tensors.keys() == expected.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.items())
+    if ranks == 1:
+        plain = load_file(folder.path / "latest" / "model.safetensors")
+        assert plain.keys() == expected.keys()
+        assert all(torch.equal(plain[name], tensor) for name, tensor in expected.items())
+    for rank in range(ranks):
+        assert folder.pulled(rank, 1) == folder.slots[rank, 1]
+
+
+def test_old_versions_go_the_newest_and_those_that_are_pulled_stay(folder: Folder) -> None:
+    folder.publish(1)
+    for version in range(2, 7):
+        folder.publish(version, live=(1,))
+        assert (folder.path / "latest").resolve().name == f"version-{version:08d}"
+        assert set(os.listdir(folder.path / "latest")) == {"model.safetensors", "manifest.json"}
+    assert folder.versions() == [1, 5, 6] and folder.pulled(0, 1) == folder.slots[0, 1]
+    # One that is being written is newer than all that are published.
+    folder.write(0, 8)
+    folder.publish(7)
+    assert folder.versions() == [6, 7, 8]
+    folder.catalogue.make_room(())
+    assert folder.versions() == [7, 8]
+    assert read_weights(folder.path / "latest").version == 7
+
+
+@pytest.mark.parametrize(
+    "left", [["rank-00003.safetensors"], [".rank-00002.safetensors-2.tmp"], ["rank-00001.json", "manifest.json"],
+             [".model.safetensors-0.tmp", "model.safetensors"], []],
+)  # fmt: skip
+def test_what_an_earlier_job_has_left_goes(folder: Folder, left: list[str]) -> None:
+    half_written = folder.path / "e0-crashed" / "version-00000007"
+    half_written.mkdir(parents=True)
+    for name in left:
+        (half_written / name).write_bytes(b"half")
+    foreign = folder.path / "e0-other" / "version-00000001" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("not ours")
+    folder.publish(1)
+    assert not half_written.parent.exists() and foreign.exists()
+
+
+def test_version_of_some_ranks_only_is_no_version(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, layouts([(6, 2), (8,)], 2, "float32", 64))
+    folder.publish(1)
+    folder.write(0, 2)
+    assert read_weights(tmp_path / "latest").version == 1
+    with pytest.raises(UserError, match="no whole version"):
+        read_weights(tmp_path / EPOCH / "version-00000002")
+    folder.publish(2)
+    assert read_weights(tmp_path / "latest").version == 2
+
+
+def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.publish(1)
+    monkeypatch.setenv(faults.VARIABLE, "full_disk:version=2,bucket=1")
+    faults._plans.clear()
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left on device"):
+        folder.publish(2)
+    assert read_weights(folder.path / "latest").version == 1 and not list(folder.path.glob("**/.*"))
+    assert not list(folder.path.glob(f"{EPOCH}/version-00000002/*"))
+    folder.publish(2)
+    assert read_weights(folder.path / "latest").version == 2
+
+
+@pytest.mark.parametrize("damage", ["corrupt", "drop", "truncate", "delete"])
+def test_damaged_file_is_never_taken_for_a_whole_one(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    if damage in ("corrupt", "drop"):
+        monkeypatch.setenv(faults.VARIABLE, f"{damage}:phase=write,version=1,bucket=2")
+        faults._plans.clear()
+    folder.publish(1)
+    path = folder.path / "latest" / "model.safetensors"
+    if damage == "truncate":
+        os.truncate(path, path.stat().st_size - 70)
+    elif damage == "delete":
+        path.unlink()
+    with pytest.raises(UserError, match="no whole version" if damage == "delete" else "truncated or corrupt"):
+        read_weights(folder.path / "latest")
+    if damage == "corrupt":
+        # It is the bucket's checksum that finds it.
+        assert folder.pulled(0, 1) != folder.slots[0, 1]
+    else:
+        with pytest.raises(OSError, match="No such file" if damage == "delete" else "truncated"):
+            folder.pulled(0, 1)
+
+
+def test_who_reads_latest_sees_whole_versions_only(folder: Folder) -> None:
+    folder.publish(1)
+    stop, seen, wrong = threading.Event(), list[int](), list[object]()
+    progress = threading.Semaphore(0)
+
+    def read() -> None:
+        while not stop.is_set() and not wrong:
+            try:
+                found = read_weights(folder.path / "latest")
+                expected = folder.tensors(found.version)
+                if not all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.items()):
+                    wrong.append(found.version)
+                seen.append(found.version)
+            except Exception as error:
+                wrong.append(error)
+            progress.release()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for version in range(2, 40):
+        folder.publish(version)
+        if version % 8 == 0:
+            # However slowly it reads, it sees several.
+            assert progress.acquire(timeout=PATIENCE_S)
+    stop.set()
+    reader.join(PATIENCE_S)
+    assert not wrong and seen == sorted(seen) and len(set(seen)) > 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"file": "/etc/passwd"}, {"file": "../x"}, {"file": "a\0b"}, {"file": 1}, {"file": None}, {"folder": None},
+        {"offset": -1}, {"offset": float("inf")}, {"offset": True}, {"offset": 10**20}, {"offset": None},
+    ],
+)  # fmt: skip
+def test_malformed_references_are_refused(folder: Folder, change: dict[str, Any]) -> None:
+    folder.publish(1)
+    reference = {**folder.files[0].refer(1, 0, 64), **change}
+    with pytest.raises(ProtocolError, match="place in"):
+        FileReader(folder.whole).copy(reference, (0, 0), memoryview(bytearray(64)))
+
+
+def test_folder_has_one_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    first = FolderOwner(folder, "e1")
+    with pytest.raises(UserError, match=rf"still runs \(epoch e1, process {os.getpid()}\)"):
+        FolderOwner(folder, "e2")
+    first.close()
+    first.close()
+    second = FolderOwner(folder, "e2")
+    with pytest.raises(UserError, match="epoch e2"):
+        FolderOwner(folder, "e3")
+    second.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be opened"):
+        FolderOwner(tmp_path / "file", "e1")
+
+
+def test_killed_job_owns_nothing(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from {FolderOwner.__module__} import FolderOwner
+owner = FolderOwner(Path({str(tmp_path)!r}), "e1")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S).returncode < 0
+    assert "epoch e1" in (tmp_path / "owner").read_text()
+    FolderOwner(tmp_path, "e2").close()
+
+
+def rewrite(folder: Path, rank: int, **metadata: object) -> None:
+    """A rank's file with other metadata (None: without it), and a manifest that fits it."""
+    path = folder / f"rank-{rank:05d}.safetensors"
+    with safe_open(path, "pt") as content:
+        about = {**content.metadata(), **{name: json.dumps(value) for name, value in metadata.items()}}
+        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 not a dict
+    save_file(tensors, path, {name: text for name, text in about.items() if text != "null"} or None)
+    change_manifest(folder, rank, bytes=path.stat().st_size, xxh3_128=file_checksum(path))
+
+
+def change_manifest(folder: Path, rank: int, **values: object) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][rank].update(values)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_read_weights_checks_every_element_and_name(tmp_path: Path) -> None:
+    world = Folder(tmp_path, layouts([(4, 3)], 2, "float32", 64))
+    world.publish(1)
+    folder = (tmp_path / "latest").resolve()
+    assert read_weights(folder).tensors["p0"].shape == (4, 3)
+    rewrite(folder, 1, offsets={"p0": [1, 0]})  # one row twice, one never: as many elements as there should be
+    with pytest.raises(UserError, match="exactly once"):
+        read_weights(folder)
+    for offset in ([3, 0], [-2, 0], [2]):
+        rewrite(folder, 1, offsets={"p0": offset})
+        with pytest.raises(UserError, match="exactly once"):
+            read_weights(folder)
+    rewrite(folder, 1, offsets={"p0": [2, 0]}, shapes={"p0": [4, 4]})
+    with pytest.raises(UserError, match="another dtype or shape"):
+        read_weights(folder)
+    rewrite(folder, 1, shapes={"p0": [4, 3]})
+    assert torch.equal(read_weights(folder).tensors["p0"], world.tensors(1)["p0"])
+    rewrite(folder, 1, offsets=None)
+    with pytest.raises(UserError, match="where its tensors belong"):
+        read_weights(folder)
+    for name in ("../x", "/etc/passwd", "a/b", "", ".."):
+        change_manifest(folder, 1, file=name)
+        with pytest.raises(UserError, match="not a file of this folder"):
+            read_weights(folder)
+
+
+def test_two_shards_of_one_parameter_fit_in_no_file() -> None:
+    (part,) = layouts([(4, 4)], 1, "float32", 64)
+    rank = part.ranks[0]
+    twice = type(rank)(rank.slot_bytes * 2, type(rank.shards).of([*rank.shards, *rank.shards]))
+    with pytest.raises(ValueError, match="two shards"):
+        PackedRank(Layout(64, part.parameters, (twice,)), 0)

@@ -1,0 +1,129 @@
+"""The runtime of production, where only real sockets show what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from torchtitan.weight_sync import sockets, wire
+from torchtitan.weight_sync.handshake import ACTOR, Call, Gate, Identity, role_key
+from torchtitan.weight_sync.sockets import SocketRuntime
+
+
+def test_a_port_at_which_no_server_listens_costs_a_call_and_not_the_loop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    runtime, reasons = SocketRuntime(), []
+    identity = Identity.of("token", ACTOR, "actor-0")
+
+    def again(reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) == 3:
+            runtime.stop()
+        else:
+            Call(runtime, address, identity, {}, lambda _channel, _fields: None, again)
+
+    Call(runtime, address, identity, {}, lambda _channel, _fields: None, again)
+    runtime.call_later(60.0, runtime.stop)
+    runtime.run()
+    assert len(reasons) == 3 and all("cannot connect" in reason for reason in reasons)
+
+
+def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    runtime, reasons, on = SocketRuntime(), [], threading.Event()
+
+    def dial() -> None:
+        Call(runtime, address, Identity(ACTOR, "a", "k"), {}, lambda *_: None, failed)
+        listener.close()  # with the connection in its backlog: it is reset
+
+    def failed(reason: str) -> None:
+        reasons.append(reason)
+        runtime.call_later(0.05, on.set)
+
+    runtime.post(dial)
+    thread = threading.Thread(target=runtime.run)
+    thread.start()
+    assert on.wait(PATIENCE_S), "the loop has ended"
+    runtime.stop()
+    thread.join(PATIENCE_S)
+    assert len(reasons) == 1 and "reset" in reasons[0]
+
+
+def test_every_thread_begins_as_told() -> None:
+    begun: list[str] = []
+    runtime, done = SocketRuntime(lambda: begun.append(threading.current_thread().name)), threading.Semaphore(0)
+    for lane in ("checksums", "fetch", "checksums"):
+        runtime.work(lane, lambda: None, lambda _result, _error: done.release())
+    thread = threading.Thread(target=runtime.run, name="loop")
+    thread.start()
+    assert all(done.acquire(timeout=PATIENCE_S) for _ in range(3))
+    runtime.stop()
+    thread.join(PATIENCE_S)
+    assert sorted(begun) == ["checksums", "fetch", "loop"]
+
+
+@contextlib.contextmanager
+def gate_at(listener: socket.socket) -> Iterator[threading.Thread]:
+    """A port that lets actors in who know their key; no one does."""
+    runtime = SocketRuntime()
+    gate = Gate(runtime, frozenset((ACTOR,)), partial(role_key, "secret"), lambda *_: {}, lambda *_: pytest.fail("in"))
+    runtime.listen(listener, gate.accept)
+    thread = threading.Thread(target=runtime.run)
+    thread.start()
+    yield thread
+    runtime.stop()
+    thread.join(PATIENCE_S)
+    listener.close()
+
+
+def test_hello_of_a_stranger_is_cut_off() -> None:
+    """Before the handshake no more than a short hello is read."""
+    many_digits = b'{"type": "hello", "nonce": ' + b"9" * 5000 + b"}"
+    hello = {"type": "hello", "role": ACTOR, "name": "a", "nonce": "n", "proof": "p", "fields": {}}
+    strangers = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        wire.encode({"type": "ping"}),
+        wire.encode({"type": "bucket", "pull": 1, "rank": 0, "bucket": 0, "bytes": 1 << 40}),
+        *(wire.encode(one) for one in ({"type": "exec"}, {"type": "hello"})),
+        wire.LENGTH.pack(3) + b"[1]",
+        wire.LENGTH.pack(1 << 31),
+        wire.LENGTH.pack(len(many_digits)) + many_digits,
+        *(wire.encode({**hello, name: "\ud800"}) for name in ("role", "name", "nonce", "proof")),
+    ]
+    listener = socket.create_server(("127.0.0.1", 0))
+    with gate_at(listener) as thread:
+        for data in strangers:
+            with socket.create_connection(listener.getsockname(), timeout=5) as client:
+                client.sendall(data)
+                while client.recv(4096):
+                    pass
+        assert thread.is_alive(), "one stranger ended the loop for all"
+
+
+def test_running_out_of_files_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener(socket.socket):
+        failures = 2
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    monkeypatch.setattr(sockets, "ACCEPT_PAUSE_SECONDS", 0.05)
+    listener = Listener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    with gate_at(listener), socket.create_connection(listener.getsockname(), timeout=5) as client:
+        assert b"challenge" in client.recv(4096)
+        assert listener.failures == 0

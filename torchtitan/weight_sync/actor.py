@@ -1,0 +1,348 @@
+"""An actor's weights: a thread that pulls versions into staging memory and has the engine apply them.
+
+    actor = Actor("10.0.0.1:5000", "actor-0", epoch, key, apply=engine_apply)
+    actor.start()
+
+`apply(staged)` is called on a thread of its own, once per version. It returns only after the engine has copied the new
+weights (between two decode steps) and serves them, and may return the seconds that generation paused, or figures by
+name (`pause_s`, `drain_s`). Raising WeightsRefused means that the engine is as it was; anything else that it may hold
+half a version: the actor is poisoned until a version has been applied.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from torchtitan.distributed import device
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.checksums import checksum_function, reads_devices
+from torchtitan.weight_sync.delta import decode_into, element_bytes
+from torchtitan.weight_sync.disk import FileReader
+from torchtitan.weight_sync.fetching import Fetcher
+from torchtitan.weight_sync.group import Leader, LedPuller
+from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
+from torchtitan.weight_sync.layout_tables import Box
+from torchtitan.weight_sync.leading import ApplyFunction, LeadingEngine, in_figures
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
+from torchtitan.weight_sync.needs import Needs, needed_buckets
+from torchtitan.weight_sync.puller import Puller, Served
+from torchtitan.weight_sync.relay import Relay
+from torchtitan.weight_sync.shared_files import open_shared
+from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
+from torchtitan.weight_sync.transfer import BucketKey
+from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ActorStatus:
+    """What an actor's health route can show."""
+
+    state: str
+    connected: bool
+    poisoned: bool
+    epoch: str | None
+    version: int | None
+    digest: str | None
+    versions_applied: int
+    versions_refused: int
+    failure: str | None
+    """Why nothing is pulled any more, if so (the registry was out of reach for too long)"""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class StagingEngine:
+    """Staging memory, and the engine's function that takes it from there."""
+
+    def __init__(
+        self,
+        apply: ApplyFunction,
+        boxes: Mapping[str, Box] | None,
+        where: str,
+        post: Callable[[Callable[[], None]], None],
+    ):
+        self._apply, self._boxes, self._where = apply, boxes, where
+        self._staging: Staging | None = None
+        self._fetcher = Fetcher(post)
+        self.linked = self._fetcher.linked
+        self._written = 0
+        """How many buckets have been begun, which tells whether staging memory is still what it was"""
+
+    def prepare(self, layout: Layout) -> Needs:
+        """See arrivals.Engine."""
+        needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
+        try:
+            # Only checksums of kind "sum" are computed on a device.
+            where = self._where if reads_devices(layout.checksum) else "cpu"
+            self._staging, self._fetcher.where = self._new_staging(layout, where), torch.device(where)
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
+        self._fetcher.files = FileReader(layout)
+        return needs
+
+    def _new_staging(self, layout: Layout, where: str) -> Staging:
+        return Staging(layout, self._boxes, where)
+
+    def bucket(self, key: BucketKey) -> memoryview:
+        """See arrivals.Engine."""
+        self._written += 1
+        return self.memory(key)
+
+    def memory(self, key: BucketKey) -> memoryview:
+        """A bucket of staging memory, to be read."""
+        assert self._staging is not None
+        area = self._staging.bucket(key)
+        assert isinstance(area, memoryview)
+        return area
+
+    def fetch(self, key: BucketKey, reference: Message) -> str:
+        """See arrivals.Engine."""
+        assert self._staging is not None
+        self._written += 1
+        target = self._staging.bucket(key)
+        self._fetcher.copy(key, reference, target)
+        return checksum_function(self._staging.layout.checksum)(target)
+
+    def patch(self, key: BucketKey, delta: memoryview) -> str:
+        """See arrivals.Engine."""
+        assert self._staging is not None
+        target = self.bucket(key)
+        decode_into(target, delta, element_bytes(self._staging.layout))
+        return checksum_function(self._staging.layout.checksum)(target)
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        """See arrivals.Engine."""
+        staging, written, begun = self._staging, self._written, time.monotonic()
+        assert staging is not None
+        proof = None
+        if self._boxes is None:
+            proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
+        staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
+        return in_figures(self._apply(staged), begun)
+
+
+class SharingEngine(StagingEngine):
+    """Of worker `number`: pulls its share of every version into memory that all workers of the actor share."""
+
+    def __init__(self, apply: ApplyFunction, number: int, post: Callable[[Callable[[], None]], None]):
+        super().__init__(apply, None, "cpu", post)
+        self._number = number
+        self.shared: Message = {}
+        """What the leader says of that memory: the reference that opens it, and how many workers there are"""
+
+    def prepare(self, layout: Layout) -> Needs:
+        """See puller.Engine."""
+        super().prepare(layout)
+        needs, count = {}, self.shared["workers"]
+        for rank in range(len(layout.ranks)):
+            # Another share of the next rank, so that few buckets do not all fall to one.
+            buckets, part = layout.bucket_count(rank), (self._number + rank) % count
+            bounds = buckets * part // count, buckets * (part + 1) // count
+            if bounds[0] < bounds[1]:
+                needs[rank] = [bounds]
+        return needs
+
+    def _new_staging(self, layout: Layout, where: str) -> Staging:
+        return Staging(layout, memory=open_shared(self.shared, writable=True))
+
+
+class _Pulling:
+    """A puller in a thread of its own. A subclass makes the puller."""
+
+    puller: Puller
+
+    def __init__(self, name: str, epoch: str, where: str):
+        self.name, self.epoch = name, epoch
+        self._runtime = SocketRuntime(lambda: device.use(torch.device(where)))
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name=f"weights-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to pull in a background thread."""
+        self._thread.start()
+
+    @property
+    def served(self) -> Served | None:
+        """The version that the engine holds; None before the first and after a failed apply."""
+        return self.puller.serving
+
+    def found_torn(self, version: int, reason: str) -> None:
+        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
+        self._runtime.loop.call_from_thread(lambda: self.puller.found_torn(version, reason))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the registry is in reach."""
+        return self._thread.is_alive() and self.puller.registry.connected
+
+    def status(self) -> ActorStatus:
+        """A snapshot for health routes and logs."""
+        puller, served = self.puller, self.puller.serving
+        return ActorStatus(
+            state=puller.state,
+            connected=self.connected,
+            poisoned=puller.poisoned,
+            epoch=None if served is None else served.epoch,
+            version=None if served is None else served.version,
+            digest=None if served is None else served.digest,
+            versions_applied=puller.applied,
+            versions_refused=puller.refused,
+            failure=self._failure or puller.registry.failure or None,
+        )
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun: `served` tells
+        what came of it."""
+        deadline = time.monotonic() + timeout
+        self._runtime.loop.call_from_thread(self.puller.close)
+        self._runtime.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if not self._thread.is_alive():
+            self._runtime.finish_work("apply", deadline)
+
+    def _listen(self) -> None:
+        """Begin to accept connections, where there are any."""
+
+    def _run(self) -> None:
+        try:
+            self._listen()
+            self.puller.start()
+            self._runtime.run()
+        except Exception as error:
+            self._failure = f"the thread that pulls weights has ended: {error!r}"
+            logger.exception("%s: pulling weights has failed", self.name)
+
+
+class Actor(_Pulling):
+    """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
+    (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
+    relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
+    a wildcard, others are told the address by which the registry is reached. where: the device of staging memory (ipc,
+    nccl).
+
+    workers > 0: so many workers hold the weights, which connect to `workers_address` at workers_host (see Worker).
+    `apply` then calls the staged version's apply_on_workers() while the engine stands still; all have to answer within
+    workers_timeout_s.
+    """
+
+    def __init__(
+        self,
+        registry: str,
+        name: str,
+        epoch: str,
+        key: str,
+        apply: ApplyFunction,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+        relay_host: str = "",
+        where: str = "cpu",
+        workers: int = 0,
+        workers_host: str = "127.0.0.1",
+        workers_timeout_s: float = 60.0,
+    ):
+        wire.parse_address(registry)
+        super().__init__(name, epoch, where)
+        self.registry, self.key = registry, key
+        self.workers_address = ""
+        self._relay: Relay | None = None
+        names = self._runtime, registry, Identity(ACTOR, name, key), epoch
+        options: dict[str, Any] = {"instance": secrets.token_hex(8), "served": served, "retry_for_s": retry_for_s}
+        if workers:
+            leading = LeadingEngine(apply, self._runtime, self._thread.is_alive)
+            self._listener, self.workers_address = _listen(workers_host, registry)
+            self.puller = leading.leader = Leader(
+                *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
+            )
+            return
+        engine = StagingEngine(apply, boxes, where, self._runtime.post)
+        if relay_host and boxes is None:
+            self._listener, options["relay_address"] = _listen(relay_host, registry)
+            self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory)
+        self.puller = Puller(*names, engine, progress_s=progress_s, **options)
+
+    def _listen(self) -> None:
+        if isinstance(self.puller, Leader):
+            self.puller.listen(self._listener)
+        if self._relay is not None:
+            self._relay.start(self._listener)
+
+
+class Worker(_Pulling):
+    """Worker `number` of an actor: has `apply` called when its leader says so.
+
+    leader: `host:port`, the actor's workers_address; name, key: of the actor. shares: every worker pulls an equal share
+    of the version into host memory that all of them share, and sees the whole. Otherwise it has staging memory of its
+    own at `where` and pulls its boxes (None: all of everything).
+    """
+
+    def __init__(
+        self,
+        leader: str,
+        name: str,
+        number: int,
+        epoch: str,
+        key: str,
+        apply: ApplyFunction,
+        *,
+        shares: bool = True,
+        boxes: Mapping[str, Box] | None = None,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+        where: str = "cpu",
+    ):
+        super().__init__(f"{name}-worker-{number}", epoch, where)
+        post = self._runtime.post
+        engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, boxes, where, post)
+        self.puller = LedPuller(
+            self._runtime,
+            leader,
+            Identity(WORKER, str(number), role_key(key, WORKER, str(number))),
+            epoch,
+            engine,
+            instance=secrets.token_hex(8),
+            served=served,
+            retry_for_s=retry_for_s,
+            progress_s=progress_s,
+            puller=Identity(ACTOR, name, key),
+        )
+
+
+def _listen(host: str, peer: str) -> tuple[socket.socket, str]:
+    """A listener at any port, and what others are told of it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    return listener, wire.format_address(reachable_host(host, peer), listener.getsockname()[1])
+
+
+def reachable_host(host: str, peer: str) -> str:
+    """What to say to others of a listener on `host`: that, or where it is a wildcard, the address by which `peer`
+    (host:port) is reached."""
+    try:
+        if not ipaddress.ip_address(host).is_unspecified:
+            return host
+        address = wire.parse_address(peer)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except (ValueError, OSError):
+        return host

@@ -1,0 +1,152 @@
+"""disk: a rank writes each of its snapshots to a file, and says which part of it a bucket is. No torch.
+
+A file gets its name when all of it is on the disk, and its snapshot is reported only then: half a file is never named.
+Trainer and actors share the folder; weight_files.py says what is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.transfer import BucketKey
+from torchtitan.weight_sync.weight_files import PackedRank, file_name, version_folder
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+# Of writev and preadv; Linux takes 1024 pieces at a time.
+_PIECES = 1024
+# Of preadv, with what is read from there on.
+_LARGEST_OFFSET = 1 << 62
+
+
+class SlotFiles:
+    """folder: [weight_sync] disk_path; ranks: how many write to it; layout: this rank's alone. Raises ValueError for a
+    layout that files cannot hold."""
+
+    def __init__(self, folder: Path, epoch: str, rank: int, ranks: int, layout: Layout):
+        self._folder, self._epoch, self._rank, self._ranks = folder.resolve(), epoch, rank, ranks
+        self._layout, self._packed = layout, PackedRank(layout, 0)
+        self._written: dict[int, tuple[Path, int]] = {}
+        """Slot -> (file, where its data begins)"""
+
+    def write(self, slot: int, version: int, memory: memoryview, moved: Callable[[], None]) -> Message:
+        """Write a snapshot; what the manifest has to say of the file. On a thread; moved(): one more bucket is there.
+
+        Raises OSError where there is no room, and leaves nothing behind then.
+        """
+        target = self._folder / version_folder(self._epoch, version) / file_name(self._rank, self._ranks)
+        about = {"epoch": self._epoch, "version": str(version), "rank": str(self._rank), "ranks": str(self._ranks)}
+        header = self._packed.header(about)
+        hasher = xxhash.xxh3_128(header)
+
+        def content(descriptor: int) -> None:
+            write_all(descriptor, [memoryview(header)])
+            step, lost = self._layout.bucket_bytes, False
+            for bucket in range(self._layout.bucket_count(0)):
+                data = memory[bucket * step : (bucket + 1) * step]
+                pieces = [data[low:high] for low, high in self._packed.bucket(bucket)[1]]
+                for piece in pieces:
+                    hasher.update(piece)
+                asked = faults.at("write", version=version, rank=self._rank, bucket=bucket)
+                lost |= "drop" in asked  # truncated from here on, as if the writer had not noticed
+                if "corrupt" in asked and pieces:
+                    pieces[0] = faults.damaged(pieces[0])
+                write_all(descriptor, [] if lost else pieces)
+                moved()
+
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(target, content, self._rank)
+        except OSError as error:
+            raise OSError(error.errno, f"{target} cannot be written: {error.strerror or error}") from error
+        self._written[slot] = target, len(header)
+        size = len(header) + self._packed.data_bytes
+        return {"file": target.name, "bytes": size, "xxh3_128": hasher.hexdigest()}
+
+    def refer(self, slot: int, start: int, _end: int) -> Message:
+        """Where the bucket that begins at `start` in this slot is."""
+        path, data = self._written[slot]
+        offset, _ = self._packed.bucket(start // self._layout.bucket_bytes)
+        file = path.relative_to(self._folder)
+        return {"folder": str(self._folder), "file": str(file), "offset": data + offset}
+
+
+class FileReader:
+    """An actor's side. layout: of all ranks."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+        self._packed: dict[int, PackedRank] = {}
+
+    def copy(self, reference: Any, key: BucketKey, target: memoryview) -> None:
+        """Fill a bucket's memory, but for what lies between shards. Raises ProtocolError for what names no place in a
+        file, OSError for what cannot be read."""
+        folder, name, offset = (reference.get(field) for field in ("folder", "file", "offset"))
+        if not isinstance(folder, str) or not isinstance(name, str) or type(offset) is not int:
+            raise ProtocolError("a reference names no place in a file")
+        inside = "\0" not in folder + name and not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not 0 <= offset <= _LARGEST_OFFSET:
+            raise ProtocolError(f"byte {offset} of {name!r} is no place in the folder")
+        rank, bucket = key
+        if rank not in self._packed:
+            self._packed[rank] = PackedRank(self._layout, rank)
+        pieces = [target[low:high] for low, high in self._packed[rank].bucket(bucket)[1]]
+        descriptor = os.open(Path(folder) / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _through(pieces, lambda some, done: os.preadv(descriptor, some, offset + done), f"{name} is truncated")
+        finally:
+            os.close(descriptor)
+
+
+def replace_file(target: Path, content: Callable[[int], None], owner: int) -> None:
+    """Write a file under another name, bring it to the disk, and rename it. Leaves nothing behind where that fails."""
+    temporary = target.with_name(f".{target.name}-{owner}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            content(descriptor)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, target)
+    except Exception:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def write_all(descriptor: int, pieces: list[memoryview]) -> None:
+    """Everything, one piece after the other."""
+    _through(pieces, lambda some, _done: os.writev(descriptor, some), "nothing can be written")
+
+
+def _through(pieces: list[memoryview], move: Callable[[list[memoryview], int], int], stuck: str) -> None:
+    """Have move(pieces, bytes so far) read or write, until it has all of them."""
+    left, done = [piece for piece in pieces if len(piece)], 0
+    while left:
+        count = move(left[:_PIECES], done)
+        if count == 0:
+            raise OSError(stuck)
+        done += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

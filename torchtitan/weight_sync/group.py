@@ -1,0 +1,335 @@
+"""Actors of several workers, such as a tensor-parallel engine: each worker pulls its part, all apply or none counts.
+
+The leader is one actor to the registry, and the registry to its workers: it names them the version that is due, and
+says when they apply. They pull straight from the shard servers. A worker that is lost makes the actor leave, and join
+again when all are there; what they hold counts only where it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.weight_sync.anonymous_memory import anonymous_file
+from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
+from torchtitan.weight_sync.manifest import Manifest
+from torchtitan.weight_sync.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.puller import Puller, Served
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.shared_files import named
+from torchtitan.weight_sync.source import Source
+from torchtitan.weight_sync.transfer import Transfer
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.group")
+
+# A leader that is replaced closes its port: no worker hears two of them.
+LEADER_TERM = 1
+NOTHING = -1
+"""The version of a worker that holds none"""
+
+
+class LedPuller(Puller):
+    """A worker's part: pulls what its leader names, and applies when the leader says so."""
+
+    _ordered = NOTHING
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        # While it applies it reads what all workers write to, and cannot say what it holds.
+        self.registry.ready = lambda: not self._applying
+
+    def _joined(self) -> None:
+        super()._joined()
+        if not self.poisoned and (self.serving is None or self.serving.epoch != self.epoch):
+            self._tell({"type": "serving", "version": NOTHING, "digest": "", "figures": {}})
+
+    def _on_message(self, message: Message) -> None:
+        if message["type"] != "apply":
+            super()._on_message(message)
+            return
+        self._ordered = message["version"]
+        if self._staged is None or self._staged[0].version != self._ordered:
+            self._tell_ended(self._ordered, "refused", "it is not staged")
+        self._consider()
+
+    def _on_layout(self, message: Message) -> None:
+        self._engine.shared = message["staging"]  # type: ignore[attr-defined]
+        super()._on_layout(message)
+
+    def _on_newest(self, message: Message) -> None:
+        before = self._newest
+        super()._on_newest(message)
+        assert self._newest is not None
+        serial, manifest = self._newest
+        if self.serving == Served(manifest.epoch, manifest.version, manifest.digest):
+            # The leader knows what is served here: not all workers have it.
+            self.serving = None
+        if before is None or before[0] != serial:
+            self._staged = None
+        elif self._staged is not None:
+            self._tell_ended(manifest.version, "staged")
+
+    def _apply_staged(self) -> None:
+        if self._staged is not None and self._staged[0].version == self._ordered:
+            self._ordered = NOTHING
+            super()._apply_staged()
+
+
+class Outcome(NamedTuple):
+    """What became of an order to apply. error: empty where all workers have; refused: all are as they were."""
+
+    error: str
+    refused: bool
+    figures: Mapping[str, float]
+
+
+@dataclass
+class _Worker:
+    """A worker's connection, and what it has said over it."""
+
+    channel: Channel
+    heard_at: float
+    held: Served | None = None
+    poisoned: bool = False
+    known: bool = False
+    """It has said what it holds"""
+    staged: int = NOTHING
+    """Version"""
+    bytes: int = 0
+    ordered: bool = False
+    """It has not answered the last order to apply"""
+    answer: str | None = None
+    """What it has answered: empty once it has applied, else why not"""
+    refused: bool = False
+    figures: Message = field(default_factory=dict)
+
+
+class Leader(Puller):
+    """count: of workers; apply_timeout_s: for all of them to apply; secret: from which their keys are derived; others:
+    see Puller. The engine stages nothing."""
+
+    def __init__(self, *args: Any, count: int, secret: str, apply_timeout_s: float, **options: Any):
+        super().__init__(*args, **options)
+        self._count, self._apply_timeout_s = count, apply_timeout_s
+        self.registry.ready = self._complete
+        roles, key_of = frozenset((WORKER,)), partial(role_key, secret)
+        self._gate = Gate(self._runtime, roles, key_of, self._admit, self._enter)
+        self._workers: dict[int, _Worker] = {}
+        self._model: Message | None = None
+        self._memory: int | None = None
+        """A descriptor: memory for one version, which the workers share"""
+        self._newest_message: Message = {}
+        self._order: tuple[Served, Callable[[Outcome], None]] | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def listen(self, listener: Any) -> None:
+        """Begin to accept workers."""
+        self._stop_listening = self._runtime.listen(listener, self._gate.accept)
+
+    def close(self) -> None:
+        super().close()
+        self._stop_listening()
+        self._gate.close()
+        self._settle(Outcome("another connection has taken this one's place", False, {}))
+        for worker in list(self._workers.values()):
+            worker.channel.close("the actor ends")
+        self._free_memory()
+
+    def _free_memory(self) -> None:
+        if self._memory is not None:
+            os.close(self._memory)
+            self._memory = None
+
+    def _complete(self) -> bool:
+        return len(self._workers) == self._count and all(worker.known for worker in self._workers.values())
+
+    def _send(self, message: Message) -> None:
+        for worker in self._workers.values():
+            worker.channel.send(message)
+
+    # Registry
+
+    def _joined(self) -> None:
+        held = {worker.held for worker in self._workers.values()}
+        if self.serving is not None and self.serving.epoch == self.epoch and held != {self.serving}:
+            self.poisoned, self.serving = True, None
+        super()._joined()
+
+    def _look(self) -> None:
+        for number, worker in list(self._workers.items()):
+            if self._runtime.now() - worker.heard_at > SILENCE_SECONDS:
+                worker.channel.close(f"worker {number} said nothing for {SILENCE_SECONDS:g} s")
+        super()._look()
+
+    def _hurry(self, pull: Transfer) -> None:
+        """Workers see for themselves that nothing arrives."""
+
+    def _on_layout(self, message: Message) -> None:
+        before = self._layout
+        super()._on_layout(message)
+        assert self._layout is not None
+        if self._layout is not before:
+            self._free_memory()
+            self._memory = anonymous_file(
+                "weights-staging", self._layout.slot_starts()[-1], Path(tempfile.gettempdir())
+            )
+            self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
+            self._send(self._model)
+
+    def _new_sources(self, ranks: int) -> list[Source]:
+        # Only workers pull.
+        return []
+
+    def _move_sources(self) -> None:
+        self._send({"type": "servers", "servers": self._servers})
+
+    def _on_newest(self, message: Message) -> None:
+        super()._on_newest(message)
+        self._newest_message = {name: value for name, value in message.items() if name not in ("source", "children")}
+
+    # Pulling
+
+    def _may_begin(self, manifest: Manifest) -> bool:
+        # Who still applies reads what the others would write to.
+        idle = not any(worker.ordered for worker in self._workers.values())
+        return idle and self._complete() and super()._may_begin(manifest)
+
+    def _begin(self, serial: int, manifest: Manifest) -> None:
+        super()._begin(serial, manifest)
+        if self._pull is not None:
+            for worker in self._workers.values():
+                worker.staged, worker.bytes = NOTHING, 0
+            self._send({**self._newest_message, "lanes": [], "room": True})
+
+    def _ended(self, number: int, worker: _Worker, message: Message) -> None:
+        version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"
+        if worker.ordered:
+            if outcome == "refused":
+                worker.refused = True
+                self._answered(worker, reason)
+        elif self._pull is not None and version == self._pull.manifest.version:
+            if outcome == "staged":
+                worker.staged = version
+                if all(one.staged == version for one in self._workers.values()) and self._complete():
+                    self._staged_whole(self._pull)
+            elif outcome in ("gone", "refused"):
+                self.refused += outcome == "refused"
+                self._end_pull(outcome, reason)
+                self._pause()
+
+    def _progress(self, worker: _Worker, count: int) -> None:
+        worker.bytes = count
+        if self._pull is not None:
+            self._pull.bytes = sum(one.bytes for one in self._workers.values())
+            self._pull.moved_at = self._runtime.now()
+
+    # Applying
+
+    def order(self, manifest: Manifest, done: Callable[[Outcome], None]) -> None:
+        """Have all workers apply what they have staged; the engine stands still meanwhile. On the loop's thread."""
+        served = Served(manifest.epoch, manifest.version, manifest.digest)
+        if not self._complete() or any(worker.staged != served.version for worker in self._workers.values()):
+            done(Outcome("a worker was lost meanwhile", True, {}))
+            return
+        for worker in self._workers.values():
+            worker.ordered, worker.answer, worker.refused = True, None, False
+        self._order = order = served, done
+        self._send({"type": "apply", "version": served.version})
+
+        def late() -> None:
+            if self._order is order:
+                for worker in [worker for worker in self._workers.values() if worker.ordered]:
+                    worker.channel.close(f"it did not apply within {self._apply_timeout_s:g} s")
+
+        self._runtime.call_later(self._apply_timeout_s, late)
+
+    def _answered(self, worker: _Worker, error: str) -> None:
+        worker.ordered, worker.answer, worker.staged = False, error, NOTHING
+        if self._order is None:
+            self._consider()
+            return
+        answers = [one.answer for one in self._workers.values()]
+        if None in answers:
+            return
+        workers = self._workers.values()
+        failures = [answer for answer in answers if answer]
+        figures = _together([one.figures for one in workers])
+        self._settle(Outcome(failures[0] if failures else "", all(one.refused for one in workers), figures))
+
+    def _settle(self, outcome: Outcome) -> None:
+        order, self._order = self._order, None
+        if order is not None:
+            order[1](outcome)
+
+    # Workers
+
+    def _admit(self, identity: Identity, fields: Message) -> Message:
+        if fields.get("epoch") != self.epoch:
+            raise ProtocolError(f"this actor's epoch is {self.epoch}, not {fields.get('epoch')}")
+        if identity.name not in map(str, range(self._count)):
+            raise ProtocolError(f"no worker {identity.name!r} among {self._count}")
+        return {"term": LEADER_TERM}
+
+    def _enter(self, channel: Channel, identity: Identity, _fields: Message) -> None:
+        number = int(identity.name)
+        old = self._workers.get(number)
+        if old is not None:
+            old.channel.close("replaced")
+        worker = self._workers[number] = _Worker(channel, self._runtime.now())
+        channel.on_message = lambda channel, message: self._on_worker_message(number, worker, message)
+        channel.on_close = lambda _channel, reason: self._lost(number, worker, reason)
+        if self._model is not None:
+            channel.send(self._model)
+        channel.send({"type": "servers", "servers": self._servers})
+
+    def _lost(self, number: int, worker: _Worker, reason: str) -> None:
+        if self._workers.get(number) is not worker:
+            return
+        del self._workers[number]
+        reason = f"worker {number} is lost: {reason}"
+        logger.warning("%s: %s", self._identity.name, reason)
+        self._staged = None
+        self._settle(Outcome(reason, False, {}))
+        self._end_pull("lost", reason)
+        self.registry.hang_up(reason)
+
+    def _on_worker_message(self, number: int, worker: _Worker, message: Message) -> None:
+        worker.heard_at = self._runtime.now()
+        kind = message["type"]
+        if kind == "ping":
+            worker.channel.send({"type": "pong"})
+        elif kind == "progress":
+            self._progress(worker, message["bytes"])
+        elif kind == "ended":
+            self._ended(number, worker, message)
+        elif kind == "serving":
+            version, digest = message["version"], message["digest"]
+            worker.known, worker.poisoned = True, False
+            worker.held = None if version == NOTHING else Served(self.epoch, version, digest)
+            if worker.ordered:
+                worker.figures = message["figures"]
+                self._answered(worker, "")
+        elif kind == "poisoned":
+            worker.known, worker.poisoned, worker.held = True, True, None
+            if worker.ordered:
+                self._answered(worker, f"worker {number}: {message['reason']}")
+        elif kind != "pulling":
+            raise ProtocolError(f"a worker does not send {kind!r}")
+
+
+def _together(figures: list[Message]) -> dict[str, float]:
+    """What all workers have received, and the one with the most."""
+    received = [
+        {name: value for name, value in one.items() if name.startswith("bytes") and isinstance(value, int)}
+        for one in figures
+    ]
+    names = {name for one in received for name in one}
+    found: dict[str, float] = {name: sum(one.get(name, 0) for one in received) for name in sorted(names)}
+    return {**found, "worker_bytes": max(sum(one.values()) for one in received)}

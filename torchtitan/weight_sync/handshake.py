@@ -1,0 +1,200 @@
+"""Who is who: keys by role, derived from the job's token, and a proof in both directions before anything else is read.
+
+An actor gets its own key, not the token: it can speak as itself, neither as a rank nor as another actor, and nobody
+who lacks the token can answer it as a registry or shard server.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.runtime import Channel, Runtime, Timer, no_message
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 5.0
+# Handshakes in progress at one port; for one more the oldest is dropped.
+MOST_HANDSHAKES = 256
+
+TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
+# An actor that pulls from another one; its name is "parent/child", and its key is told to both by the registry.
+PEER = "peer"
+# A part of an actor; its name is its number, and its key is derived from the actor's.
+WORKER = "worker"
+
+
+def role_key(token: str, role: str, name: str) -> str:
+    """The secret by which `name` speaks in this role."""
+    return hmac.digest(token.encode(), f"{role}/{name}".encode("utf-8", "surrogatepass"), "sha256").hex()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is to the others. key: role_key of the two."""
+
+    role: str
+    name: str
+    key: str
+
+    @classmethod
+    def of(cls, token: str, role: str, name: str) -> Identity:
+        """For processes that hold the token."""
+        return cls(role, name, role_key(token, role, name))
+
+    def client_proof(self, server_nonce: str, nonce: str) -> str:
+        """Shows the server that this end has the key."""
+        return wire.client_proof(self.key, self.role, server_nonce, nonce)
+
+    def server_proof(self, server_nonce: str, nonce: str) -> str:
+        """Shows the client that the other end has the key, too."""
+        return wire.server_proof(self.key, self.role, server_nonce, nonce)
+
+
+class Gate:
+    """Lets those in who prove who they are.
+
+    roles: who may come; key_of(role, name): the key that they must have, None for nobody. admit(identity, fields)
+    returns what they are told, or raises ProtocolError to refuse; enter(channel, identity, fields) takes the channel
+    over, and must set its callbacks.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        roles: frozenset[str],
+        key_of: Callable[[str, str], str | None],
+        admit: Callable[[Identity, Message], Message],
+        enter: Callable[[Channel, Identity, Message], None],
+    ):
+        self._runtime, self._roles, self._key_of = runtime, roles, key_of
+        self._admit, self._enter = admit, enter
+        self._waiting: dict[Channel, Timer] = {}
+
+    def accept(self, channel: Channel) -> None:
+        """A new channel, of which nothing is known."""
+        if len(self._waiting) >= MOST_HANDSHAKES:
+            next(iter(self._waiting)).close("too many handshakes at once")
+        nonce = wire.new_nonce()
+        late = self._runtime.call_later(HANDSHAKE_SECONDS, lambda: channel.close("no hello in time"))
+        self._waiting[channel] = late
+        channel.on_close = lambda channel, _reason: self._settled(channel)
+        channel.on_message = lambda channel, message: self._hello(channel, nonce, message)
+        channel.send({"type": "challenge", "nonce": nonce})
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        for channel in list(self._waiting):
+            channel.close("closing")
+
+    def _settled(self, channel: Channel) -> None:
+        timer = self._waiting.pop(channel, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _hello(self, channel: Channel, nonce: str, message: Message) -> None:
+        self._settled(channel)
+        channel.on_message = no_message
+        if message["type"] != "hello":
+            raise ProtocolError("the first message is not a hello")
+        if message["role"] not in self._roles:
+            channel.send({"type": "refuse", "reason": f"no {message['role']} is expected here"})
+            raise ProtocolError(f"a {message['role']!r} has come to the wrong port")
+        identity = Identity(message["role"], message["name"], self._key_of(message["role"], message["name"]) or "")
+        if not identity.key or not wire.check_proof(identity.client_proof(nonce, message["nonce"]), message["proof"]):
+            channel.send({"type": "refuse", "reason": "wrong key"})
+            raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
+        channel.trust()
+        channel.send({"type": "welcome", "proof": identity.server_proof(nonce, message["nonce"])})
+        try:
+            fields = self._admit(identity, message["fields"])
+        except ProtocolError as error:
+            channel.send({"type": "refuse", "reason": str(error)})
+            raise
+        channel.send({"type": "admitted", "fields": fields})
+        self._enter(channel, identity, message["fields"])
+
+
+class Call:
+    """Dials `address`, proves who this end is, and has the other end prove that it is one of the job.
+
+    Calls one of on_ready(channel, fields), which must set the channel's callbacks, and on_failure(reason), unless
+    cancel() is called first.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        address: str,
+        identity: Identity,
+        fields: Message,
+        on_ready: Callable[[Channel, Message], None],
+        on_failure: Callable[[str], None],
+        timeout: float = HANDSHAKE_SECONDS,
+    ):
+        self._address, self._identity, self._fields = address, identity, fields
+        self._on_ready, self._on_failure = on_ready, on_failure
+        self._nonce = wire.new_nonce()
+        self._channel: Channel | None = None
+        self._over = False
+        self._late = runtime.call_later(timeout, lambda: self._fail(f"{address} did not answer within {timeout:g} s"))
+        self._cancel_dial = runtime.dial(address, self._opened, self._fail, timeout)
+
+    def cancel(self) -> None:
+        """Give up, without a word."""
+        if self._finish():
+            self._cancel_dial()
+            if self._channel is not None:
+                self._channel.close("cancelled")
+
+    def _finish(self) -> bool:
+        first, self._over = not self._over, True
+        self._late.cancel()
+        return first
+
+    def _fail(self, reason: str) -> None:
+        if self._finish():
+            self._cancel_dial()
+            if self._channel is not None:
+                self._channel.close(reason)
+            self._on_failure(reason)
+
+    def _opened(self, channel: Channel) -> None:
+        self._cancel_dial = lambda: None
+        self._channel = channel
+        channel.on_close = lambda _channel, reason: self._fail(reason)
+        channel.on_message = self._challenged
+
+    def _challenged(self, channel: Channel, message: Message) -> None:
+        if message["type"] != "challenge":
+            raise ProtocolError("the first message is not a challenge")
+        server_nonce = message["nonce"]
+        channel.on_message = lambda channel, reply: self._welcomed(channel, server_nonce, reply)
+        proof = self._identity.client_proof(server_nonce, self._nonce)
+        names = {"role": self._identity.role, "name": self._identity.name}
+        channel.send({"type": "hello", **names, "nonce": self._nonce, "proof": proof, "fields": self._fields})
+
+    def _welcomed(self, channel: Channel, server_nonce: str, reply: Message) -> None:
+        if reply["type"] == "refuse":
+            self._fail(f"{self._address} refused: {reply['reason']}")
+            return
+        if reply["type"] != "welcome" or not self._proven(server_nonce, reply["proof"]):
+            raise ProtocolError(f"{self._address} is not of this job: it does not know the key")
+        channel.trust()
+        channel.on_message = self._admitted
+
+    def _proven(self, server_nonce: str, proof: str) -> bool:
+        return wire.check_proof(self._identity.server_proof(server_nonce, self._nonce), proof)
+
+    def _admitted(self, channel: Channel, reply: Message) -> None:
+        if reply["type"] != "admitted":
+            self._fail(f"{self._address} refused: {reply.get('reason', reply['type'])}")
+            return
+        self._finish()
+        channel.on_message = no_message
+        channel.on_close = lambda _channel, _reason: None
+        self._on_ready(channel, reply["fields"])

@@ -1,0 +1,124 @@
+"""The processes of the registry and of a rank's shard server. No torch.
+
+python -m torchtitan.weight_sync.main '{"part": "registry", ...}'      (started by a rank, see servers.py)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import selectors
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync.anonymous_memory import Pulse
+from torchtitan.weight_sync.catalogue import Catalogue
+from torchtitan.weight_sync.disk import SlotFiles
+from torchtitan.weight_sync.handshake import RANK, Identity
+from torchtitan.weight_sync.journal import Journal
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.shard_server import ShardServer
+from torchtitan.weight_sync.shared_files import file_references
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.sockets import SocketRuntime
+
+logger = logging.getLogger("torchtitan.weight_sync.main")
+
+PARENT_CHECK_SECONDS = 0.5
+# At the end, for lines of the journal that still wait for the disk.
+JOURNAL_SECONDS = 1.0
+
+
+def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
+    """Until the parent ends."""
+    journal = Journal(Path(arguments["journal"]), arguments["term"])
+    pulse = Pulse(arguments["pulse_fd"])
+    settings = Settings(**arguments["settings"])
+    epoch, term, folder = arguments["epoch"], arguments["term"], arguments["disk_folder"]
+    catalogue = Catalogue(runtime, Path(folder), epoch) if folder else None
+    registry = Registry(runtime, settings, epoch, term, token, journal.write, pulse.beat, catalogue)
+    journal.write("start", {"pid": os.getpid(), "epoch": epoch})
+    registry.start(socket.socket(fileno=arguments["listen_fd"]))
+    runtime.run()
+    journal.close(JOURNAL_SECONDS)
+
+
+def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
+    """Until the parent ends."""
+    rank = arguments["rank"]
+    layout = Layout.from_json(json.loads(Path(arguments["layout_file"]).read_text()))
+    slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
+    refer, persist = None, None
+    if arguments["transport"] == "ipc":
+        refer = file_references(slots)
+    elif arguments["transport"] == "disk":
+        folder = Path(arguments["disk_folder"])
+        files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)
+        refer, persist = files.refer, files.write
+    server = ShardServer(
+        runtime,
+        slots,
+        layout,
+        rank=rank,
+        epoch=arguments["epoch"],
+        token=token,
+        registry=arguments["registry"],
+        address=arguments["address"],
+        identity=Identity.of(token, RANK, str(rank)),
+        lease_s=arguments["lease_s"],
+        refer=refer,
+        persist=persist,
+    )
+    bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
+    serve(runtime, server, bell, listener)
+
+
+def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, listener: socket.socket) -> None:
+    """Run a shard server until the runtime is stopped, or the trainer has closed its end of the bell."""
+    bell.setblocking(False)
+
+    def rung(_events: int) -> None:
+        try:
+            if not bell.recv(4096):
+                runtime.stop()
+        except BlockingIOError:
+            return
+        server.look()
+
+    runtime.loop.watch(bell, selectors.EVENT_READ, rung)
+    server.start(listener)
+    runtime.run()
+
+
+PARTS = {"registry": run_registry, "shard server": run_shard_server}
+
+
+def main() -> int:
+    """Entry point; the arguments are one JSON object, the token comes by environment."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    faults.active()
+    # A flood of connections must not use up what the job needs.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    arguments = json.loads(sys.argv[1])
+    runtime, parent = SocketRuntime(), os.getppid()
+
+    def check_parent() -> None:
+        runtime.call_later(PARENT_CHECK_SECONDS, check_parent)
+        if os.getppid() != parent:
+            logger.info("the parent has ended, and so does this process")
+            runtime.stop()
+
+    check_parent()
+    PARTS[arguments["part"]](runtime, arguments, os.environ[wire.TOKEN_VARIABLE])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

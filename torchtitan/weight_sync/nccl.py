@@ -1,0 +1,228 @@
+"""nccl: buckets go through a communicator of their own, in small chunks (gloo takes NCCL's place on the CPU).
+
+One communicator per trainer rank and worker of an actor, made when the worker's channel to the shard server is. The
+bucket's message names it, and its chunk size. A chunk is launched only when the actor has posted its receive and said
+so over the channel (a credit): an actor that is frozen gives none, so nothing that it could hold is on the trainer's
+device. What was credited and still does not move is aborted after `chunk_timeout_s`, which is the longest time that an
+actor can hold a device-wide call of the trainer. Whatever goes wrong closes the channel, and its successor begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchtitan.distributed import device
+from torchtitan.weight_sync.communicator import Broken, Communicator, PairStore, Pending, backend_for, connect
+from torchtitan.weight_sync.device_slots import memory_tensor
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+# Chunks whose receives an actor posts at a time: enough to hide the way of the credits.
+CHUNKS = 4
+# The two ends of a communicator have to meet within this time.
+MEETING_SECONDS = 10.0
+_LONGEST_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """chunk_bytes and chunk_timeout_s of [weight_sync], and the device of the slots."""
+
+    size: int
+    timeout_s: float
+    where: torch.device
+
+
+def _store(link: str, post: Callable[[Callable[[], None]], None], channel: Channel) -> PairStore:
+    """Its entries travel over the channel; post() has a function run where the channel is used."""
+
+    def tell(key: str, value: bytes) -> None:
+        entry = {"type": "entry", "link": link, "key": key, "value": value.hex()}
+        post(lambda: channel.send(entry))
+
+    return PairStore(tell, MEETING_SECONDS)
+
+
+def _take_entry(store: PairStore, message: Message) -> None:
+    try:
+        store.heard(message["key"], bytes.fromhex(message["value"]))
+    except ValueError as error:
+        raise ProtocolError("an entry's value is not hexadecimal") from error
+
+
+class SendingLink:
+    """The trainer's end (see readers.Link). Blocking work is done on a thread per actor, one after the other."""
+
+    def __init__(self, runtime: SocketRuntime, chunks: Chunks, channel: Channel, actor: str):
+        self._chunks, self._channel, self._actor = chunks, channel, actor
+        self._name = secrets.token_hex(8)
+        self._store = _store(self._name, runtime.post, channel)
+        self._changed = threading.Condition()
+        self._credits = 0
+        self._closed = False
+        self._communicator: Communicator | None = None
+        # Before any bucket names it the other end has to know that there is such a link.
+        channel.send({"type": "entry", "link": self._name, "key": "", "value": ""})
+        self._work = partial(runtime.work, f"nccl {actor}")
+        self._work(self._meet, partial(self._over, lambda: None))
+
+    def heard(self, message: Message) -> None:
+        """See readers.Link."""
+        if message["link"] != self._name:
+            raise ProtocolError("an entry or credit of another link")
+        if message["type"] == "entry":
+            _take_entry(self._store, message)
+            return
+        with self._changed:
+            self._credits += 1
+            self._changed.notify_all()
+
+    def send(self, memory: Any, sent: Callable[[], None]) -> Message:
+        """See readers.Link."""
+        tensor = memory_tensor(memory)
+        self._work(partial(self._send, tensor), partial(self._over, sent))
+        return {
+            "link": self._name,
+            "backend": backend_for(self._chunks.where),
+            "bytes": len(tensor),
+            "chunk_bytes": self._chunks.size,
+            "chunk_timeout_s": self._chunks.timeout_s,
+        }
+
+    def close(self) -> None:
+        """See readers.Link."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._store.close()
+        if self._communicator is not None:
+            self._communicator.give_up()
+        self._work(self._abort, lambda _result, _error: None)
+
+    def _over(self, sent: Callable[[], None], _result: Any, error: BaseException | None) -> None:
+        if error is not None and not self._closed:
+            if not isinstance(error, Broken):
+                logger.error("sending to %s has failed", self._actor, exc_info=error)
+            self._channel.close(f"communicator with {self._actor}: {error}")
+        sent()
+
+    # On the thread
+
+    def _meet(self) -> None:
+        self._communicator = connect(self._store, 0, self._chunks.where)
+
+    def _abort(self) -> None:
+        if self._communicator is not None:
+            self._communicator.abort()
+
+    def _send(self, memory: torch.Tensor) -> None:
+        try:
+            self._send_chunks(memory)
+        except BaseException:
+            self._abort()
+            raise
+
+    def _send_chunks(self, memory: torch.Tensor) -> None:
+        under_way: deque[Pending] = deque()
+        for chunk in memory.split(self._chunks.size):
+            # Whoever waits for credits has nothing under way that could be stuck.
+            while under_way and self._credits == 0:
+                under_way.popleft().wait(self._chunks.timeout_s)
+            under_way.append(self._credited().send(chunk))
+        for pending in under_way:
+            pending.wait(self._chunks.timeout_s)
+
+    def _credited(self) -> Communicator:
+        """Wait for a posted receive.
+
+        Without a deadline of its own, since nothing is held on the device meanwhile: the channel ends when the actor is
+        gone, or when the snapshot is.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._credits > 0 or self._closed)
+            self._credits -= 1
+        if self._closed or self._communicator is None:
+            raise Broken("the channel is over")
+        return self._communicator
+
+
+class ReceivingLink:
+    """An actor's end. It meets the other one on a thread of its own; fetch() blocks the thread that calls it."""
+
+    def __init__(self, name: str, post: Callable[[Callable[[], None]], None], channel: Channel, where: torch.device):
+        self._name, self._post, self._channel, self._where = name, post, channel, where
+        self._store = _store(name, post, channel)
+        self._met, self._ended = threading.Event(), threading.Event()
+        self._communicator: Communicator | None = None
+        self._using = threading.Lock()
+        threading.Thread(target=self._run, name="weight-link", daemon=True).start()
+
+    def heard(self, message: Message) -> None:
+        """An entry has come. Raises ProtocolError."""
+        _take_entry(self._store, message)
+
+    def fetch(self, reference: Message, target: torch.Tensor) -> None:
+        """Fill `target` with the next bucket of this link. Raises ConnectionError, and has the channel closed then."""
+        with self._using:
+            try:
+                self._receive(reference, target)
+            except Exception as error:
+                reason = f"receiving over a communicator has failed: {error!r}"
+                logger.warning("%s", reason)
+                self._post(lambda: self._channel.close(reason))
+                if self._communicator is not None:
+                    self._communicator.abort()  # before this nobody may say that the target is not written any more
+                raise ConnectionError(reason) from error
+
+    def close(self) -> None:
+        """The channel is over. Does not wait; a fetch that is under way is given up."""
+        self._store.close()
+        self._ended.set()
+        if self._communicator is not None:
+            self._communicator.give_up()
+
+    def _run(self) -> None:
+        device.use(self._where)
+        try:
+            self._communicator = connect(self._store, 1, self._where)
+        except Broken as error:
+            logger.info("no communicator: %s", error)
+        finally:
+            self._met.set()
+        self._ended.wait()
+        with self._using:
+            if self._communicator is not None:
+                self._communicator.abort()
+
+    def _receive(self, reference: Message, target: torch.Tensor) -> None:
+        size, seconds = reference.get("chunk_bytes"), reference.get("chunk_timeout_s")
+        if type(size) is not int or size < 1 or not isinstance(seconds, float) or not 0 < seconds < _LONGEST_SECONDS:
+            raise ProtocolError("a communicator's figures make no sense")
+        if reference.get("backend") != backend_for(self._where):
+            raise ProtocolError(f"the trainer uses {reference.get('backend')}, staging memory is on {self._where}")
+        if reference.get("bytes") != len(target):
+            raise ProtocolError(f"{reference.get('bytes')} bytes are sent where {len(target)} belong")
+        if not self._met.wait(MEETING_SECONDS) or self._communicator is None:
+            raise Broken("the two ends have not met")
+        posted: deque[Pending] = deque()
+        for chunk in target.split(size):
+            if self._ended.is_set():
+                raise Broken("the channel is over")
+            if len(posted) == CHUNKS:
+                posted.popleft().wait(seconds)
+            posted.append(self._communicator.receive(chunk))
+            self._post(lambda: self._channel.send({"type": "credit", "link": self._name}))
+        for pending in posted:
+            pending.wait(seconds)

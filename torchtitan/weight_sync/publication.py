@@ -1,0 +1,113 @@
+"""A rank's whole side of the weight synchronisation: its publisher, its shard server, and on rank 0 the registry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from torchtitan.config.derived import ON_DEVICE
+from torchtitan.distributed.placement import StackPart
+from torchtitan.errors import UserError
+from torchtitan.weight_sync.boundary import Boundary
+from torchtitan.weight_sync.device_slots import DeviceSlots
+from torchtitan.weight_sync.disk_owner import FolderOwner
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.server_thread import ShardServerThread
+from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, numeric, towards
+from torchtitan.weight_sync.watcher import Watcher
+from torchtitan.weight_sync.weight_files import PackedRank
+
+# These have their slots where the parameters are.
+
+
+class Publication:
+    """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
+    `registry_address` says; None on rank 0, which starts it. host: address of rank 0's machine; other ranks listen
+    where they reach that. port: 0 for any; see servers.py. disk_folder: of the disk transport. Raises UserError for an
+    address that cannot be used, a folder that another job writes to, and shards that files cannot hold."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor | StackPart],
+        settings: Settings,
+        *,
+        epoch: str,
+        token: str,
+        folder: Path,
+        bucket_bytes: int,
+        rank: int = 0,
+        local_rank: int = 0,
+        registry: str | None = None,
+        dtype: str = "float32",
+        transport: str = "tcp",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_restarts: int = 5,
+        chunk_bytes: int = 4 << 20,
+        chunk_timeout_s: float = 1.0,
+        disk_folder: Path | None = None,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        host = numeric(host) if registry is None else towards(registry)
+        self._owner: FolderOwner | None = None
+        files = ""
+        if transport == "disk":
+            assert disk_folder is not None
+            files = str(disk_folder.resolve())
+            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
+        # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
+        slots = 2 + settings.lanes + settings.delta
+        self.publisher = Publisher(
+            parameters,
+            rank=rank,
+            dtype=dtype,
+            num_slots=slots,
+            bucket_bytes=bucket_bytes,
+            folder=folder,
+            on_device=transport in ON_DEVICE,
+        )
+        if files:
+            try:
+                PackedRank(self.publisher.layout, 0)
+            except ValueError as error:
+                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
+        self.boundary = Boundary(self.publisher)
+        self.registry: RegistryServer | None = None
+        self.watcher: Watcher | None = None
+        if registry is None:
+            self.registry = RegistryServer(epoch, token, settings, folder, host, port, max_restarts, files)
+            registry = self.registry.address
+            self.watcher = Watcher(registry, token, epoch)
+        self.registry_address = registry
+        self.shard_server: ShardServerProcess | ShardServerThread
+        common = self.publisher, epoch, token, registry, settings.lease_s
+        where = host, port + 1 + local_rank if port else 0, max_restarts
+        if isinstance(self.publisher.slots, DeviceSlots) or transport == "nccl":
+            chunks = (chunk_bytes, chunk_timeout_s) if transport == "nccl" else None
+            self.shard_server = ShardServerThread(*common, chunks, *where)
+        else:
+            self.shard_server = ShardServerProcess(*common, transport, folder, *where, settings.world_size, files)
+
+    @property
+    def failure(self) -> str:
+        """Why no further version will be published, or nothing."""
+        failures = [self.publisher.failure, self.shard_server.failure]
+        if self.registry is not None and self.watcher is not None:
+            failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
+        return "; ".join(filter(None, failures))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End everything within about `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        if self.watcher is not None:
+            self.watcher.close(timeout)
+        self.shard_server.close(deadline)
+        if self.registry is not None:
+            self.registry.close(deadline)
+        self.publisher.close()
+        if self._owner is not None:
+            self._owner.close()

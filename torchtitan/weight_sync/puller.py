@@ -1,0 +1,471 @@
+"""An actor's part: hears of the newest version, pulls its buckets, verifies them, has the engine apply the whole.
+
+It decides for itself what to pull. One rule is shared by all: who found twice in a row that what it pulled had gone is
+slow, and waits until there is room for another lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchtitan.weight_sync import coverage, faults
+from torchtitan.weight_sync.arrivals import Arrivals, Engine
+from torchtitan.weight_sync.handshake import PEER, Identity
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
+from torchtitan.weight_sync.messages import HEARTBEAT_SECONDS
+from torchtitan.weight_sync.needs import Needs, all_keys
+from torchtitan.weight_sync.registry_client import RegistryClient
+from torchtitan.weight_sync.relay import Relay
+from torchtitan.weight_sync.runtime import Channel, Runtime, Timer
+from torchtitan.weight_sync.source import Source
+from torchtitan.weight_sync.transfer import BucketKey, Transfer
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.puller")
+
+# Who found so often in a row that what it pulled had gone is slow.
+SLOW_AFTER = 2
+# A bucket that arrived corrupt so often ends the pull; the next one begins after a pause that grows.
+MOST_CORRUPTIONS = 3
+# Another actor that has not begun to pass a version on by then is not waited for.
+PEER_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Served(NamedTuple):
+    """What an engine holds."""
+
+    epoch: str
+    version: int
+    digest: str
+
+
+class Puller:
+    """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
+    the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
+    relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
+    somebody else."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        registry: str,
+        identity: Identity,
+        epoch: str,
+        engine: Engine,
+        *,
+        instance: str,
+        served: Served | None = None,
+        retry_for_s: float = 60.0,
+        progress_s: float = 5.0,
+        relay: Relay | None = None,
+        relay_address: str = "",
+        puller: Identity | None = None,
+    ):
+        self._runtime, self._identity, self.epoch = runtime, identity, epoch
+        self._puller = puller or identity
+        self._engine, self._progress_s = engine, progress_s
+        self.serving = served
+        self.poisoned = False
+        self.applied = self.refused = 0
+        fields = {"epoch": epoch, "instance": instance, "address": relay_address}
+        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message, retry_for_s)
+        self._tell = self.registry.tell
+        self._layout: Layout | None = None
+        self._layout_id = ""
+        self._needs: Needs = None
+        self._sources: list[Source] = []
+        self._servers: list[str] = []
+        self._relay = relay
+        self._peer: Message | None = None
+        """The actor that this transfer comes from, None for the trainer"""
+        self._offered_peer: Message | None = None
+        self._newest: tuple[int, Manifest] | None = None
+        self._lanes: set[int] = set()
+        self._base: int | None = None
+        self._room = True
+        self._pinned: int | None = None
+        self._numbers = itertools.count(1)
+        name = identity.name
+        self._arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
+        self._gone_in_a_row = 0
+        self._pauses = 0
+        self._pause_ends: Timer | None = None
+        self._staged: tuple[Manifest, Message] | None = None
+        self._applying = False
+        self._torn: tuple[int, str] | None = None
+        """What was found of a version while one was being applied"""
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to look for the registry."""
+        self.registry.start()
+        self._look()
+
+    def close(self) -> None:
+        """Close every connection. An apply that has begun goes on."""
+        self._closed = True
+        self._arrivals.transfer = None
+        for source in self._sources:
+            source.drop("the actor ends")
+        if self._relay is not None:
+            self._relay.close()
+        self.registry.close("the actor ends")
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        if self.poisoned:
+            return "POISONED"
+        if self._applying:
+            return "APPLYING"
+        return "PULLING" if self._pull is not None else "READY" if self.serving is not None else "JOINING"
+
+    @property
+    def corrupted(self) -> int:
+        """How many buckets have arrived damaged."""
+        return self._arrivals.corrupted
+
+    @property
+    def _pull(self) -> Transfer | None:
+        return self._arrivals.transfer
+
+    def found_torn(self, version: int, reason: str) -> None:
+        """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
+        if self._applying:
+            # The look may be over before this thread has heard of the end of the apply.
+            self._torn = version, reason
+        elif self.serving is not None and self.serving.version == version:
+            self._poison(version, reason)
+            self._consider()
+
+    # Registry
+
+    def _joined(self) -> None:
+        if self.poisoned:
+            self._tell({"type": "poisoned", "version": -1, "reason": "a version could not be applied whole"})
+        elif self.serving is not None and self.serving.epoch == self.epoch:
+            self._tell_serving({})
+        if self._pull is not None:
+            self._tell_pulling(self._pull)
+
+    def _tell_pulling(self, pull: Transfer) -> None:
+        self._tell({"type": "pulling", "serial": pull.serial, "version": pull.manifest.version})
+
+    def _tell_ended(self, version: int, outcome: str, reason: str = "") -> None:
+        self._tell({"type": "ended", "version": version, "outcome": outcome, "reason": reason})
+
+    def _tell_serving(self, figures: Message) -> None:
+        assert self.serving is not None
+        served = {"version": self.serving.version, "digest": self.serving.digest}
+        self._tell({"type": "serving", **served, "figures": figures})
+
+    def _look(self) -> None:
+        """Every now and then: tell how far the pull is, and look whether it gets on."""
+        if self._closed:
+            return
+        self._runtime.call_later(HEARTBEAT_SECONDS, self._look)
+        pull = self._pull
+        if pull is None:
+            return
+        if pull.bytes != pull.told_bytes:
+            pull.told_bytes = pull.bytes
+            self._tell({"type": "progress", "bytes": pull.bytes})
+        # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
+        if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
+            pull.moved_at = self._runtime.now()
+            self._hurry(pull)
+        elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
+            self._leave_peer()
+
+    def _hurry(self, pull: Transfer) -> None:
+        for rank in {rank for rank, _ in pull.missing}:
+            self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
+            self._sources[rank].ask()
+
+    def _on_message(self, message: Message) -> None:
+        kind = message["type"]
+        if kind == "model":
+            self._on_layout(message)
+        elif kind == "servers":
+            self._servers = list(map(str, message["servers"]))
+            self._move_sources()
+        elif kind == "newest":
+            self._on_newest(message)
+        elif kind == "lanes":
+            self._on_lanes(message)
+        elif kind == "pinned":
+            self._pinned = message.get("version")
+        elif kind == "relay" and self._relay is not None:
+            self._relay.key = message["key"]
+        else:
+            raise ProtocolError(f"a registry does not send {kind!r} to an actor")
+        self._consider()
+
+    def _on_layout(self, message: Message) -> None:
+        if message["layout_id"] == self._layout_id:
+            return
+        try:
+            layout = self._read_layout(message["layout"])
+            self._end_pull("lost", "the layout changed")
+            self._needs = self._arrivals.prepare(layout)
+        except LayoutError as error:
+            raise ProtocolError(str(error)) from error
+        self._layout, self._layout_id = layout, message["layout_id"]
+        for source in self._sources:
+            source.drop("the layout changed")
+        self._sources = self._new_sources(len(layout.ranks))
+        self._move_sources()
+
+    def _new_sources(self, ranks: int) -> list[Source]:
+        return [Source(self._runtime, self._puller, self.epoch, rank, self) for rank in range(ranks)]
+
+    def _read_layout(self, data: Message) -> Layout:
+        layout = Layout.from_json(data)
+        coverage.check_coverage(layout)
+        return layout
+
+    def _move_sources(self) -> None:
+        peer = self._peer
+        identity = self._puller if peer is None else Identity(PEER, self._identity.name, str(peer["key"]))
+        for source, address in zip(self._sources, self._servers, strict=False):
+            source.move(address if peer is None else str(peer["address"]), identity)
+
+    def _leave_peer(self) -> None:
+        """The other actor does not have it, or not in time: go on at the trainer."""
+        self._peer = None
+        if self._pull is not None:
+            self._pull.source = ""
+        self._move_sources()
+
+    def troubled(self, source: Source) -> bool:
+        """See source.Wanted."""
+        if self._peer is None:
+            return False
+        self._leave_peer()
+        return True
+
+    def _on_newest(self, message: Message) -> None:
+        if self._layout is None:
+            raise ProtocolError("a version came before the layout")
+        try:
+            manifest = Manifest.from_json(message)
+            manifest.check_fits(self._layout, self._layout_id)
+        except LayoutError as error:
+            raise ProtocolError(str(error)) from error
+        if manifest.epoch != self.epoch:
+            raise ProtocolError(f"a version of epoch {manifest.epoch}")
+        if self._newest is None or self._newest[0] != message["serial"]:
+            self._end_pause()
+        self._newest = message["serial"], manifest
+        self._offered_peer = message.get("source")
+        self._on_lanes(message)
+
+    def _on_lanes(self, message: Message) -> None:
+        self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
+
+    # Pulling
+
+    def _consider(self) -> None:
+        """Something has changed: end what has gone, begin what is due."""
+        pull, newest = self._pull, self._newest
+        if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._lanes:
+            self._end_pull("gone", "superseded")
+        if self._staged is not None:
+            self._apply_staged()
+        elif newest is not None and self._may_begin(newest[1]):
+            self._begin(*newest)
+
+    def _may_begin(self, manifest: Manifest) -> bool:
+        if (
+            self._closed
+            or self._pull is not None
+            or self._applying
+            or self._pause_ends is not None
+            or self._is_pinned()
+        ):
+            return False
+        if not self._is_quiet() or self._layout is None:
+            return False
+        served = Served(manifest.epoch, manifest.version, manifest.digest)
+        return served != self.serving and (self._gone_in_a_row < SLOW_AFTER or self._room)
+
+    def _is_pinned(self) -> bool:
+        return self._pinned is not None and self.serving is not None and self.serving.version == self._pinned
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing writes to staging memory for an older pull."""
+        return self._arrivals.writers == 0
+
+    def _begin(self, serial: int, manifest: Manifest) -> None:
+        assert self._layout is not None
+        if "drop" in faults.at("pull", version=manifest.version, actor=self._identity.name):
+            return
+        now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
+        transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
+        if self._relay is not None:
+            self._relay.hold(self._layout, transfer)
+        if self._peer != self._offered_peer:
+            self._peer = self._offered_peer
+            self._move_sources()
+        transfer.source = "" if self._peer is None else str(self._peer["name"])
+        self._arrivals.transfer = transfer
+        self._tell_pulling(transfer)
+        if not missing:
+            self._staged_whole(transfer)
+        for source in self._sources:
+            source.ask()
+
+    def _end_pull(self, outcome: str, reason: str) -> None:
+        pull, self._arrivals.transfer = self._pull, None
+        if pull is None:
+            return
+        self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
+        self._tell_ended(pull.manifest.version, outcome, reason)
+        self._end_leases(pull)
+        if self._relay is not None:
+            self._relay.hold(self._layout, None)
+        # A bucket that is half here must not be written any further.
+        for rank in {rank for rank, _ in pull.placing}:
+            self._sources[rank].drop("the pull is over")
+
+    def _end_leases(self, pull: Transfer) -> None:
+        for source in self._sources:
+            source.tell({"type": "done", "pull": pull.number})
+
+    def _pause(self) -> None:
+        """After a version that could not be had: it is tried again later, something newer at once."""
+        self._end_pause()
+        seconds = min(2.0**self._pauses, LONGEST_PAUSE_SECONDS)
+        self._pauses += 1
+
+        def go_on() -> None:
+            self._pause_ends = None
+            self._consider()
+
+        self._pause_ends = self._runtime.call_later(seconds, go_on)
+
+    def _end_pause(self) -> None:
+        if self._pause_ends is not None:
+            self._pause_ends.cancel()
+            self._pause_ends = None
+
+    # Buckets (see source.Wanted)
+
+    def requests(self, rank: int) -> list[Message]:
+        """What is missing of this rank, and does not arrive already."""
+        return [] if self._pull is None else self._pull.requests(rank, self._arrivals.held, self._base)
+
+    def gone(self, message: Message) -> None:
+        """The registry says the same to all; a shard server may be the first."""
+        if self._pull is not None and self._arrivals.is_current(message):
+            if self._peer is not None:
+                self._leave_peer()
+                return
+            self._end_pull("gone", "the snapshot is gone")
+            # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
+            self._pause()
+
+    def place(self, source: Source, message: Message) -> memoryview | None:
+        """See Arrivals."""
+        return self._arrivals.place(source, message)
+
+    def piece(self, message: Message, piece: memoryview) -> None:
+        """See Arrivals."""
+        self._arrivals.piece(message, piece)
+
+    def bucket(self, source: Source, message: Message) -> None:
+        """See Arrivals."""
+        self._arrivals.bucket(source, message)
+
+    def lost(self, rank: int) -> None:
+        """See Arrivals."""
+        self._arrivals.lost(rank)
+
+    def _verified(self) -> None:
+        if self._relay is not None:
+            self._relay.readers.look()
+        pull = self._pull
+        if pull is not None and not pull.missing:
+            self._staged_whole(pull)
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        """See source.Wanted."""
+        self._engine.linked(channel, message)
+
+    def _damaged(self, source: Source, key: BucketKey) -> None:
+        pull, (rank, bucket) = self._pull, key
+        assert pull is not None
+        if pull.corruptions[key] >= MOST_CORRUPTIONS:
+            self.refused += 1
+            self._end_pull("refused", f"bucket {bucket} of rank {rank} was corrupt {MOST_CORRUPTIONS} times")
+            self._pause()
+        elif self._peer is not None:
+            self._leave_peer()
+        else:
+            source.tell(pull.open([bucket], again=True))
+
+    # Engine
+
+    def _staged_whole(self, pull: Transfer) -> None:
+        self._end_leases(pull)
+        self._arrivals.transfer = None
+        self._gone_in_a_row = self._pauses = 0
+        if not self._survives("staged", pull.manifest.version):
+            self._consider()
+            return
+        self._tell_ended(pull.manifest.version, "staged")
+        self._staged = pull.manifest, pull.figures(self._runtime.now())
+        self._consider()
+
+    def _survives(self, phase: str, version: int) -> bool:
+        """Whether fault injection lets this pass."""
+        try:
+            return "drop" not in faults.at(phase, version=version, actor=self._identity.name)
+        except ConnectionResetError as error:
+            self.registry.hang_up(str(error))
+            return True
+
+    def _apply_staged(self) -> None:
+        if self._staged is None or self._applying or self._is_pinned() or self._closed:
+            return
+        (manifest, figures), self._staged, self._applying = self._staged, None, True
+        work = partial(self._apply, manifest)
+        self._runtime.work("apply", work, partial(self._applied, manifest, figures, self._runtime.now()))
+
+    def _apply(self, manifest: Manifest) -> Mapping[str, float]:
+        faults.at("apply", version=manifest.version, actor=self._identity.name)
+        return self._engine.apply(manifest)
+
+    def _applied(
+        self, manifest: Manifest, figures: Message, begun: float, cost: Any, error: BaseException | None
+    ) -> None:
+        self._applying = False
+        torn, self._torn = self._torn, None
+        if isinstance(error, WeightsRefused):
+            self.refused += 1
+            logger.error("%s: version %d refused: %s", self._identity.name, manifest.version, error)
+            self._pause()
+            self._tell_ended(manifest.version, "refused", str(error))
+        elif error is not None:
+            # Half a version may be in the engine now: never served, and said so.
+            logger.error("%s: applying version %d failed", self._identity.name, manifest.version, exc_info=error)
+            self._poison(manifest.version, repr(error))
+            self._pause()
+        else:
+            self.applied += 1
+            self.poisoned = False
+            self.serving = Served(manifest.epoch, manifest.version, manifest.digest)
+            if self._survives("applied", manifest.version):
+                self._tell_serving({**figures, "apply_s": self._runtime.now() - begun, **(cost or {})})
+            if torn is not None and torn[0] == manifest.version:
+                self._poison(*torn)
+        self._consider()
+
+    def _poison(self, version: int, reason: str) -> None:
+        self.poisoned, self.serving = True, None
+        self._tell({"type": "poisoned", "version": version, "reason": reason})

@@ -1,0 +1,211 @@
+"""Answers those who pull: a lease on a snapshot, then its buckets as fast as the socket takes them.
+
+Shard servers serve from their slots so, and actors that pass a version on from their staging memory, each bucket as
+soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.handshake import Gate, Identity
+from torchtitan.weight_sync.needs import needs_from_json
+from torchtitan.weight_sync.runtime import Channel, Runtime
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+# Who asks for nothing for so long is let go: its machine may be gone without a word.
+IDLE_SECONDS = 10.0
+
+
+class Store(Protocol):
+    """Where the bytes are."""
+
+    def buckets(self, rank: int) -> int | None:
+        """How many buckets this rank has; None where it is not served here."""
+
+    def version(self, serial: int) -> int | None:
+        """The version of a snapshot that may be read; None where it is gone."""
+
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """Whether this bucket is there already; where not, look() is called when it is."""
+
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+        """Fields of the message, and the bucket's bytes: a delta against `base` where that is wanted and worth it.
+
+        They stay as they are until end_what_is_gone() has closed all that read them.
+        """
+
+
+class Link(Protocol):
+    """The way to one worker of an actor, for a transport that sends bytes otherwise than over its channel."""
+
+    def heard(self, message: Message) -> None:
+        """An entry or a credit has come. Raises ProtocolError where it makes no sense."""
+
+    def send(self, memory: Any, sent: Callable[[], None]) -> Message:
+        """Queue the bytes of a bucket; what tells the actor where they come. Calls `sent` once nothing reads them any
+        more, also where they have not arrived: then it has closed the channel."""
+
+    def close(self) -> None:
+        """The channel is over: what is under way is given up."""
+
+
+@dataclass
+class Reader:
+    """An actor's channel, and the lease that it has."""
+
+    channel: Channel
+    actor: str
+    rank: int
+    asked_at: float
+    pull: int = -1
+    serial: int = -1
+    waiting: deque[tuple[int, int | None, bool]] = field(default_factory=deque)
+    """(bucket, serial of the base, whether it has come damaged) of those that it has asked for"""
+    sending: int | None = None
+    """Serial of the snapshot that its socket or link is reading"""
+    link: Link | None = None
+
+
+class Readers:
+    """phase: of fault injection. refer(reader, bucket, again): where a bucket is, for transports that send no bytes
+    over the channel; None to send them all the same. again: what was there is not what it should be. make_link(channel,
+    actor): the way that it takes, where one is needed for each channel; then sent(reader) has to be called when the
+    bucket has gone."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        epoch: str,
+        roles: frozenset[str],
+        key_of: Callable[[str, str], str | None],
+        store: Store,
+        phase: str,
+        refer: Callable[[Reader, int, bool], Message | None] = lambda *_: None,
+        make_link: Callable[[Channel, str], Link] | None = None,
+    ):
+        self._runtime, self._epoch, self._store, self._phase, self._refer = runtime, epoch, store, phase, refer
+        self._make_link = make_link
+        self.gate = Gate(runtime, roles, key_of, self.admit, self._enter)
+        self.channels: dict[Channel, Reader] = {}
+        self.sent_bytes = 0
+
+    def close(self, reason: str) -> None:
+        """Close every connection."""
+        self.gate.close()
+        for channel in list(self.channels):
+            channel.close(reason)
+
+    def admit(self, _identity: Identity, fields: Message) -> Message:
+        """See Gate."""
+        if fields.get("epoch") != self._epoch:
+            raise ProtocolError(f"this job's epoch is {self._epoch}, not {fields.get('epoch')}")
+        rank = fields.get("rank")
+        if type(rank) is not int or self._store.buckets(rank) is None:
+            raise ProtocolError(f"rank {rank!r} is not served here")
+        return {"rank": rank}
+
+    def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
+        reader = self.channels[channel] = Reader(channel, identity.name, fields["rank"], self._runtime.now())
+        channel.on_message, channel.on_close = self._on_message, self._on_lost
+        if self._make_link is not None:
+            reader.link = self._make_link(channel, identity.name)
+
+    def _on_lost(self, channel: Channel, _reason: str) -> None:
+        link = self.channels.pop(channel).link
+        if link is not None:
+            link.close()
+
+    def _on_message(self, channel: Channel, message: Message) -> None:
+        reader = self.channels[channel]
+        if message["type"] == "open":
+            self._open(reader, message)
+        elif message["type"] == "done":
+            if message["pull"] == reader.pull:
+                reader.waiting.clear()
+                reader.serial = -1
+        elif message["type"] in ("entry", "credit") and reader.link is not None:
+            reader.link.heard(message)
+        else:
+            raise ProtocolError(f"who pulls does not send {message['type']!r}")
+
+    def _open(self, reader: Reader, message: Message) -> None:
+        count = self._store.buckets(reader.rank) or 0
+        ranges = message.get("buckets")
+        needs = needs_from_json({"0": [[0, count]] if ranges is None else ranges}) or {}
+        buckets = [bucket for first, end in needs[0] for bucket in range(first, min(end, count + 1))]
+        if buckets and buckets[-1] >= count:
+            raise ProtocolError(f"rank {reader.rank} has no bucket {buckets[-1]}")
+        if self._store.version(message["serial"]) is None:
+            reader.channel.send({"type": "gone", "pull": message["pull"]})
+            return
+        if reader.pull != message["pull"]:
+            reader.waiting.clear()
+            reader.channel.send({"type": "granted", "pull": message["pull"]})
+        reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
+        base, again = message.get("base"), message.get("again") is True
+        reader.waiting.extend((bucket, base, again) for bucket in buckets)
+        self._send_next(reader)
+
+    def look(self) -> None:
+        """More buckets may be there."""
+        for reader in list(self.channels.values()):
+            self._send_next(reader)
+
+    def _send_next(self, reader: Reader) -> None:
+        version = self._store.version(reader.serial)
+        while version is not None and reader.waiting and reader.sending is None:
+            serial, rank = reader.serial, reader.rank
+            asked = next((asked for asked in reader.waiting if self._store.has(serial, rank, *asked[:2])), None)
+            if asked is None:
+                return
+            reader.waiting.remove(asked)
+            self._send_bucket(reader, version, *asked)
+
+    def _send_bucket(self, reader: Reader, version: int, bucket: int, base: int | None, again: bool) -> None:
+        asked = faults.at(self._phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
+        if "drop" in asked:
+            return  # as if the network had lost it
+        message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
+        reader.sending = None if reader.link is None else reader.serial
+        reference = self._refer(reader, bucket, again)
+        if reference is not None:
+            reader.channel.send({**message, "reference": reference})
+            return
+        fields, data = self._store.read(reader.serial, reader.rank, bucket, base)
+        self.sent_bytes += len(data)
+        reader.channel.throttle = partial(
+            faults.bytes_per_second, self._phase, version=version, actor=reader.actor, rank=reader.rank
+        )
+        reader.sending = reader.serial
+        sent = partial(self.sent, reader)
+        reader.channel.send({**message, **fields}, faults.damaged(data) if "corrupt" in asked else data, sent)
+
+    def sent(self, reader: Reader) -> None:
+        """A bucket has gone: on to the next one."""
+        reader.sending, reader.asked_at = None, self._runtime.now()
+        if not reader.channel.closed:
+            self._send_next(reader)
+
+    def end_what_is_gone(self) -> None:
+        """Right after snapshots have ended: nothing reads them when this returns."""
+        for reader in list(self.channels.values()):
+            if reader.sending is not None and self._store.version(reader.sending) is None:
+                # Half a bucket is on its way, and its memory may be written again from now on.
+                reader.channel.close(f"snapshot {reader.sending} is gone")
+            elif reader.serial >= 0 and self._store.version(reader.serial) is None:
+                reader.channel.send({"type": "gone", "pull": reader.pull})
+                reader.waiting.clear()
+                reader.serial = -1
+
+    def end_what_is_idle(self) -> None:
+        """Every now and then. What is half sent ends with its snapshot at the latest."""
+        for reader in list(self.channels.values()):
+            busy = reader.sending is not None or reader.waiting
+            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
+                reader.channel.close("idle")

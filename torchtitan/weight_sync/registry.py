@@ -1,0 +1,554 @@
+"""The registry, a process beside rank 0: publishes a version when all ranks have it, and says which ones live.
+
+It orders nothing. Shard servers tell it what they hold, actors what they pull and serve; it tells all of them the
+newest version and the lanes (lanes.py). A new registry (term) hears the same again from everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync.catalogue import Catalogue
+from torchtitan.weight_sync.coverage import merge_layouts
+from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
+from torchtitan.weight_sync.lanes import MOST_LOST_LANES, Lanes
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
+from torchtitan.weight_sync.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.relay import relay_sources
+from torchtitan.weight_sync.runtime import Channel, Runtime
+from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.registry")
+
+TICK_SECONDS = 0.2
+# What happens within this time is one status.
+STATUS_SECONDS = 0.01
+# Versions that will never be published, as shard servers and the trainer are told.
+MOST_DROPPED = 64
+# An actor that has been away for so long is not listed any more.
+FORGET_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of [weight_sync]; times in seconds."""
+
+    world_size: int
+    lanes: int = 1
+    lease_s: float = 60.0
+    relay_fanout: int = 0
+    """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
+    progress_timeout_s: float = 5.0
+    apply_timeout_s: float = 10.0
+    snapshot_timeout_s: float = 60.0
+    delta: bool = False
+    """Whether a snapshot is kept for deltas, which takes a slot more"""
+
+
+@dataclass
+class _Rank:
+    """A shard server's connection."""
+
+    channel: Channel
+    address: str
+    heard_at: float
+
+
+@dataclass
+class _Actor:
+    """An actor, connected or lately gone."""
+
+    channel: Channel | None
+    instance: str
+    address: str
+    """Where it passes versions on, empty where it does not"""
+    heard_at: float
+    state: str = "JOINING"
+    version: int = -1
+    digest: str = ""
+    pinned: bool = False
+    reason: str = ""
+    evictions: int = 0
+    """How often it has been lost or given up"""
+    failures: int = 0
+    """Versions in a row that it could not take: refused, applied by half, or not finished in a lane"""
+    figures: Message = field(default_factory=dict)
+    applies_since: float | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether prompts may be sent to it."""
+        return self.channel is not None and self.version >= 0 and self.state != "POISONED"
+
+    def status(self) -> Message:
+        """What the trainer is told."""
+        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
+        return {name: getattr(self, name) for name in shown}
+
+
+@dataclass
+class _Gathering:
+    """A version that not all ranks have reported yet."""
+
+    version: int
+    since: float
+    checksums: dict[int, list[str]] = field(default_factory=dict)
+    files: dict[int, Message] = field(default_factory=dict)
+    """Of the disk transport: what each rank has written"""
+
+
+class Registry:
+    """write(event, fields): a line of the journal. beat(): a sign of life for the parent. catalogue: of the disk
+    transport's folder."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: Settings,
+        epoch: str,
+        term: int,
+        token: str,
+        write: Callable[[str, Message], None],
+        beat: Callable[[], None],
+        catalogue: Catalogue | None = None,
+    ):
+        self._catalogue = catalogue
+        self._versions: dict[int, int] = {}
+        """Serial -> version of what lives"""
+        self._runtime, self.settings, self.epoch, self.term = runtime, settings, epoch, term
+        self._write, self._beat = write, beat
+        self._gate = Gate(
+            runtime, frozenset((RANK, ACTOR, TRAINER)), partial(role_key, token), self._admit, self._enter
+        )
+        self._token = token
+        self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s, settings.delta)
+        self._ranks: dict[int, _Rank] = {}
+        self.actors: dict[str, _Actor] = {}
+        self._trainer: Channel | None = None
+        self._layouts: dict[int, Message] = {}
+        self._layout_hashes: dict[int, str] = {}
+        self._model: Encoded | None = None
+        self._layout_id = ""
+        self._gathering: dict[int, _Gathering] = {}
+        self._dropped: dict[int, int] = {}
+        """Serial -> version"""
+        self.newest: Manifest | None = None
+        self._newest_message: Message = {}
+        self._pinned: int | None = None
+        self._evictions = 0
+        self._failure = self._dropped_because = ""
+        self._status_due = False
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def start(self, listener: Any) -> None:
+        """Begin to accept connections."""
+        self._stop_listening = self._runtime.listen(listener, self._gate.accept)
+        self._tick()
+
+    # Peers
+
+    def _admit(self, identity: Identity, fields: Message) -> Message:
+        if fields.get("epoch") != self.epoch:
+            raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
+        if identity.role == RANK:
+            self._rank_of(identity)
+            wire.parse_data_address(str(fields.get("address")))
+        if identity.role == ACTOR:
+            if fields.get("address"):
+                wire.parse_data_address(str(fields["address"]))
+            known = self.actors.get(identity.name)
+            if known is not None and known.state == "GIVEN_UP" and known.instance == fields.get("instance"):
+                raise ProtocolError(f"{identity.name} was given up: {known.reason}")
+        return {"term": self.term}
+
+    def _rank_of(self, identity: Identity) -> int:
+        rank = int(identity.name) if identity.name.isascii() and identity.name.isdigit() else -1
+        if not 0 <= rank < self.settings.world_size:
+            raise ProtocolError(f"no rank {identity.name!r} among {self.settings.world_size}")
+        return rank
+
+    def _enter(self, channel: Channel, identity: Identity, fields: Message) -> None:
+        if identity.role == RANK:
+            self._rank_entered(channel, self._rank_of(identity), fields)
+        elif identity.role == ACTOR:
+            self._actor_entered(channel, identity.name, fields)
+        else:
+            if self._trainer is not None:
+                self._trainer.close("replaced")
+            self._trainer = channel
+            channel.on_message, channel.on_close = self._on_trainer_message, self._on_trainer_lost
+            self._tell_trainer()
+
+    def _tick(self) -> None:
+        self._runtime.call_later(TICK_SECONDS, self._tick)
+        self._beat()
+        now = self._runtime.now()
+        # The loop reads sockets before it runs timers: after a pause of this process, waiting messages have been read.
+        for rank, server in list(self._ranks.items()):
+            if now - server.heard_at > SILENCE_SECONDS:
+                logger.warning("the shard server of rank %d says nothing", rank)
+                server.channel.close("silent")
+        for name, actor in list(self.actors.items()):
+            if now - actor.heard_at > SILENCE_SECONDS and actor.channel is not None:
+                actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
+            elif self._applies_too_long(actor, now):
+                actor.applies_since = None
+                if actor.channel is not None:
+                    actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
+            elif now - actor.heard_at > FORGET_SECONDS:
+                del self.actors[name]
+        for serial, gathering in list(self._gathering.items()):
+            if now - gathering.since > self.settings.snapshot_timeout_s:
+                missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.checksums]
+                self._drop(serial, gathering.version, f"rank {missing} did not snapshot it in time")
+        before = self._live()
+        for name in self.lanes.expire(now):
+            self._lost_lane(name)
+        self._tell_if_changed(before)
+
+    def _applies_too_long(self, actor: _Actor, now: float) -> bool:
+        # A pinned one has to wait.
+        since = None if actor.pinned else actor.applies_since
+        return since is not None and now - since > self.settings.apply_timeout_s
+
+    # Ranks
+
+    def _rank_entered(self, channel: Channel, rank: int, fields: Message) -> None:
+        old = self._ranks.get(rank)
+        if old is not None:
+            old.channel.close("replaced")
+        moved = old is None or old.address != fields["address"]
+        self._ranks[rank] = _Rank(channel, fields["address"], self._runtime.now())
+        channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
+        if self.newest is not None:
+            channel.send(self._live())
+        if moved:
+            self._tell_actors(self._servers())
+        self._changed()
+
+    def _on_rank_lost(self, rank: int, channel: Channel, reason: str) -> None:
+        if self._ranks[rank].channel is channel:
+            # Its address is still said: an actor that dials it sees for itself.
+            logger.warning("shard server of rank %d lost: %s", rank, reason)
+            self._write("server_lost", {"rank": rank, "reason": reason})
+            self._ranks[rank].heard_at = float("inf")
+            for gathering in self._gathering.values():
+                # The next one computes anew, and what it reports counts.
+                gathering.checksums.pop(rank, None)
+            self._changed()
+
+    def _on_rank_message(self, rank: int, channel: Channel, message: Message) -> None:
+        self._ranks[rank].heard_at = self._runtime.now()
+        kind = message["type"]
+        if kind == "ping":
+            channel.send({"type": "pong"})
+        elif kind == "layout":
+            self._on_layout(rank, message["layout"])
+        elif kind == "snapped":
+            self._on_snapped(rank, message)
+        elif kind == "failed":
+            why = str(message.get("reason") or "no free slot")
+            self._drop(message["serial"], message["version"], f"rank {rank}: {why}")
+        else:
+            raise ProtocolError(f"a shard server does not send {kind!r}")
+
+    def _on_layout(self, rank: int, layout: Message) -> None:
+        found = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+        if self._layout_hashes.setdefault(rank, found) != found:
+            raise ProtocolError(f"rank {rank} reports another layout than before")
+        if self._model is not None or self._failure:
+            return
+        self._layouts[rank] = layout
+        if len(self._layouts) < self.settings.world_size:
+            return
+        try:
+            whole = self._merge([self._layouts[number] for number in range(self.settings.world_size)])
+        except LayoutError as error:
+            self._failure = f"the ranks' shards do not fit together: {error}"
+            logger.error("%s", self._failure)
+            self._write("failure", {"reason": self._failure})
+            self._changed()
+            return
+        self._layouts.clear()
+        self._model, self._layout_id = Encoded(whole.to_json()), whole.layout_id()
+        self._write("layout", {"layout_id": self._layout_id, "bytes": whole.total_bytes})
+        self._tell_actors({"type": "model", "layout_id": self._layout_id, "layout": self._model})
+        self._publish_what_is_whole()
+
+    def _merge(self, layouts: list[Message]) -> Layout:
+        return merge_layouts(layouts)
+
+    def _on_snapped(self, rank: int, message: Message) -> None:
+        serial, version = message["serial"], message["version"]
+        if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
+            return
+        gathering = self._gathering.setdefault(serial, _Gathering(version, self._runtime.now()))
+        if gathering.version != version:
+            raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {gathering.version}")
+        gathering.checksums[rank], gathering.files[rank] = message["checksums"], message.get("file") or {}
+        self._publish_what_is_whole()
+
+    def _publish_what_is_whole(self) -> None:
+        whole = [s for s, one in self._gathering.items() if len(one.checksums) == self.settings.world_size]
+        if whole and self._model is not None:
+            self._publish(max(whole))
+
+    def _publish(self, serial: int) -> None:
+        gathered = self._gathering[serial]
+        faults.at("publish", version=gathered.version)
+        checksums = [gathered.checksums[rank] for rank in range(self.settings.world_size)]
+        digest = content_digest(self._layout_id, checksums)
+        self.newest = Manifest(self.epoch, gathered.version, self._layout_id, tuple(map(tuple, checksums)), digest)
+        self._newest_message = {
+            "type": "newest",
+            "serial": serial,
+            "epoch": self.epoch,
+            "version": gathered.version,
+            "layout_id": self._layout_id,
+            "checksums": Encoded(checksums),
+            "digest": digest,
+        }
+        self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
+        self.lanes.publish(serial, self._runtime.now())
+        self._versions[serial] = gathered.version
+        if self._catalogue is not None:
+            files = [gathered.files[rank] for rank in range(self.settings.world_size)]
+            self._catalogue.publish(self.newest, files, self._live_versions())
+        self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
+        # In one message: what an actor is pulling may live on as a lane.
+        newest, sources = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._relay_sources()
+        for name, actor in self.actors.items():
+            if actor.channel is not None:
+                actor.channel.send({**newest, "source": sources.get(name)})
+        self._tell_live(actors=False)
+
+    def _relay_sources(self) -> dict[str, Message]:
+        """Who pulls from which other actor. The fast ones come first."""
+        fanout = self.settings.relay_fanout
+        able = [
+            name
+            for name, actor in self.actors.items()
+            if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
+        ]
+        able.sort(key=lambda name: (_speed_class(self.actors[name].figures.get("transfer_s")), name))
+        addresses = {name: self.actors[name].address for name in able}
+        return relay_sources(addresses, fanout, self._relay_key)
+
+    def _relay_key(self, name: str) -> str:
+        """By which an actor knows the keys of all that may pull from it."""
+        return role_key(self._token, PEER, name)
+
+    def _drop(self, serial: int, version: int, reason: str) -> None:
+        self._gathering.pop(serial, None)
+        if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
+            return
+        self._dropped[serial] = version
+        while len(self._dropped) > MOST_DROPPED:
+            del self._dropped[min(self._dropped)]
+        self._write("drop", {"version": version, "serial": serial, "reason": reason})
+        self._dropped_because = f"version {version} was dropped: {reason}"
+        if self._catalogue is not None:
+            self._catalogue.make_room(self._live_versions())
+        self._tell_live()
+
+    # What lives
+
+    def _live_versions(self) -> list[int]:
+        self._versions = {serial: version for serial, version in self._versions.items() if self.lanes.lives(serial)}
+        return list(self._versions.values())
+
+    def _live(self) -> Message:
+        newest = -1 if self.lanes.newest is None else self.lanes.newest
+        lanes, base = sorted(self.lanes.lanes), self.lanes.base
+        return {"type": "live", "newest": newest, "lanes": lanes, "base": base, "dropped": sorted(self._dropped)}
+
+    def _lanes_message(self) -> Message:
+        lanes, base = sorted(self.lanes.lanes), self.lanes.base
+        return {"type": "lanes", "lanes": lanes, "room": self.lanes.room, "base": base}
+
+    def _tell_live(self, actors: bool = True) -> None:
+        live = self._live()
+        for server in self._ranks.values():
+            server.channel.send(live)
+        if actors:
+            self._tell_actors(self._lanes_message())
+        self._changed()
+
+    def _tell_if_changed(self, before: Message) -> None:
+        if self._live() != before:
+            self._tell_live()
+
+    # Actors
+
+    def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
+        known, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
+        if known is not None and known.channel is not None:
+            known.channel.close("replaced by a newer connection")
+        actor = known
+        if known is None or known.instance != instance:
+            actor = self.actors[name] = _Actor(None, instance, address, 0.0, evictions=known.evictions if known else 0)
+            self.lanes.forget(name)
+        assert actor is not None
+        actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
+        actor.state, actor.version, actor.digest = "JOINING", -1, ""
+        channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
+        self._write("join", {"actor": name, "instance": instance})
+        if self._model is not None:
+            channel.send({"type": "model", "layout_id": self._layout_id, "layout": self._model})
+        channel.send(self._servers())
+        channel.send({"type": "pinned", "version": self._pinned})
+        if actor.address:
+            channel.send({"type": "relay", "key": self._relay_key(name)})
+        if self.newest is not None:
+            channel.send({**self._newest_message, **self._lanes_message(), "type": "newest"})
+        self._changed()
+
+    def _servers(self) -> Message:
+        found = [self._ranks.get(rank) for rank in range(self.settings.world_size)]
+        return {"type": "servers", "servers": ["" if server is None else server.address for server in found]}
+
+    def _tell_actors(self, message: Message) -> None:
+        for actor in self.actors.values():
+            if actor.channel is not None:
+                actor.channel.send(message)
+
+    def _on_actor_lost(self, name: str, channel: Channel, reason: str) -> None:
+        actor = self.actors.get(name)
+        if actor is None or actor.channel is not channel:
+            return
+        actor.channel = actor.applies_since = None
+        phase = actor.state
+        if phase != "GIVEN_UP":
+            actor.state, actor.reason = "LOST", f"{reason} (it was {phase})"
+        actor.evictions += 1
+        self._evictions += 1
+        self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
+        before = self._live()
+        self.lanes.leave(name)
+        self._tell_if_changed(before)
+        self._changed()
+
+    def _lost_lane(self, name: str) -> None:
+        actor, count = self.actors[name], self.lanes.lost[name]
+        self._write("lost_lane", {"actor": name, "version": actor.version, "times": count})
+        if count >= MOST_LOST_LANES and actor.channel is not None:
+            actor.state = "GIVEN_UP"
+            actor.reason = f"it could not finish a version within {self.settings.lease_s:g} s, {count} times in a row"
+            actor.channel.close(actor.reason)
+
+    def _on_actor_message(self, name: str, channel: Channel, message: Message) -> None:
+        actor, now, kind = self.actors[name], self._runtime.now(), message["type"]
+        actor.heard_at = now
+        if kind == "ping":
+            channel.send({"type": "pong"})
+            return
+        if kind == "progress":
+            self.lanes.progress(name, message["bytes"], now)
+            return
+        before = self._live()
+        if kind == "pulling":
+            self.lanes.begin(name, message["serial"], now)
+            actor.state = "PULLING" if actor.state != "POISONED" else actor.state
+            self._write("pulling", {"actor": name, "version": message["version"]})
+        elif kind == "ended":
+            self._on_ended(name, actor, message)
+        elif kind == "serving":
+            self._on_serving(name, actor, message)
+        elif kind == "poisoned":
+            actor.state, actor.reason, actor.version, actor.applies_since = "POISONED", message["reason"], -1, None
+            actor.failures += 1
+            self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
+        else:
+            raise ProtocolError(f"an actor does not send {kind!r}")
+        self._tell_if_changed(before)
+        self._changed()
+
+    def _on_ended(self, name: str, actor: _Actor, message: Message) -> None:
+        """Its pull is over; or, when it had staged everything, its engine has refused the version."""
+        outcome = message["outcome"]
+        if outcome == "staged":
+            self.lanes.finished(name)
+            actor.applies_since, state = self._runtime.now(), "APPLYING"
+        else:
+            self.lanes.end(name)
+            actor.applies_since, state = None, "READY" if actor.version >= 0 else "JOINING"
+        actor.state = state if actor.state != "POISONED" else actor.state
+        if outcome == "refused":
+            actor.failures, actor.reason = actor.failures + 1, message["reason"]
+        self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
+
+    def _on_serving(self, name: str, actor: _Actor, message: Message) -> None:
+        actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
+        actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
+        actor.pinned = actor.version == self._pinned
+        # Without figures it only says again what it has.
+        event = "applied" if actor.figures else "serves"
+        self._write(event, {"actor": name, "version": actor.version, "figures": actor.figures})
+
+    # Trainer
+
+    def _on_trainer_message(self, channel: Channel, message: Message) -> None:
+        if message["type"] == "ping":
+            channel.send({"type": "pong"})
+            return
+        if message["type"] != "pin":
+            raise ProtocolError(f"a trainer does not send {message['type']!r}")
+        self._pinned = message.get("version")
+        for actor in self.actors.values():
+            actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
+            if actor.applies_since is not None:
+                actor.applies_since = self._runtime.now()
+        self._tell_actors({"type": "pinned", "version": self._pinned})
+        self._changed()
+
+    def _on_trainer_lost(self, channel: Channel, _reason: str) -> None:
+        if self._trainer is channel:
+            self._trainer = None
+
+    def _changed(self) -> None:
+        if self._trainer is not None and not self._status_due:
+            self._status_due = True
+            self._runtime.call_later(STATUS_SECONDS, self._tell_trainer)
+
+    def _tell_trainer(self) -> None:
+        self._status_due = False
+        if self._trainer is not None:
+            self._trainer.send(self.status())
+
+    def status(self) -> Message:
+        """What the trainer is told of everything."""
+        return {
+            "type": "status",
+            "epoch": self.epoch,
+            "term": self.term,
+            "newest": None if self.newest is None else self.newest.version,
+            "dropped_because": self._dropped_because,
+            "dropped": [[serial, version] for serial, version in self._dropped.items()],
+            "pinned": self._pinned,
+            "evictions": self._evictions,
+            "servers": sum(not server.channel.closed for server in self._ranks.values()),
+            "failure": self._failure,
+            "actors": {name: actor.status() for name, actor in self.actors.items()},
+        }
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._stop_listening()
+        self._gate.close()
+        channels = [server.channel for server in self._ranks.values()]
+        channels += [actor.channel for actor in self.actors.values() if actor.channel is not None]
+        for channel in [*channels, *([self._trainer] if self._trainer is not None else [])]:
+            channel.close("the registry ends")
+
+
+def _speed_class(transfer_s: float | None) -> float:
+    """So coarse that actors of like speed keep their places from one version to the next, and their connections."""
+    return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))

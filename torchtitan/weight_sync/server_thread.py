@@ -1,0 +1,133 @@
+"""The shard server as a thread of the trainer, where slots are on a device (ipc, nccl).
+
+Another process could not read them, or would take turns with this one on the GPU. It is the same ShardServer, started
+again in the same way when it fails, or when work of it hangs: that work is left behind, since a thread cannot be
+killed. Where the thread itself hangs, nothing but the trainer's end helps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from torchtitan.distributed import device
+from torchtitan.weight_sync import launch, wire
+from torchtitan.weight_sync.device_memory import device_references
+from torchtitan.weight_sync.device_slots import DeviceSlots, slots_device
+from torchtitan.weight_sync.handshake import RANK, Identity
+from torchtitan.weight_sync.main import serve
+from torchtitan.weight_sync.nccl import Chunks, SendingLink
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, listen
+from torchtitan.weight_sync.shard_server import ShardServer
+from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
+
+
+class ShardServerThread:
+    """The shard server of one rank. chunks: for nccl, None for ipc; the others as ShardServerProcess has them."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        epoch: str,
+        token: str,
+        registry: str,
+        lease_s: float,
+        chunks: tuple[int, float] | None,
+        host: str,
+        port: int,
+        max_restarts: int,
+    ):
+        self._publisher, self._epoch, self._token = publisher, epoch, token
+        self._registry, self._lease_s, self._max_restarts = registry, lease_s, max_restarts
+        self._name = f"weight shard server of rank {publisher.rank}"
+        where = slots_device(publisher.slots)
+        self._chunks = None if chunks is None else Chunks(*chunks, where)
+        self._begin_thread = partial(device.use, where)
+        self._refer: Callable[[int, int, int], Message] | None = None
+        if chunks is None:
+            assert isinstance(publisher.slots, DeviceSlots)
+            self._refer = device_references(publisher.slots)
+        self._listener = listen(host, port)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
+        self.failure = ""
+        """Why it is not started again, if so"""
+        self.restarts = 0
+        self._stopped = -1
+        self._closing = threading.Event()
+        self.runtime = SocketRuntime(self._begin_thread)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+        slots = publisher.slots
+        launch.watch_pulse(
+            self._name, lambda: (self.restarts, slots.pulse), self._closing, self._stop_frozen, FROZEN_LOOKS
+        )
+
+    def _stop_frozen(self) -> None:
+        if self._stopped != self.restarts:
+            logger.error("the %s shows no sign of life, starting another one", self._name)
+            self._stopped = self.restarts
+            self.runtime.stop()
+        elif not self.failure:
+            self.failure = f"the {self._name} hangs; a thread cannot be killed: the trainer has to be started again"
+            logger.error("%s", self.failure)
+
+    def _run(self) -> None:
+        try:
+            self._restart_until_closed()
+        except Exception as error:
+            self.failure = f"the {self._name} cannot be started again: {error!r}"
+            logger.exception("%s", self.failure)
+
+    def _restart_until_closed(self) -> None:
+        in_a_row = 0
+        while not self._closing.is_set():
+            begun, reason = time.monotonic(), "it hung"
+            try:
+                self._serve()
+            except Exception as error:
+                logger.exception("the %s failed", self._name)
+                reason = repr(error)
+            in_a_row = 0 if time.monotonic() - begun > launch.HEALTHY_SECONDS else in_a_row + 1
+            if in_a_row > self._max_restarts:
+                self.failure = f"the {self._name} failed {in_a_row} times in a row, the last time: {reason}"
+                return
+            self._closing.wait(launch.RESTART_SECONDS * in_a_row)
+            self.runtime = SocketRuntime(self._begin_thread)
+            self.restarts += 1
+
+    def _serve(self) -> None:
+        publisher, runtime = self._publisher, self.runtime
+        server = ShardServer(
+            runtime,
+            publisher.slots,
+            publisher.layout,
+            rank=publisher.rank,
+            epoch=self._epoch,
+            token=self._token,
+            registry=self._registry,
+            address=self.address,
+            identity=Identity.of(self._token, RANK, str(publisher.rank)),
+            lease_s=self._lease_s,
+            refer=self._refer,
+            make_link=None if self._chunks is None else partial(SendingLink, runtime, self._chunks),
+        )
+        # Copies: the rank's own ones outlive every life of the server.
+        with publisher.server_bell.dup() as bell, self._listener.dup() as listener:
+            try:
+                serve(runtime, server, bell, listener)
+            finally:
+                server.close()
+
+    def close(self, deadline: float) -> None:
+        """End it; waits until `deadline` (time.monotonic())."""
+        self._closing.set()
+        self.runtime.stop()
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._listener.close()

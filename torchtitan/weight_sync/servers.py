@@ -1,0 +1,185 @@
+"""Starts the registry (rank 0) and this rank's shard server, and starts them again when they die or freeze.
+
+Their listening sockets belong to the rank, so that ports outlive every restart. With a fixed `port` the registry has
+that one, and the shard servers of a machine the ones after it, in the order of their local ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtitan.errors import UserError
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.anonymous_memory import Pulse
+from torchtitan.weight_sync.launch import SupervisedProcess
+from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.slots import SharedSlots
+
+MODULE = "torchtitan.weight_sync.main"
+# The parent looks once a second: so many looks without a sign of life are a frozen process.
+FROZEN_LOOKS = 3
+BACKLOG = 1024
+
+
+def numeric(host: str) -> str:
+    """The address that this machine resolves weight_sync.host to: what others are told, and bind to, is never a name.
+
+    Raises UserError.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"weight_sync.host = {host} cannot be resolved on {socket.gethostname()}: {error}") from error
+
+
+def towards(address: str) -> str:
+    """The address of this machine at which the machine of `address` (host:port) reaches it."""
+    host, port = wire.parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            # Sends nothing: the system only looks up the way.
+            sock.connect((host, port))
+            return str(sock.getsockname()[0])
+        except OSError as error:
+            raise UserError(f"{socket.gethostname()} has no way to weight_sync.host = {host}: {error}") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any. Raises UserError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"weight_sync: {socket.gethostname()} cannot listen at {wire.format_address(host, port)} "
+            f"({error.strerror or error}): weight_sync.host has to be an address of rank 0's machine, and "
+            "weight_sync.port and as many ports behind it as the machine has ranks must be free"
+        ) from error
+
+
+class RegistryServer:
+    """The registry beside rank 0. port: 0 for any. disk_folder: of the disk transport, empty for others."""
+
+    def __init__(
+        self,
+        epoch: str,
+        token: str,
+        settings: Settings,
+        folder: Path,
+        host: str,
+        port: int,
+        max_restarts: int,
+        disk_folder: str = "",
+    ):
+        self._listener = listen(host, port)
+        self._pulse = Pulse.create("weight-sync-pulse", folder)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
+        descriptors = [self._listener.fileno(), self._pulse.descriptor]
+
+        def arguments(term: int) -> dict[str, Any]:
+            return {
+                "part": "registry",
+                "epoch": epoch,
+                "term": term,
+                "settings": asdict(settings),
+                "listen_fd": self._listener.fileno(),
+                "pulse_fd": self._pulse.descriptor,
+                "journal": str(folder / "registry.jsonl"),
+                "disk_folder": disk_folder,
+            }
+
+        self.supervised = SupervisedProcess(
+            "weight registry",
+            MODULE,
+            arguments,
+            descriptors,
+            token,
+            folder / "registry.log",
+            max_restarts,
+            lambda: self._pulse.count,
+            FROZEN_LOOKS,
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why it is not started again, if so."""
+        return self.supervised.failure
+
+    def close(self, deadline: float) -> None:
+        """End the process by `deadline` (time.monotonic())."""
+        self.supervised.close(deadline)
+        self._listener.close()
+        self._pulse.close()
+
+
+class ShardServerProcess:
+    """The shard server of one rank, over the publisher's slots in host memory."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        epoch: str,
+        token: str,
+        registry: str,
+        lease_s: float,
+        transport: str,
+        folder: Path,
+        host: str,
+        port: int,
+        max_restarts: int,
+        world_size: int,
+        disk_folder: str = "",
+    ):
+        slots = publisher.slots
+        assert isinstance(slots, SharedSlots)
+        self._listener = listen(host, port)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
+        layout_file = folder / f"layout-rank{publisher.rank}.json"
+        layout_file.write_text(json.dumps(publisher.layout.to_json()))
+        descriptors = {
+            "words_fd": slots.words_fd,
+            "data_fd": slots.data_fd,
+            "bell_fd": publisher.server_bell.fileno(),
+            "listen_fd": self._listener.fileno(),
+        }
+        arguments = {
+            **descriptors,
+            "part": "shard server",
+            "rank": publisher.rank,
+            "epoch": epoch,
+            "registry": registry,
+            "address": self.address,
+            "lease_s": lease_s,
+            "transport": transport,
+            "world_size": world_size,
+            "disk_folder": disk_folder,
+            "layout_file": str(layout_file),
+            "num_slots": slots.count,
+        }
+        self.supervised = SupervisedProcess(
+            f"weight shard server of rank {publisher.rank}",
+            MODULE,
+            lambda _number: arguments,
+            list(descriptors.values()),
+            token,
+            folder / f"shard-server-rank{publisher.rank}.log",
+            max_restarts,
+            lambda: slots.pulse,
+            FROZEN_LOOKS,
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why it is not started again, if so."""
+        return self.supervised.failure
+
+    def close(self, deadline: float) -> None:
+        """End the process by `deadline` (time.monotonic())."""
+        self.supervised.close(deadline)
+        self._listener.close()

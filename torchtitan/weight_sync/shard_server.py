@@ -1,0 +1,250 @@
+"""A rank's shard server: computes the checksums of its slots, tells the registry, and answers pulls.
+
+It decides nothing. It runs as a process per rank, or as a thread of the trainer where slots are on a device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.checksums import checksum_function
+from torchtitan.weight_sync.delta import element_bytes
+from torchtitan.weight_sync.deltas import Deltas
+from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
+from torchtitan.weight_sync.live_slots import LiveSlots
+from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.readers import Link, Reader, Readers
+from torchtitan.weight_sync.registry_client import RegistryClient
+from torchtitan.weight_sync.runtime import Channel, Runtime
+from torchtitan.weight_sync.slot_states import Words
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger("torchtitan.weight_sync.shard_server")
+
+TICK_SECONDS = 0.2
+# One bucket takes a fraction of a second: a thread that is at one for longer hangs.
+LONGEST_BUCKET_SECONDS = 5.0
+# Writing one bucket, or bringing a file to the disk: a network's may take minutes.
+LONGEST_WRITE_SECONDS = 600.0
+
+
+class Slots(Protocol):
+    """A rank's slots; see slots.py."""
+
+    count: int
+
+    @property
+    def state_words(self) -> Words:
+        """One word per slot."""
+
+    @property
+    def failed(self) -> list[tuple[int, int]]:
+        """(serial, version) of snapshots that this rank could not take, the oldest first."""
+
+    def slot(self, index: int) -> Any:
+        """A slot's bytes: a memoryview, or a tensor on a device. Both are cut with [start:end]."""
+
+    def beat(self) -> None:
+        """A sign of life for the parent."""
+
+
+class ShardServer:
+    """refer(slot, start, end): where transports that do not send bytes say that a bucket is; make_link(channel, actor):
+    the way that they take, where they do not take the channel. None of both for tcp.
+    persist(slot, version, memory, moved): on a thread, what is done with a snapshot before it may be published; what it
+    returns is told to the registry. Where it raises OSError the version is dropped. moved(): it gets on."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        slots: Slots,
+        layout: Layout,
+        *,
+        rank: int,
+        epoch: str,
+        token: str,
+        registry: str,
+        address: str,
+        identity: Identity,
+        lease_s: float,
+        refer: Callable[[int, int, int], Message] | None = None,
+        make_link: Callable[[Channel, str], Link] | None = None,
+        persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
+    ):
+        self._runtime, self._slots, self._layout = runtime, slots, layout
+        self.rank, self.epoch = rank, epoch
+        self._lease_s, self._refer, self._persist = lease_s, refer, persist
+        self.live = LiveSlots(slots.state_words)
+        roles, key_of = frozenset((ACTOR,)), partial(role_key, token)
+        self.readers = Readers(runtime, epoch, roles, key_of, self, "send", self._reference, make_link)
+        self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.readers.look)
+        self._checksum = checksum_function(layout.checksum)
+        self._snapped: dict[int, Message] = {}
+        """Serial -> what the registry is told of a snapshot"""
+        self._hashing: int | None = None
+        self._due: float | None = None
+        """When the thread at the snapshot must have got on"""
+        self._told_failed = 0
+        fields = {"epoch": epoch, "address": address}
+        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message)
+        self._closed = False
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def start(self, listener: Any) -> None:
+        """Begin to work: look at the slots, accept actors, find the registry."""
+        self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
+        self.registry.start()
+        self._tick()
+        self.look()
+
+    def close(self) -> None:
+        """Close every connection; nothing reads the slots any more but a checksum that is being computed."""
+        self._closed = True
+        self._stop_listening()
+        self.readers.close("the shard server ends")
+        self.registry.close("the shard server ends")
+
+    def _tick(self) -> None:
+        if self._closed:
+            return
+        self._runtime.call_later(TICK_SECONDS, self._tick)
+        if self._works():
+            self._slots.beat()
+        self._expire()
+        self._end_what_is_gone()
+        self.readers.end_what_is_idle()
+        self.look()
+
+    def _expire(self) -> None:
+        # Leases have an absolute life, whether or not a registry is there.
+        self.live.expire(self._runtime.now(), self._lease_s)
+
+    def _works(self) -> bool:
+        """Without a beat the parent ends this process and starts another one."""
+        now, encoding = self._runtime.now(), self.deltas.began
+        return (self._due is None or now < self._due) and (encoding is None or now - encoding < LONGEST_BUCKET_SECONDS)
+
+    # Snapshots
+
+    def look(self) -> None:
+        """Read from the shared words what the trainer has done. Called at each ring of its bell."""
+        filled = self.live.filled()
+        self._snapped = {serial: message for serial, message in self._snapped.items() if serial in filled}
+        for serial, version in self._slots.failed:
+            if serial > self._told_failed and self.registry.connected:
+                self._told_failed = serial
+                self.registry.tell({"type": "failed", "serial": serial, "version": version})
+        waiting = [serial for serial in filled if serial not in self._snapped]
+        if waiting and self._hashing is None:
+            serial = self._next_to_hash(waiting)
+            index, version = filled[serial]
+            self._hashing = serial
+            self.live.hold(serial)
+            self._moved(LONGEST_BUCKET_SECONDS)
+            self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
+
+    def _next_to_hash(self, serials: list[int]) -> int:
+        # The newest first: after a restart, what was published of the others is known to be older then.
+        return max(serials)
+
+    def _moved(self, seconds: float) -> None:
+        self._due = self._runtime.now() + seconds
+
+    def _take(self, index: int, serial: int, version: int) -> Message:
+        """What the registry is to be told of a snapshot."""
+        faults.at("checksum", version=version, rank=self.rank)
+        memory, sums = self._slots.slot(index), []
+        for start in range(0, len(memory), self._layout.bucket_bytes):
+            self._moved(LONGEST_BUCKET_SECONDS)
+            sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
+        about = {"serial": serial, "version": version}
+        if self._persist is None:
+            return {"type": "snapped", **about, "checksums": sums}
+        moved = partial(self._moved, LONGEST_WRITE_SECONDS)
+        moved()
+        try:
+            return {"type": "snapped", **about, "checksums": sums, "file": self._persist(index, version, memory, moved)}
+        except OSError as error:
+            logger.error("version %d is dropped: %s", version, error.strerror or error)
+            return {"type": "failed", **about, "reason": error.strerror or str(error)}
+
+    def _taken(self, serial: int, message: Message, error: BaseException | None) -> None:
+        if error is not None:
+            # Ends the process: a new one computes everything anew, this one would hold the slot for ever.
+            raise RuntimeError("the checksums of a snapshot could not be computed") from error
+        self._hashing = self._due = None
+        self._snapped[serial] = message
+        self._tell_snapped(serial)
+        self.live.let_go(serial)
+        self.look()
+
+    def _tell_snapped(self, serial: int) -> None:
+        if serial in self.live.filled():
+            self.registry.tell(self._snapped[serial])
+
+    # Registry
+
+    def _joined(self) -> None:
+        self.registry.tell({"type": "layout", "layout": self._layout.to_json()})
+        for serial in sorted(self._snapped, reverse=True):
+            self._tell_snapped(serial)
+        self._told_failed = 0
+        self.look()
+
+    def _on_message(self, message: Message) -> None:
+        if message["type"] != "live":
+            raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
+        told = (message["newest"], message["lanes"], message["dropped"])
+        self.live.live(*told, self._runtime.now(), message.get("base"))
+        self.deltas.forget_what_is_gone()
+        self._end_what_is_gone()
+
+    # Actors (see readers.Store)
+
+    def buckets(self, rank: int) -> int | None:
+        """Of its own rank alone."""
+        return self._layout.bucket_count(0) if rank == self.rank else None
+
+    def version(self, serial: int) -> int | None:
+        """What the registry says, and what it does not know of yet."""
+        found = self.live.readable(serial)
+        return None if found is None else found[1]
+
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """A snapshot is there as a whole; a delta is made when it is asked for."""
+        return base is None or self.deltas.is_made(serial, base, bucket)
+
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+        """From the slot, where there is no delta."""
+        delta = None if base is None else self.deltas.get(serial, base, bucket)
+        return ({}, self._bucket(serial, bucket)) if delta is None else ({"base": base}, delta)
+
+    def _bucket(self, serial: int, bucket: int) -> Any:
+        start, end = self._layout.bucket_range(0, bucket)
+        return self._slots.slot(self.live.filled()[serial][0])[start:end]
+
+    def _reference(self, reader: Reader, bucket: int, again: bool) -> Message | None:
+        serial = reader.serial
+        if reader.link is not None:
+            return self._send_over(reader.link, reader, bucket)
+        index = self.live.filled()[serial][0]
+        if self._refer is None or (again and isinstance(self._slots.slot(index), memoryview)):
+            return None
+        return self._refer(index, *self._layout.bucket_range(0, bucket))
+
+    def _send_over(self, link: Link, reader: Reader, bucket: int) -> Message:
+        serial = reader.serial
+
+        def sent() -> None:
+            self.live.let_go(serial)
+            self.readers.sent(reader)
+
+        self.live.hold(serial)
+        return link.send(self._bucket(serial, bucket), sent)
+
+    def _end_what_is_gone(self) -> None:
+        self.readers.end_what_is_gone()

@@ -1,0 +1,369 @@
+"""The runtime of production: sockets on an event loop, and a thread per kind of long work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.event_loop import EventLoop
+from torchtitan.weight_sync.event_loop import Timer as LoopTimer
+from torchtitan.weight_sync.messages import payload_bytes, validate
+from torchtitan.weight_sync.runtime import Channel, Done
+from torchtitan.weight_sync.wire import Message, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+# One channel gives the loop back after this much, so that the others are served too.
+READ_BYTES = 8 << 20
+SEND_BYTES = 4 << 20
+# So much is read and looked at while it is still in a core's cache.
+PIECE_BYTES = 256 << 10
+# Of messages. What is read too much of is the beginning of a payload, which has to be copied.
+MESSAGE_BYTES = 16 << 10
+# A peer that reads nothing must not grow our memory: beyond this many bytes of unsent messages it is cut off.
+MOST_UNSENT_BYTES = 1 << 30
+# No descriptor is left for another connection: the listener waits for so long.
+ACCEPT_PAUSE_SECONDS = 1.0
+# A throttled channel (fault injection) sends its share so often.
+THROTTLE_SLICES_PER_SECOND = 50
+
+
+class SocketChannel(Channel):
+    """A channel over one connected socket: a length, a JSON object, and the bytes that it carries."""
+
+    def __init__(self, loop: EventLoop, sock: socket.socket):
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        super().__init__()
+        self._loop, self._socket = loop, sock
+        self._limit = wire.MAXIMUM_HELLO_BYTES
+        self._buffer = bytearray()
+        self._payload: Message | None = None
+        """The message whose bytes are arriving"""
+        self._target: memoryview | None = None
+        self._left = 0
+        self._unsent: deque[tuple[memoryview, Callable[[], None] | None, bool]] = deque()
+        """(bytes, what to call when they have left, whether they are a payload)"""
+        self._unsent_bytes = 0
+        self._watched = selectors.EVENT_READ
+        self._pause: LoopTimer | None = None
+        loop.watch(sock, selectors.EVENT_READ, self._ready)
+
+    def trust(self) -> None:
+        self._limit = wire.MAXIMUM_MESSAGE_BYTES
+
+    def send(
+        self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
+    ) -> None:
+        if self.closed:
+            return
+        if payload is not None:
+            message = {**message, "bytes": len(payload)}
+        data = wire.encode(message)
+        self._unsent.append((memoryview(data), None if payload is not None else on_sent, False))
+        self._unsent_bytes += len(data)
+        if payload is not None:
+            self._unsent.append((payload, on_sent, True))
+        if self._unsent_bytes > MOST_UNSENT_BYTES:
+            self._close_soon("the peer does not read its messages")
+        elif self._pause is None:
+            self._watch()
+            if payload is None and len(self._unsent) == 1:
+                self._guarded(self._flush)
+
+    def close(self, reason: str) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.forget(self._socket)
+        self._socket.close()
+        self._unsent.clear()
+        self._target = None
+        self.on_close(self, reason)
+
+    def _close_soon(self, reason: str) -> None:
+        # Not now: who is sending does not expect to be told from within send().
+        self._unsent.clear()
+        self._loop.call_from_thread(lambda: self.close(reason))
+
+    def _ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._guarded(self._flush)
+        if events & selectors.EVENT_READ and not self.closed:
+            self._guarded(self._read)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BlockingIOError:
+            self._watch()
+        except OSError as error:
+            self._close_soon(f"connection lost: {error}")
+        except ProtocolError as error:
+            logger.warning("closing a connection: %s", error)
+            self.close(f"protocol error: {error}")
+        except Exception as error:
+            # Something of an unforeseen shape: it ends its sender's connection, not the loop that serves all.
+            logger.exception("closing a connection: its message could not be understood")
+            self.close(f"protocol error: {error!r}")
+
+    def _watch(self) -> None:
+        wanted = selectors.EVENT_READ
+        if self._unsent and self._pause is None:
+            wanted |= selectors.EVENT_WRITE
+        if not self.closed and wanted != self._watched:
+            self._watched = wanted
+            self._loop.watch(self._socket, wanted, self._ready)
+
+    # Sending
+
+    def _flush(self) -> None:
+        slowest = self.throttle() if self.throttle is not None else 0
+        allowance = max(1, slowest // THROTTLE_SLICES_PER_SECOND) if slowest else SEND_BYTES
+        while self._unsent and allowance > 0:
+            data, on_sent, is_payload = self._unsent[0]
+            flags = socket.MSG_MORE if len(self._unsent) > 1 else 0
+            sent = self._socket.send(data[:allowance] if is_payload else data, flags)
+            if is_payload:
+                allowance -= sent
+            else:
+                self._unsent_bytes -= sent
+            if sent < len(data):
+                self._unsent[0] = (data[sent:], on_sent, is_payload)
+                continue
+            self._unsent.popleft()
+            if on_sent is not None:
+                on_sent()
+            if self.closed:
+                return
+        if slowest and allowance <= 0:
+            self._pause = self._loop.call_later(1 / THROTTLE_SLICES_PER_SECOND, self._resume)
+        self._watch()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._watch()
+
+    # Receiving
+
+    def _read(self) -> None:
+        budget = READ_BYTES
+        while budget > 0 and not self.closed:
+            if self._payload is not None and self._target is not None:
+                count = self._socket.recv_into(self._target[: min(PIECE_BYTES, self._left)])
+                if count:
+                    self._arrived(count)
+            else:
+                data = self._socket.recv(MESSAGE_BYTES)
+                count = len(data)
+                self._feed(data)
+            if count == 0:
+                self.close("the peer closed the connection")
+            budget -= count
+
+    def _feed(self, data: bytes) -> None:
+        self._buffer += data
+        while self._buffer and not self.closed:
+            if self._payload is not None:
+                count = min(len(self._buffer), self._left)
+                if self._target is not None:
+                    self._target[:count] = self._buffer[:count]
+                del self._buffer[:count]
+                self._arrived(count)
+            elif (message := self._next_message()) is None:
+                return
+            elif size := payload_bytes(message):
+                if self._limit == wire.MAXIMUM_HELLO_BYTES:
+                    raise ProtocolError("bytes came before the handshake was over")
+                target = self.place(self, message)
+                if target is not None and len(target) != size:
+                    raise ProtocolError(f"{size} bytes arrive where {len(target)} belong")
+                self._payload, self._target, self._left = message, target, size
+            else:
+                self.on_message(self, message)
+
+    def _arrived(self, count: int) -> None:
+        message, target = self._payload, self._target
+        assert message is not None
+        self._left -= count
+        if target is not None:
+            self._target = target[count:]
+            self.on_piece(self, message, target[:count])
+        if self._left == 0 and not self.closed:
+            self._payload = self._target = None
+            if target is not None:
+                self.on_message(self, message)
+
+    def _next_message(self) -> Message | None:
+        if len(self._buffer) < wire.LENGTH.size:
+            return None
+        (length,) = wire.LENGTH.unpack_from(self._buffer)
+        if length > self._limit:
+            raise ProtocolError(f"a message of {length} bytes exceeds the limit of {self._limit}")
+        end = wire.LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[wire.LENGTH.size : end])
+        del self._buffer[:end]
+        try:
+            return validate(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"a message is not JSON: {error}") from error
+
+
+class SocketRuntime:
+    """Runs on the thread that calls run(). `stop` and `post` may be called from any thread.
+
+    begin_thread(): what that thread and each of its threads for long work do first.
+    """
+
+    def __init__(self, begin_thread: Callable[[], None] = lambda: None) -> None:
+        self.loop = EventLoop()
+        self._begin_thread = begin_thread
+        self._queues: dict[str, queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]] = {}
+        self._threads: dict[str, threading.Thread] = {}
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> LoopTimer:
+        return self.loop.call_later(seconds, callback)
+
+    def run(self) -> None:
+        """Run until stop(), or until a callback raises."""
+        self._begin_thread()
+        try:
+            self.loop.run()
+        finally:
+            for waiting in self._queues.values():
+                waiting.put(None)
+
+    def stop(self) -> None:
+        self.loop.stop()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Run `callback` on the loop's thread soon."""
+        self.loop.call_from_thread(callback)
+
+    def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
+        if lane not in self._queues:
+            self._queues[lane] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._work, args=(self._queues[lane],), name=lane, daemon=True)
+            self._threads[lane] = thread
+            thread.start()
+        self._queues[lane].put((function, done))
+
+    def _work(self, waiting: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]) -> None:
+        self._begin_thread()
+        while (item := waiting.get()) is not None:
+            function, done = item
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:  # Whatever was raised: somebody waits for the word of this thread.
+                error = raised
+            self.loop.call_from_thread(partial(done, result, error))
+
+    def finish_work(self, lane: str, deadline: float) -> None:
+        """After run(): wait until `deadline` (time.monotonic()) for what has begun there, and say what came of it."""
+        thread = self._threads.get(lane)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.loop.run_leftover_calls()
+
+    def listen(self, where: socket.socket, accept: Callable[[Channel], None]) -> Callable[[], None]:
+        where.setblocking(False)
+
+        def watch() -> None:
+            if where.fileno() >= 0:
+                self.loop.watch(where, selectors.EVENT_READ, accept_one)
+
+        def accept_one(_events: int) -> None:
+            try:
+                sock, _ = where.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                # Those who wait in the backlog stay there, and would wake the loop without end.
+                logger.warning("cannot accept a connection, trying again in %g s: %s", ACCEPT_PAUSE_SECONDS, error)
+                self.loop.forget(where)
+                self.loop.call_later(ACCEPT_PAUSE_SECONDS, watch)
+                return
+            try:
+                channel = SocketChannel(self.loop, sock)
+            except OSError as error:
+                logger.warning("a connection ended while it was accepted: %s", error)
+                sock.close()
+                return
+            accept(channel)
+
+        def end() -> None:
+            self.loop.forget(where)
+            where.close()
+
+        watch()
+        return end
+
+    def dial(
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
+    ) -> Callable[[], None]:
+        sock: socket.socket | None = None
+
+        def fail(reason: str) -> None:
+            cancel()
+            on_failure(reason)
+
+        def cancel() -> None:
+            nonlocal sock
+            timer.cancel()
+            # Not a second time: its number may be another file's by then.
+            ended, sock = sock, None
+            if ended is not None:
+                self.loop.forget(ended)
+                ended.close()
+
+        def connected(_events: int) -> None:
+            nonlocal sock
+            assert sock is not None
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                fail(f"cannot connect to {address}: {os.strerror(code)}")
+                return
+            timer.cancel()
+            self.loop.forget(sock)
+            try:
+                channel = SocketChannel(self.loop, sock)
+            except OSError as error:
+                fail(f"the connection to {address} ended at once: {error}")
+                return
+            sock = None
+            on_open(channel)
+
+        timer = self.loop.call_later(timeout, lambda: fail(f"{address} did not answer within {timeout:g} s"))
+        try:
+            host, port = wire.parse_data_address(address)
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            if sock.connect_ex((host, port)) not in (0, 115):  # EINPROGRESS
+                raise OSError(f"no route to {address}")
+        except (OSError, ProtocolError) as error:
+            reason = f"cannot connect to {address}: {error}"
+            timer.cancel()
+            return self.loop.call_later(0.0, lambda: fail(reason)).cancel
+        self.loop.watch(sock, selectors.EVENT_WRITE, connected)
+        return cancel
