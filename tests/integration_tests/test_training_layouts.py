@@ -105,19 +105,36 @@ class Slots:
         pass
 
 
+@pytest.fixture(scope="module")
+def recorded(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What every layout trains."""
+    run_dir = tmp_path_factory.mktemp("recorded")
+    record(run_dir)
+    return {"checkpoint": str(tiny_checkpoint("qwen3", tied=True)), "run_dir": str(run_dir)}
+
+
+@pytest.fixture(scope="module")
+def references(recorded: dict[str, Any]) -> list[list[list[float]]]:
+    """The figures of one rank."""
+    found = train_modes(tp=1, cp=1, modes=MODES, **recorded)
+    assert all(abs(step[0]) > 1e-3 for reference in found for step in reference)
+    return found
+
+
 @pytest.mark.slow
-def test_layouts_agree(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    record(tmp_path)
-    arguments: dict[str, Any] = {"checkpoint": str(tiny_checkpoint("qwen3", tied=True)), "run_dir": str(tmp_path)}
-    references = train_modes(tp=1, cp=1, modes=MODES, **arguments)
-    assert all(abs(step[0]) > 1e-3 for reference in references for step in reference)
-    # The modes differ in the loss alone; the full set of layouts for one of them, the mixed one for both.
-    layouts = [(2, 1, 1, MODES[:1]), (2, 2, 1, MODES[:1]), (4, 2, 1, MODES), (2, 1, 2, MODES), (4, 1, 2, MODES[:1])]
-    for ranks, tp, cp, modes in [*layouts, (4, 2, 2, MODES[:1])]:
-        for rank in run_distributed(FUNCTION, ranks, tp=tp, cp=cp, modes=modes, **arguments):
-            assert len(rank) == len(modes)
-            for figures, reference in zip(rank, references, strict=False):
-                for (loss, norm, *others), expected in zip(figures, reference, strict=True):
-                    assert loss == pytest.approx(expected[0], abs=1e-5)
-                    assert norm == pytest.approx(expected[1], rel=1e-4)
-                    assert others == pytest.approx(expected[2:], rel=1e-4, abs=1e-4)
+@pytest.mark.parametrize(
+    # The modes differ in the loss alone: all of them where a layout has its own way with it.
+    ("ranks", "tp", "cp", "modes"),
+    [(2, 1, 1, 1), (2, 2, 1, 1), (4, 2, 1, 2), (2, 1, 2, 3), (4, 1, 2, 1), (4, 2, 2, 1)],
+    ids=["fsdp", "tp", "fsdp x tp", "cp", "fsdp x cp", "cp x tp"],
+)
+def test_layouts_agree(
+    ranks: int, tp: int, cp: int, modes: int, recorded: dict[str, Any], references: list[list[list[float]]]
+) -> None:
+    for rank in run_distributed(FUNCTION, ranks, tp=tp, cp=cp, modes=MODES[:modes], **recorded):
+        assert len(rank) == modes
+        for figures, reference in zip(rank, references, strict=False):
+            for (loss, norm, *others), expected in zip(figures, reference, strict=True):
+                assert loss == pytest.approx(expected[0], abs=1e-5)
+                assert norm == pytest.approx(expected[1], rel=1e-4)
+                assert others == pytest.approx(expected[2:], rel=1e-4, abs=1e-4)

@@ -71,10 +71,11 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         UserError: the model's shape cannot be read.
     """
     plan = make_plan(config, world_size)
+    context = f"{plan.context} context × " if plan.context > 1 else ""
     lines = [
         f"ranks: {plan.ranks}",
-        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {plan.context} context × "
-        f"{plan.tensor} tensor parallel{_experts(config)}",
+        f"mesh: {plan.replicate} replicate × {plan.shard} shard × {context}{plan.tensor} tensor parallel"
+        f"{_experts(config)}",
         f"actors: {_actors(config, world_size)}",
         f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
