@@ -31,6 +31,31 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 

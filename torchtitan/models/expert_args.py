@@ -27,13 +27,22 @@ class ExpertFamily:
     normalize: bool | None = None
     bias: bool = False
     shared: bool = False
+    size_key: str = "moe_intermediate_size"
+    """Where config.json holds the width of an expert"""
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+_MIXTRAL: dict[str, Any] = {
+    "size_key": "intermediate_size",
+    "block": "block_sparse_moe",
+    "projections": ("w1", "w3", "w2"),
+}
 EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "qwen3_moe": ExpertFamily(),
-    "mixtral": ExpertFamily(normalize=True, block="block_sparse_moe", projections=("w1", "w3", "w2")),
+    "mixtral": ExpertFamily(normalize=True, **_MIXTRAL),
+    "minimax_m2": ExpertFamily(score="sigmoid", normalize=True, bias=True, **_MIXTRAL),
+    "glm4_moe": ExpertFamily(score="sigmoid", bias=True, shared=True),
 }
 
 
@@ -70,13 +79,13 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
         return None
     fixed = EXPERT_FAMILIES[family]
     count = next((config[key] for key in COUNT_KEYS if config.get(key)), None)
-    size = config.get("intermediate_size" if family == "mixtral" else "moe_intermediate_size")
+    size = config.get(fixed.size_key)
     lacking = [
         name
         for name, value in (
             (" or ".join(COUNT_KEYS), count),
             ("num_experts_per_tok", config.get("num_experts_per_tok")),
-            ("moe_intermediate_size", size),
+            (fixed.size_key, size),
         )
         if not value
     ]
@@ -111,7 +120,7 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
     fixed = EXPERT_FAMILIES[family]
     config: dict[str, Any] = {"num_experts_per_tok": args.per_token, "output_router_logits": False}
     config |= dict.fromkeys(COUNT_KEYS if fixed.score == "sigmoid" else COUNT_KEYS[:2], args.count)
-    if family == "mixtral":
+    if fixed.size_key == "intermediate_size":
         return config | {"intermediate_size": args.intermediate_size, "sliding_window": None}
     config |= {"moe_intermediate_size": args.intermediate_size, "norm_topk_prob": args.normalize}
     if fixed.score == "softmax":
@@ -134,6 +143,8 @@ def names_in_files(family: str, args: ExpertArgs | None, name: str) -> list[tupl
         return [(name, None)]
     fixed = EXPERT_FAMILIES[family]
     name = name.replace(".mlp.", f".{fixed.block}.")
+    if fixed.block != "mlp":
+        name = name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")
     before, stacked, projection = name.partition(".experts.")
     if not stacked:
         return [(name, None)]

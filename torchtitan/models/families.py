@@ -68,12 +68,28 @@ _EXPERTS = (
     *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "output_router_logits", "router_aux_loss_coef"),
     *("router_jitter_noise",),
 )
+# Of further layers that guess several tokens at a time, which are not loaded.
+_MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="heads", head_dim=128, keys=_EXPERTS),
     "mixtral": Family("MixtralForCausalLM", keys=_EXPERTS),
+    "minimax_m2": Family(
+        "MiniMaxM2ForCausalLM",
+        qk_norm="whole",
+        theta=5000000.0,
+        keys=(*_EXPERTS, "rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", "use_routing_bias", *_MTP),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        qk_norm="heads",
+        output_bias=False,
+        rotary_share=0.5,
+        head_dim=128,
+        keys=(*_EXPERTS, "use_qk_norm", "scoring_func", "topk_method", *_MTP),
+    ),
     "mistral": Family("MistralForCausalLM"),
     "olmo2": Family("Olmo2ForCausalLM", qk_norm="whole", norms=AFTER),
     "olmo3": Family("Olmo3ForCausalLM", qk_norm="whole", norms=AFTER, full_every=4, theta=500000.0),
@@ -181,6 +197,8 @@ def read_ropes(config: dict[str, Any], family: Family) -> tuple[tuple[Rope, Rope
             local = config.get("rope_local_base_freq") or (10000.0 if config["model_type"] == "gemma3_text" else theta)
             sliding = {"rope_theta": local}
     share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.rotary_share
+    if config.get("rotary_dim") and "partial_rotary_factor" not in full:
+        share = config["rotary_dim"] / config["head_dim"]
     whole, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
     return (whole, None if windowed == whole else windowed), share
 

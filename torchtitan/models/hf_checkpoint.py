@@ -80,7 +80,9 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     if missing:
         raise UserError(f"{directory}: the safetensors lack {_some(missing)}, which config.json asks for")
     unknown = sorted(
-        name for name in set(files) - set(parameters) if not is_redundant(name, policy.args.tie_word_embeddings)
+        name
+        for name in set(files) - set(parameters)
+        if not is_redundant(name, policy.args.tie_word_embeddings) and not policy.args.is_further_layer(name)
     )
     if unknown:
         raise UserError(f"{directory}: the safetensors hold {_some(unknown)}, which the model of config.json lacks")

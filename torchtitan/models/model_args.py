@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class ModelArgs:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
     experts: ExpertArgs | None = None
+    normed_heads: bool = True
+    """False: without the family's norms of q and k"""
     source: str = field(default="", compare=False, repr=False)
     """The config.json that it was read from; what it says beyond this goes into exports"""
 
@@ -91,7 +94,7 @@ class ModelArgs:
 
     @property
     def qk_norm(self) -> str:
-        return self.kind.qk_norm
+        return self.kind.qk_norm if self.normed_heads else ""
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -166,6 +169,7 @@ class ModelArgs:
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
             experts=read_expert_args(name, config),
+            normed_heads=bool(config.get("use_qk_norm", name != "glm4_moe")),
             source=json.dumps(config),
         )
 
@@ -262,6 +266,12 @@ class ModelArgs:
     def names_in_files(self, name: str) -> list[tuple[str, int | None]]:
         """See expert_args.names_in_files."""
         return names_in_files(self.family, self.experts, name)
+
+    def is_further_layer(self, name: str) -> bool:
+        """Whether a tensor in files belongs to the layers behind the last one that guess several tokens at a time:
+        some mixtures have these, and nothing here uses them."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return self.experts is not None and found is not None and int(found[1]) >= self.num_hidden_layers
 
     def num_parameters(self) -> int:
         """Parameters in elements; tied embeddings count once."""

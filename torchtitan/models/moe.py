@@ -36,6 +36,21 @@ def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
     return GPU_ROWS if device.type == "cuda" else sizes.rows
 
 
+class _Sigmoid(torch.autograd.Function):
+    """As swiglu.py has it: with operations that treat all numbers alike, wherever in the batch they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = torch.neg(x).exp_().add_(1.0).reciprocal_()
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (result,) = ctx.saved_tensors
+        return gradient * result * (1.0 - result)
+
+
 class Router(nn.Module):
     """Chooses experts for each token, and how much each of them counts."""
 
@@ -67,7 +82,7 @@ class Router(nn.Module):
             # Tensor-parallel ranks route different tokens: their gradients add up.
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
-            scores = F.linear(x.float(), weight.float()).sigmoid()
+            scores = _Sigmoid.apply(F.linear(x.float(), weight.float()))
         else:
             scores = F.linear(x, weight).float().softmax(-1)
         with torch.no_grad():

@@ -85,7 +85,7 @@ def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> N
     local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0].shards]).now()
     for shard, tensor in zip(layout.ranks[0].shards, local, strict=True):
         assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
-    memory = {parameter.untyped_storage().data_ptr() for parameter in policy.parameters()}
+    memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
     assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory
 
 
@@ -120,7 +120,7 @@ def test_given_routes_are_followed_and_the_gate_still_learns(mixture: Path) -> N
         one.record = lambda index, experts: chosen.__setitem__(index, experts)
     layout = PackedLayout(LENGTHS)
     expected = policy(tokens, layout)
-    routes = torch.zeros(len(chosen[0]), layers, 2, dtype=torch.int16)
+    routes = torch.zeros(len(next(iter(chosen.values()))), layers, 2, dtype=torch.int16)
     for index, experts in chosen.items():
         routes[:, index] = experts.to(torch.int16)
     routes = routes[: len(tokens)]
