@@ -126,7 +126,9 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "family", "layouts"), [(2, "qwen3_moe", TWO_RANKS), (4, "mixtral", FOUR_RANKS)], ids=["two", "four"]
+    ("world_size", "family", "layouts"),
+    [(2, "qwen3_moe", TWO_RANKS), (2, "glm4_moe", TWO_RANKS[1:4]), (4, "mixtral", FOUR_RANKS)],
+    ids=["two", "shared", "four"],
 )
 def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", family)

@@ -35,6 +35,7 @@ from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Group
+from torchtitan.trainer.checkpoint_tensors import collect
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import pack
@@ -201,6 +202,40 @@ def test_replay_makes_a_trainer_agree_with_a_coarser_engine(tmp_path: Path) -> N
     assert some["routing/replayed_share"] == pytest.approx(share)
     unheard = decode_batch(encode_batch(_batch(mixture, torch.bfloat16, routes=False)))
     assert _train(mixture, unheard, True)["routing/replayed_share"] == 0
+
+
+def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
+    """And are in checkpoints, as nothing else remembers them."""
+    mixture = make_mixture(tmp_path / "glm", "glm4_moe")
+    batch, rate = _batch(mixture, torch.float32, routes=True), 0.01
+    # Of everything that is computed, the last sampled token of each sequence is not.
+    tokens = [sample.branches[0].token_ids[:-1] for sample in batch.samples]
+    before, load = load_policy(mixture), torch.zeros(LAYERS, 8)
+    routes = [sample.branches[0].sampled[0].routes for sample in batch.samples]
+    for one in routes:
+        assert one is not None
+        for layer in range(LAYERS):
+            load[layer] += torch.from_numpy(one.experts[:, layer].astype(np.int64)).flatten().bincount(minlength=8)
+    config = JobConfig()
+    config.model.hf_assets_path, config.training.expert_bias_rate = str(mixture), rate
+    dims = ParallelDims(1, 1, 1, 1)
+    policy = build_policy(config, dims)
+    optimizer = build_optimizer(policy, config.optimizer)
+    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
+    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
+    # Padding of a pack would count, too: so many tokens that it does not matter to any sign.
+    assert sum(map(len, tokens)) > 300
+    trainer.train_batch(batch)
+    saved = collect(policy, optimizer, 0)
+    for index, layer in enumerate(policy.model.layers):
+        if not isinstance(layer.mlp, MoE):
+            continue
+        name = f"model.layers.{index}.mlp.gate.e_score_correction_bias"
+        moved = saved[f"model.{name}"] - before.get_buffer(name)
+        wanted = rate * (load[index].mean() - load[index]).sign()
+        clear = (load[index] - load[index].mean()).abs() > 32
+        assert clear.sum() >= 4
+        torch.testing.assert_close(moved[clear], wanted[clear], rtol=0, atol=1e-6)
 
 
 def test_experts_of_another_model_are_refused(mixture: Path) -> None:
