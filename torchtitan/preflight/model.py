@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torchtitan.config.derived import shard_degree
+from torchtitan.config.derived import ranks_per_pack, shard_degree
 from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
@@ -118,9 +118,9 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
         return
     text = f"must be 0: the routers of {args.family} have no bias"
     check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0 and not experts.bias, text)
-    ranks = shard_degree(config, check.ranks) * config.parallelism.tensor_parallel_degree
+    ranks = shard_degree(config, check.ranks) * ranks_per_pack(config)
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
-    check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × tensor parallelism")
+    check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree
     sizes = (experts.intermediate_size, args.hidden_size)
     ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes)

@@ -28,6 +28,7 @@ from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 
 EP, TP = "parallelism.expert_parallel_degree", "parallelism.tensor_parallel_degree"
+CP = "parallelism.context_parallel_degree"
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 TWO_RANKS: list[Layout] = [
     {"name": "fsdp"},
@@ -127,8 +128,13 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "family", "layouts"),
-    [(2, "qwen3_moe", TWO_RANKS), (2, "glm4_moe", TWO_RANKS[1:4]), (4, "mixtral", FOUR_RANKS)],
-    ids=["two", "shared", "four"],
+    [
+        (2, "qwen3_moe", TWO_RANKS),
+        (2, "glm4_moe", TWO_RANKS[1:4]),
+        (2, "qwen3_moe", [{"name": "cp x ep", CP: 2, EP: 2}]),
+        (4, "mixtral", FOUR_RANKS),
+    ],
+    ids=["two", "shared", "contexts", "four"],
 )
 def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", family)
