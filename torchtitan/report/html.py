@@ -56,7 +56,8 @@ def report_page(run_dir: Path) -> str:
         _weight_sync_table(sums_by_actor(run_dir)),
         _evaluation_table(evaluations),
         _summary_table(steps),
-        _completions_table(read_json_lines(run_dir / COMPLETIONS_FILE)),
+        _completions_table(completions := read_json_lines(run_dir / COMPLETIONS_FILE)),
+        _conversations(completions),
         _events_table(read_json_lines(run_dir / "events.jsonl")),
         f"<h2>Configuration</h2><pre>{html.escape(configuration)}</pre>" if configuration else "",
     ]
@@ -175,6 +176,27 @@ def _completions_table(rows: list[Row]) -> str:
     ]  # fmt: skip
     title = f"Completions of step {last[0]['step']}" if last else ""
     return _table(title, ["prompt", "completion", "reward", "advantage", "versions"], lines)
+
+
+def _conversations(rows: list[Row]) -> str:
+    """Episodes of several turns: what was given is plain, what was sampled has the colour of its version."""
+    last = [row for row in rows if row["step"] == rows[-1]["step"] and "segments" in row][:MAX_COMPLETIONS]
+    if not last:
+        return ""
+    parts = []
+    for row in last:
+        said = [f'<span class="given">{html.escape(row["prompt"])}</span>']
+        for segment in row["segments"]:
+            version = max(segment.get("versions", []), default=None)
+            kind = "given" if version is None else f"version{version % 4}"
+            title = "given" if version is None else f"sampled by version {', '.join(map(str, segment['versions']))}"
+            said.append(f'<span class="{kind}" title="{title}">{html.escape(segment["text"])}</span>')
+        about = f"reward {number(row['reward'])}, advantage {number(row['advantage'])}, {row['finish_reason']}"
+        parts.append(f'<p class="quiet">{html.escape(about)}</p><pre class="talk">{"".join(said)}</pre>')
+    note = (
+        "What the policy sampled, and is trained on, is coloured, a colour for each version; the rest was given to it."
+    )
+    return f'<h2>Conversations of step {last[0]["step"]}</h2><p class="quiet">{note}</p>{"".join(parts)}'
 
 
 def _events_table(events: list[Row]) -> str:

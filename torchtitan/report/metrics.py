@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.trajectory import sampled_segments
+from torchtitan.inference.types import Completion
 from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, read_json_lines
@@ -116,8 +118,9 @@ def finite(value: Figure) -> Figure:
 
 
 def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
-    """One row of completions.jsonl."""
-    return {
+    """One row of completions.jsonl. A conversation has `segments` beside what it sampled."""
+    conversation = {} if len(sampled_segments(sample.branches)) == 1 else {"segments": _segments(sample, tokenizer)}
+    return conversation | {
         "step": step,
         "trainer_version": version,
         "prompt": tokenizer.decode(sample.prompt_ids, skip_special=False),
@@ -129,6 +132,18 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder)
         "finish_reason": sample.finish_reason,
         "tokens": len(sample.completion_ids),
     }
+
+
+def _segments(sample: Sample, tokenizer: Decoder) -> list[dict[str, Any]]:
+    """What was said behind the prompt, branch by branch; what was sampled has its number of tokens and its versions."""
+    rows = []
+    for number, branch in enumerate(sample.branches):
+        for segment in branch.segments[number == 0 :]:
+            row: dict[str, Any] = {"branch": number, "text": tokenizer.decode(segment.token_ids, skip_special=False)}
+            if isinstance(segment, Completion):
+                row |= {"tokens": len(segment.token_ids), "versions": [span.version for span in segment.spans]}
+            rows.append(row)
+    return rows
 
 
 def describe_tokens(sample: Sample, tokenizer: Decoder) -> dict[str, Any]:

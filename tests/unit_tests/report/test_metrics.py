@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import types
@@ -18,8 +19,10 @@ from tests.patience import PATIENCE_S
 from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.trajectory import Branch, Given
+from torchtitan.inference.types import Completion, VersionSpan
 from torchtitan.report import console
+from torchtitan.report.html import write_report
 from torchtitan.report.metrics import (
     DETAILED_SAMPLES,
     DETAILED_TOKENS,
@@ -28,7 +31,7 @@ from torchtitan.report.metrics import (
     cut_after,
     token_texts,
 )
-from torchtitan.rollout.types import Batch, Group
+from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.events import EventLog
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -248,3 +251,21 @@ def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:
 def test_reading_rows_needs_no_torch() -> None:
     code = "import sys, torchtitan.report.metrics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
+
+
+def test_a_conversation_is_written_and_drawn(tmp_path: Path) -> None:
+    """Given and sampled texts in their order, a branch after the other; the report colours what was sampled."""
+    turns = [Completion([3, 4], [0.0, 0.0], "stop", [VersionSpan("e", version, 0, 2)]) for version in (5, 6, 6)]
+    branches = [Branch([Given([1]), turns[0], Given([7]), turns[1]]), Branch([Given([1, 3]), turns[2]])]
+    logger = MetricsLogger(make_config(), tmp_path)
+    logger.log_completions(6, Batch(6, [Group(0, [Sample(branches, "stop", 1.0)])]), Words())
+    logger.close()
+    (row,) = read_json_lines(tmp_path / "completions.jsonl")
+    assert [(one["branch"], one["text"], one.get("versions")) for one in row["segments"]] == [
+        (0, "w3 w4", [5]), (0, "w7", None), (0, "w3 w4", [6]), (1, "w1 w3", None), (1, "w3 w4", [6]),
+    ]  # fmt: skip
+    assert row["tokens"] == 6 and row["versions"] == [{"version": 5, "tokens": 2}, {"version": 6, "tokens": 4}]
+    page = write_report(tmp_path).read_text()
+    drawn = page[page.index('<pre class="talk">') :]
+    kinds = ["given", "version1", "given", "version2", "given", "version2"]
+    assert re.findall(r'<span class="(\w+)"', drawn[: drawn.index("</pre>")]) == kinds
