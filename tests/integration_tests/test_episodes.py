@@ -206,6 +206,9 @@ def _log_probs_are_the_trainers(checkpoint: Path, actors: Actors, trajectories: 
     for version, weights in enumerate(actors.versions):
         policy.load_state_dict(weights, strict=False)
         for number, trajectory in enumerate(trajectories):
+            turns = trajectory.branches[0].sampled
+            if all(span.version != version for turn in turns for span in turn.spans):
+                continue
             tokens = torch.tensor(trajectory.branches[0].token_ids)
             with torch.no_grad():
                 scored[number, version], _ = policy(tokens[:-1], PackedLayout([len(tokens) - 1]), tokens[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Protocol
@@ -89,7 +90,7 @@ class EpisodePlayer:
         begun, branches, messages = len(tokens), list[Branch](), list[dict[str, Any]]()
         chat = not isinstance(prompt.text, str) or self._config.rollout.chat_template
         renderer = TurnRenderer(self._tokenizer, chat)
-        finish_reason = "length"
+        finish_reason, rewards = "length", list[float]()
         for turn in range(self._config.environment.max_turns):
             if len(tokens) >= limit:
                 break
@@ -103,10 +104,12 @@ class EpisodePlayer:
             tokens = tokens + completion.token_ids
             text = self._tokenizer.decode(completion.token_ids)
             messages.append({"role": "assistant", "content": text})
+            rewards.append(0.0)
             if completion.finish_reason == "length":
                 # What was cut off may not mean what it says.
                 break
             reply = await episode.act(text)
+            rewards[-1] = reply.reward
             messages += _described(messages, reply)
             if reply.done:
                 finish_reason = "stop"
@@ -121,7 +124,10 @@ class EpisodePlayer:
         outcome = await episode.finish()
         said = branches[0].token_ids[begun:]
         completion_of = messages if not isinstance(prompt.text, str) else self._tokenizer.decode(said)
-        return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes)
+        # get_reward may say something else than the steps have.
+        adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
+        by_turn = rewards if adds_up and any(rewards) else []
+        return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
 
 
 def stream_seed(*parts: object) -> int:

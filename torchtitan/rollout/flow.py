@@ -262,6 +262,9 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
     if config.grpo.advantage == "batch":
         return False
     parts = [[sample.reward for sample in group.samples]]
+    if config.grpo.advantage_level == "turn":
+        turns = max(len(sample.returns) for sample in group.samples)
+        parts = [[one.returns[turn] for one in group.samples if turn < len(one.returns)] for turn in range(turns)]
     if config.grpo.reward_aggregation == "normalize_each":
         names = [name for name, weight in reward_weights(config).items() if weight]
         given = [[sample.rewards.get(name) for sample in group.samples] for name in names]

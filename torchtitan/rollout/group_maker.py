@@ -112,4 +112,4 @@ class GroupMaker:
 
 
 def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float | None]) -> Sample:
-    return Sample(trajectory.branches, trajectory.finish_reason, reward, rewards)
+    return Sample(trajectory.branches, trajectory.finish_reason, reward, rewards, turn_rewards=trajectory.turn_rewards)

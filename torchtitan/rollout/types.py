@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class Trajectory:
     """What its environment gives"""
     environment: dict[str, Any] = field(default_factory=dict)
     """The environment's public attributes at the end"""
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each turn has added to `reward`; empty where that is not known"""
 
     @property
     def completion_ids(self) -> list[int]:
@@ -58,6 +61,10 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)
     advantage: float = 0.0
     """Of all its sampled tokens, in every branch"""
+    turn_rewards: list[float] = field(default_factory=list)
+    """Parts of `reward` that single turns have brought, in the order of sampled_segments; empty: none is known"""
+    turn_advantages: list[float] = field(default_factory=list)
+    """In the place of `advantage`, one for each turn; empty where that holds for all of them"""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -78,6 +85,13 @@ class Sample:
     def spans(self) -> list[VersionSpan]:
         """The versions that sampled completion_ids."""
         return joined_spans(sampled_segments(self.branches))
+
+    @property
+    def returns(self) -> list[float]:
+        """What is left of the reward at the beginning of each turn."""
+        turns = len(sampled_segments(self.branches))
+        earned = itertools.accumulate([0.0, *(self.turn_rewards or [0.0] * turns)])
+        return [self.reward - before for before, _ in zip(earned, range(turns), strict=False)]
 
     @property
     def num_tokens(self) -> int:

@@ -97,6 +97,18 @@ def trained_tokens(sample: Sample, mask_truncated: bool) -> int:
     return 0 if mask_truncated and sample.finish_reason == "length" else len(sample.completion_ids)
 
 
+def turn_advantages(sample: Sample, branch: Branch) -> list[float]:
+    """The advantage of every sampled segment of one of the sample's branches."""
+    if not sample.turn_advantages:
+        return [sample.advantage] * len(branch.sampled)
+    begin = 0
+    for one in sample.branches:
+        if one is branch:
+            break
+        begin += len(one.sampled)
+    return sample.turn_advantages[begin : begin + len(branch.sampled)]
+
+
 def pack(
     rows: list[tuple[Sample, Branch]],
     weights: list[float],
@@ -130,11 +142,11 @@ def pack(
         trained.append(branch)
         active += [start + place - 1 for place in places]
         targets += [whole[place] for place in places]
-        for completion in branch.sampled:
+        for completion, advantage in zip(branch.sampled, turn_advantages(sample, branch), strict=True):
+            advantages += [advantage] * len(completion.token_ids)
             kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
             behaviour += completion.log_probs
         sequence += [number] * len(places)
-        advantages += [sample.advantage] * len(places)
         token_weights += [weight] * len(places)
         # What follows tokens of an older version may have been sampled with its KV cache.
         same += [all(span.version == version for span in sample.spans)] * len(places)

@@ -25,6 +25,7 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.divergence import k3
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
@@ -174,6 +175,8 @@ class PolicyTrainer:
         for group, values in zip(batch.groups, advantages, strict=True):
             for sample, value in zip(group.samples, values, strict=True):
                 sample.advantage = value
+        if grpo.advantage_level == "turn":
+            assign_by_turn(batch, grpo.scale_rewards, grpo.advantage)
 
     def _pack(self, samples: list[Sample], version: int) -> list[MicroBatch]:
         return micro_batches(
@@ -287,6 +290,25 @@ class PolicyTrainer:
                 "optimizer.lr, look at the rewards in completions.jsonl, or use training.mixed_precision_param = "
                 '"float32"; resume from the last checkpoint.'
             )
+
+
+def assign_by_turn(batch: Batch, scale_rewards: str, estimator: str) -> None:
+    """Turn t of a trajectory is compared with turns t of its group, by what was still to come of the reward there
+    (rewards to go, Sutton & Barto 2018, section 13.4, with the group's mean as the baseline)."""
+    places = [
+        [(sample, turn) for sample in group.samples if turn < len(sample.returns)]
+        for group in batch.groups
+        for turn in range(max(len(sample.returns) for sample in group.samples))
+    ]
+    returns = [[sample.returns[turn] for sample, turn in members] for members in places]
+    lengths = [
+        [len(sampled_segments(sample.branches)[turn].token_ids) for sample, turn in members] for members in places
+    ]
+    for sample in batch.samples:
+        sample.turn_advantages = [0.0] * len(sample.returns)
+    for members, values in zip(places, group_advantages(returns, scale_rewards, estimator, lengths), strict=True):
+        for (sample, turn), value in zip(members, values, strict=True):
+            sample.turn_advantages[turn] = value
 
 
 class _Totals:

@@ -30,6 +30,7 @@ from torchtitan.trainer.packing import (
     split_for_ranks,
     trained_tokens,
 )
+from torchtitan.trainer.policy_trainer import assign_by_turn
 
 CPU = torch.device("cpu")
 LONGEST = 16
@@ -253,3 +254,17 @@ def test_a_branched_trajectory_trains_what_was_sampled_and_nothing_else() -> Non
     agent.finish_reason = "length"
     (masked,) = pack_all([agent, plain], mask_truncated=True)
     assert masked.targets.tolist() == plain.completion_ids
+
+
+def test_every_turn_has_its_own_advantage() -> None:
+    """Two trajectories whose rewards come in other turns: equal in the end, and not at all in between."""
+    spans = [VersionSpan("e", 3, 0, 1)]
+    turns = [[Completion([number * 10 + turn], [-1.0], "stop", spans) for turn in range(3)] for number in range(2)]
+    early = Sample([Branch([Given([1]), *turns[0]])], "stop", 1.5, turn_rewards=[1.0, 0.0, 0.0])
+    late = Sample([Branch([Given([1]), turns[1][0]]), Branch([Given([2]), *turns[1][1:]])], "stop", 1.5)
+    late.turn_rewards = [0.0, 0.5, 1.0]
+    assert early.returns == [1.5, 0.5, 0.5] and late.returns == [1.5, 1.5, 1.0]
+    assign_by_turn(Batch(3, [Group(0, [early, late])]), "none", "group")
+    (packed,) = pack_all([early, late])
+    found = dict(zip(packed.targets.tolist(), packed.advantages.tolist(), strict=True))
+    assert found == {0: 0.0, 1: -0.5, 2: -0.25, 10: 0.0, 11: 0.5, 12: 0.25}

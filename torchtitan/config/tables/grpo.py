@@ -140,6 +140,9 @@ class GRPO:
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the rewards in the group or batch"""
 
+    advantage_level: Literal["trajectory", "turn"] = "trajectory"
+    """One advantage for an episode; or one for each turn, from the rewards that its steps have still brought"""
+
     reward_aggregation: Literal["sum", "normalize_each"] = "sum"
     """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
 
