@@ -52,6 +52,7 @@ def samples(draw: st.DrawFn, prompt: list[int]) -> Sample:
         reward=draw(finite),
         rewards=draw(st.dictionaries(st.text(max_size=4), st.none() | finite, max_size=3)),
         advantage=draw(st.just(0.0) | finite),
+        turn_rewards=draw(st.lists(finite, max_size=3)),
     )
 
 
