@@ -99,7 +99,7 @@ class Actors:
             with contextlib.suppress(Unavailable):  # it has died
                 loop.apply("e", version, self.versions[version])
 
-    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+    async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
         """As the pool does it: a request that is lost with its actor is redone on another one."""
         self.asked += 1
         if self.asked == self.dies_at:

@@ -23,7 +23,9 @@ from torchtitan.rollout.workers.process import CallFailed
 class Sampler(Protocol):
     """What samples turns: the engines' pool, which redoes on another actor what is lost with one."""
 
-    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]: ...
+    async def generate(
+        self, request: GenerateRequest, min_version: int = 0, *, shares: str = ""
+    ) -> list[Completion]: ...
 
 
 class EpisodePlayer:
@@ -66,6 +68,7 @@ class EpisodePlayer:
     ) -> Trajectory | None:
         """One episode. Where its environment fails it begins again, with other random numbers: what was sampled may be
         why."""
+        group = request.request_id
         for attempt in range(1 + self._config.environment.max_retries):
             seed = stream_seed(request.sampling.seed, number, attempt)
             own = GenerateRequest(
@@ -73,7 +76,7 @@ class EpisodePlayer:
             )
             try:
                 async with await self._environments.episode() as episode:
-                    if (trajectory := await self._play(prompt, own, episode, min_version)) is not None:
+                    if (trajectory := await self._play(prompt, own, group, episode, min_version)) is not None:
                         return trajectory
                     break
             except CallFailed:
@@ -82,7 +85,7 @@ class EpisodePlayer:
         return None
 
     async def _play(
-        self, prompt: Prompt, template: GenerateRequest, episode: Episode, min_version: int
+        self, prompt: Prompt, template: GenerateRequest, group: str, episode: Episode, min_version: int
     ) -> Trajectory | None:
         row = {self._config.rollout.prompt_column: prompt.text, **prompt.columns}
         tokens = self._maker.extended(prompt, await episode.reset(row))
@@ -98,7 +101,7 @@ class EpisodePlayer:
             seed = stream_seed(template.sampling.seed, turn)
             sampling = replace(template.sampling, max_tokens=limit - len(tokens), seed=seed)
             request = GenerateRequest(f"{template.request_id}-{turn}", tokens, sampling)
-            (completion,) = await self._engines.generate(request, min_version)
+            (completion,) = await self._engines.generate(request, min_version, shares=group)
             self.statistics["turns"] += 1
             add_turn(branches, tokens, completion)
             tokens = tokens + completion.token_ids

@@ -72,8 +72,10 @@ class ColocatedPool:
     async def start(self) -> None:
         """The engines start with the trainer's ranks."""
 
-    async def generate(self, request: GenerateRequest, min_version: int = 0) -> list[Completion]:
+    async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
         """Sample a request with weights of at least `min_version`. Waits for as long as it takes.
+
+        shares: see InferencePool; here a replica is chosen by its load alone.
 
         Raises:
             UserError: the engine refuses the request, or the run is closing.
