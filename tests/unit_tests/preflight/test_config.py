@@ -191,7 +191,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ),
     ("minibatches", "", ["--grpo.num_minibatches", "3"], ["grpo.num_minibatches = 3", "4 groups"]),
     ("batch of nothing", "", ["--training.global_batch_size", "0"], ["global_batch_size = 0", "-1, or at least 1"]),
-    ("one slot", "", ["--weight_sync.num_slots", "1"], ["weight_sync.num_slots = 1", "at least 2"]),
+    ("one slot", "", ["--weight_sync.num_slots", "1"], ["weight_sync.num_slots = 1", "at least 3"]),
     (
         "objective",
         "",
@@ -207,7 +207,7 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
             [],
             [f"{key} = {value}", "only tcp"],
         )
-        for key, value in (("delta", "true"), ("relay", "true"), ("streams", "2"))
+        for key, value in (("delta", "true"), ("relay", "true"))
     ),
     *(
         (
@@ -446,6 +446,18 @@ def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) 
     assert len(problems) == len(keys)
     for key in keys:
         assert any(key in problem for problem in problems)
+
+
+def test_keys_that_are_gone_are_passed_over_with_a_line(
+    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = write_config(more="[weight_sync]\noffer_timeout_s = 2.5\n")
+    config = load_config([*arguments, "--weight_sync.streams", "3"])
+    assert not hasattr(config.weight_sync, "streams")
+    assert [message.partition(":")[2] for message in caplog.messages] == [
+        " weight_sync.offer_timeout_s has no effect any more: actors ask for versions themselves",
+        " weight_sync.streams has no effect any more: a connection takes what the network has",
+    ]
 
 
 def test_old_names_are_accepted_and_say_the_new_one(

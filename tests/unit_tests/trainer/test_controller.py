@@ -109,10 +109,10 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     controller = make(tmp_path, parts)
     for actors in (
         {"a": status("READY", 0), "b": status("READY", 0)},
-        {"a": status("EVICTED", 1), "b": status("READY", 0)},
-        {"a": status("EVICTED", 1), "b": status("READY", 0)},
+        {"a": status("LOST", 1), "b": status("READY", 0)},
+        {"a": status("LOST", 1), "b": status("READY", 0)},
         {"a": status("READY", 1), "b": status("JOINING", 1)},  # b had only lost its connection
-        {"a": status("EVICTED", 2), "b": status("READY", 1)},
+        {"a": status("LOST", 2), "b": status("READY", 1)},
     ):
         asyncio.run(controller._note_evictions(actors))
     assert parts.redone == [("a", "no byte within 5 s")] * 2
@@ -138,18 +138,18 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
     parts = Evicted()
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
-    parts.states["b"] = status("EVICTED", 1)
+    parts.states["b"] = status("LOST", 1)
     wait_for(lambda: bool(parts.redone))
     controller.close()
     assert [actor for actor, _ in parts.redone] == ["b"] and controller._watch.done()
-    parts.states["a"] = status("EVICTED", 1)
+    parts.states["a"] = status("LOST", 1)
     time.sleep(0.3)
     assert [actor for actor, _ in parts.redone] == ["b"], "it goes on after the end"
 
 
 def test_a_pool_that_fails_ends_the_run(tmp_path: Path, loop: BackgroundLoop) -> None:
     parts = Evicted(UserError("no inference actor is left"))
-    parts.states["a"] = status("EVICTED", 1)
+    parts.states["a"] = status("LOST", 1)
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
     wait_for(controller._watch.done)
