@@ -42,7 +42,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.publication import Publication
-from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion
 
 BARS = {

@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from benchmarks import common  # noqa: E402
 from torchtitan.weight_sync.coverage import check_coverage, merge_layouts  # noqa: E402
 from torchtitan.weight_sync.layout_tables import Box  # noqa: E402
+from torchtitan.weight_sync.live_slots import LiveSlots  # noqa: E402
 from torchtitan.weight_sync.manifest import Layout  # noqa: E402
 from torchtitan.weight_sync.needs import needed_buckets  # noqa: E402
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
@@ -139,7 +140,7 @@ class Versions:
         self.publisher = Publisher(
             parameters, rank=0, dtype="bfloat16", num_slots=1, bucket_bytes=BUCKET_BYTES, folder=folder
         )
-        self._keeper = self.publisher.slots.keeper()
+        self._live = LiveSlots(self.publisher.slots.state_words)
         self._serial = 0
 
     def version(self) -> float:
@@ -151,8 +152,8 @@ class Versions:
         self.publisher.snapshot(self._serial, self._serial)
         self.publisher.fence()
         taken = time.perf_counter() - begun
-        common.wait_for(lambda: self._serial in self._keeper.filled(), 20, "the snapshot to be ready")
-        self._keeper.drop(self._serial)
+        common.wait_for(lambda: self._serial in self._live.filled(), 20, "the snapshot to be ready")
+        self._live.live(self._serial, (), (self._serial,), 0.0)
         return taken
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
+from torchtitan.weight_sync.live_slots import LiveSlots  # noqa: E402
 from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
 
 BARS = {"snapshot_ratio": ("<=", 1.15)}
@@ -43,7 +44,7 @@ class Side:
         self.publisher = Publisher(
             parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=BUCKET_BYTES, folder=folder
         )
-        self._keeper = self.publisher.slots.keeper()
+        self._live = LiveSlots(self.publisher.slots.state_words)
         self._sources = list(parameters.values())
         counts = [parameter.numel() for parameter in self._sources]
         flat = [torch.zeros(sum(counts), dtype=getattr(torch, dtype)) for _ in range(2)]
@@ -66,8 +67,8 @@ class Side:
         self.publisher.snapshot(self.serial, self.serial)
         self.publisher.fence()
         taken = time.perf_counter() - begun
-        common.wait_for(lambda: self.serial in self._keeper.filled(), 20, "the snapshot to be ready")
-        self._keeper.publish(self.serial)
+        common.wait_for(lambda: self.serial in self._live.filled(), 20, "the snapshot to be ready")
+        self._live.live(self.serial, (), (), 0.0)
         return taken
 
     def copy(self) -> float:

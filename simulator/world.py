@@ -18,7 +18,8 @@ from simulator.rollouts import Rollouts
 from simulator.scenario import Scenario
 from simulator.trainer import Trainer
 from torchtitan.config.derived import apply_timeout, lease
-from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.wire import Message
 
 # Relays pass buckets on, and what is damaged is a bucket. Otherwise a version is one.

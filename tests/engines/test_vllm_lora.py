@@ -64,13 +64,13 @@ def test_adapters_of_another_model_are_refused_and_the_engine_serves_on(
     with training(tmp_path / "fits", model) as trainer:
         untied_actor.connect(trainer)
         trainer.bring()
-        with training(tmp_path, deeper) as other:
-            untied_actor.connect(other)
-            other.publish()
-            other.wait_for(lambda: other.journal_tail().count('"refused"') > 1)
-            assert "there is no model.layers.3." in other.journal("refused", at_least=1)[0]["reason"]
-            assert not other.journal("poisoned")
-        check_serves_newest(untied_actor, trainer)
+    with training(tmp_path, deeper) as other:
+        untied_actor.connect(other)
+        other.publish()
+        other.wait_for(lambda: other.journal_tail().count('"refused"') > 1)
+        assert "there is no model.layers.3." in other.journal("refused", at_least=1)[0]["reason"]
+        assert not other.journal("poisoned")
+    check_serves_newest(untied_actor, trainer)
 
 
 def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
@@ -94,8 +94,9 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
             unmerged.unlink(missing_ok=True)
 
     async def scenario(trainer: AdapterTrainer) -> None:
-        make = lambda url, *_: AgentClient(DIALECT, url, TOKEN, trainer.token)  # noqa: E731
-        pool = InferencePool(config, trainer.epoch, trainer.token, tmp_path, events, make)
+        pool = InferencePool(
+            config, trainer.epoch, trainer.token, tmp_path, events, lambda url, _: AgentClient(DIALECT, url, TOKEN)
+        )
         await pool.start()
         try:
             await pool.connect_weights(trainer.sync.registry_address)

@@ -27,7 +27,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.publication import Publication
-from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.weight_files import read_weights
 
 REPOSITORY = Path(__file__).parents[2]

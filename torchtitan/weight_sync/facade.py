@@ -28,7 +28,7 @@ from torchtitan.weight_sync.parameters import unique_parameters
 from torchtitan.weight_sync.plan import PlanError
 from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.publisher import Snapshot
-from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.wire import Message
 
 # What metrics.jsonl says of each actor's last version; report/sync_metrics.py has everything of every version.

@@ -22,7 +22,8 @@ from torchtitan.weight_sync.disk import SlotFiles
 from torchtitan.weight_sync.handshake import RANK, Identity
 from torchtitan.weight_sync.journal import Journal
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.shared_files import file_references
 from torchtitan.weight_sync.slots import SharedSlots

@@ -113,14 +113,6 @@ def _runs(shard: Box, part: Box) -> tuple[np.ndarray, int]:
     return starts, part.shape[last] * strides[last]
 
 
-def needs_bucket(needs: Needs, key: tuple[int, int]) -> bool:
-    """Whether (rank, bucket) is needed."""
-    if needs is None:
-        return True
-    rank, bucket = key
-    return any(first <= bucket < end for first, end in needs.get(rank, ()))
-
-
 def all_keys(layout: Layout, needs: Needs) -> list[tuple[int, int]]:
     """The needed (rank, bucket) pairs, in order."""
     if needs is None:

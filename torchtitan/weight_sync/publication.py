@@ -15,7 +15,7 @@ from torchtitan.weight_sync.boundary import Boundary
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.disk_owner import FolderOwner
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.server_thread import ShardServerThread
 from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, numeric, towards
 from torchtitan.weight_sync.watcher import Watcher

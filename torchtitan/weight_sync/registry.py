@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, I
 from torchtitan.weight_sync.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.registry_state import Actor, Gathering, Rank, Settings
 from torchtitan.weight_sync.relay import relay_sources
 from torchtitan.weight_sync.runtime import Channel, Runtime
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
@@ -35,74 +34,6 @@ STATUS_SECONDS = 0.01
 MOST_DROPPED = 64
 # An actor that has been away for so long is not listed any more.
 FORGET_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Of [weight_sync]; times in seconds."""
-
-    world_size: int
-    lanes: int = 1
-    lease_s: float = 60.0
-    relay_fanout: int = 0
-    """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
-    progress_timeout_s: float = 5.0
-    apply_timeout_s: float = 10.0
-    snapshot_timeout_s: float = 60.0
-    delta: bool = False
-    """Whether a snapshot is kept for deltas, which takes a slot more"""
-
-
-@dataclass
-class _Rank:
-    """A shard server's connection."""
-
-    channel: Channel
-    address: str
-    heard_at: float
-
-
-@dataclass
-class _Actor:
-    """An actor, connected or lately gone."""
-
-    channel: Channel | None
-    instance: str
-    address: str
-    """Where it passes versions on, empty where it does not"""
-    heard_at: float
-    state: str = "JOINING"
-    version: int = -1
-    digest: str = ""
-    pinned: bool = False
-    reason: str = ""
-    evictions: int = 0
-    """How often it has been lost or given up"""
-    failures: int = 0
-    """Versions in a row that it could not take: refused, applied by half, or not finished in a lane"""
-    figures: Message = field(default_factory=dict)
-    applies_since: float | None = None
-
-    @property
-    def serves(self) -> bool:
-        """Whether prompts may be sent to it."""
-        return self.channel is not None and self.version >= 0 and self.state != "POISONED"
-
-    def status(self) -> Message:
-        """What the trainer is told."""
-        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
-        return {name: getattr(self, name) for name in shown}
-
-
-@dataclass
-class _Gathering:
-    """A version that not all ranks have reported yet."""
-
-    version: int
-    since: float
-    checksums: dict[int, list[str]] = field(default_factory=dict)
-    files: dict[int, Message] = field(default_factory=dict)
-    """Of the disk transport: what each rank has written"""
 
 
 class Registry:
@@ -130,14 +61,14 @@ class Registry:
         )
         self._token = token
         self.lanes = Lanes(settings.lanes, settings.lease_s, settings.progress_timeout_s, settings.delta)
-        self._ranks: dict[int, _Rank] = {}
-        self.actors: dict[str, _Actor] = {}
+        self._ranks: dict[int, Rank] = {}
+        self.actors: dict[str, Actor] = {}
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
         self._layout_hashes: dict[int, str] = {}
         self._model: Encoded | None = None
         self._layout_id = ""
-        self._gathering: dict[int, _Gathering] = {}
+        self._gathering: dict[int, Gathering] = {}
         self._dropped: dict[int, int] = {}
         """Serial -> version"""
         self.newest: Manifest | None = None
@@ -214,7 +145,7 @@ class Registry:
             self._lost_lane(name)
         self._tell_if_changed(before)
 
-    def _applies_too_long(self, actor: _Actor, now: float) -> bool:
+    def _applies_too_long(self, actor: Actor, now: float) -> bool:
         # A pinned one has to wait.
         since = None if actor.pinned else actor.applies_since
         return since is not None and now - since > self.settings.apply_timeout_s
@@ -226,7 +157,7 @@ class Registry:
         if old is not None:
             old.channel.close("replaced")
         moved = old is None or old.address != fields["address"]
-        self._ranks[rank] = _Rank(channel, fields["address"], self._runtime.now())
+        self._ranks[rank] = Rank(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         if self.newest is not None:
             channel.send(self._live())
@@ -290,7 +221,7 @@ class Registry:
         serial, version = message["serial"], message["version"]
         if serial in self._dropped or (self.lanes.newest is not None and serial <= self.lanes.newest):
             return
-        gathering = self._gathering.setdefault(serial, _Gathering(version, self._runtime.now()))
+        gathering = self._gathering.setdefault(serial, Gathering(version, self._runtime.now()))
         if gathering.version != version:
             raise ProtocolError(f"rank {rank} calls snapshot {serial} version {version}, not {gathering.version}")
         gathering.checksums[rank], gathering.files[rank] = message["checksums"], message.get("file") or {}
@@ -338,7 +269,7 @@ class Registry:
             for name, actor in self.actors.items()
             if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
         ]
-        able.sort(key=lambda name: (_speed_class(self.actors[name].figures.get("transfer_s")), name))
+        able.sort(key=lambda name: (self.actors[name].speed_class, name))
         addresses = {name: self.actors[name].address for name in able}
         return relay_sources(addresses, fanout, self._relay_key)
 
@@ -394,7 +325,7 @@ class Registry:
             known.channel.close("replaced by a newer connection")
         actor = known
         if known is None or known.instance != instance:
-            actor = self.actors[name] = _Actor(None, instance, address, 0.0, evictions=known.evictions if known else 0)
+            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=known.evictions if known else 0)
             self.lanes.forget(name)
         assert actor is not None
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
@@ -471,7 +402,7 @@ class Registry:
         self._tell_if_changed(before)
         self._changed()
 
-    def _on_ended(self, name: str, actor: _Actor, message: Message) -> None:
+    def _on_ended(self, name: str, actor: Actor, message: Message) -> None:
         """Its pull is over; or, when it had staged everything, its engine has refused the version."""
         outcome = message["outcome"]
         if outcome == "staged":
@@ -485,7 +416,7 @@ class Registry:
             actor.failures, actor.reason = actor.failures + 1, message["reason"]
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
 
-    def _on_serving(self, name: str, actor: _Actor, message: Message) -> None:
+    def _on_serving(self, name: str, actor: Actor, message: Message) -> None:
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
         actor.pinned = actor.version == self._pinned
@@ -547,8 +478,3 @@ class Registry:
         channels += [actor.channel for actor in self.actors.values() if actor.channel is not None]
         for channel in [*channels, *([self._trainer] if self._trainer is not None else [])]:
             channel.close("the registry ends")
-
-
-def _speed_class(transfer_s: float | None) -> float:
-    """So coarse that actors of like speed keep their places from one version to the next, and their connections."""
-    return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))

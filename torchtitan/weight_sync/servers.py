@@ -17,7 +17,7 @@ from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.registry import Settings
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.slots import SharedSlots
 
 MODULE = "torchtitan.weight_sync.main"

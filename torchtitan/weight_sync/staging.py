@@ -53,11 +53,6 @@ class StagedVersion:
     proof: Proof | None = None
 
 
-def copy_to_device(area: torch.Tensor, data: memoryview) -> None:
-    """Bytes from host memory into staging memory on a device."""
-    area.copy_(torch.frombuffer(data, dtype=torch.uint8))
-
-
 class StagedTensors(Mapping[str, torch.Tensor]):
     """Parameter name -> what was asked for of it, in the order of the layout. One that lies in one piece is a view of
     staging memory; another is put together anew whenever it is asked for, and without need where it is only copied."""

@@ -47,11 +47,6 @@ def file_name(rank: int, ranks: int) -> str:
     return "model.safetensors" if ranks == 1 else f"rank-{rank:05d}.safetensors"
 
 
-def entry_name(rank: int) -> str:
-    """Of what is said about a rank's file."""
-    return f"rank-{rank:05d}.json"
-
-
 def version_folder(epoch: str, version: int) -> str:
     """Of a version, in the weights folder."""
     return f"{epoch}/version-{version:08d}"

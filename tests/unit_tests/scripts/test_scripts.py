@@ -286,9 +286,7 @@ def test_started_engines_get_the_gpus_that_the_ranks_leave(monkeypatch: pytest.M
     with pytest.raises(UserError, match="2 ranks and 2 engines on 2 GPUs each need 6 GPUs, and there are 5"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6")
         engine_devices(config, 1)
-    config.weight_sync.route = "engine"  # its agent is a rank of the engine's group
-    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "2,3,6"}
-    config.weight_sync.route = "auto"
+    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
     assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -17,7 +17,8 @@ from torchtitan.weight_sync.delta import decode_into
 from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.readers import IDLE_SECONDS
-from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slot_states import SlotState, SlotView
 from torchtitan.weight_sync.wire import Message

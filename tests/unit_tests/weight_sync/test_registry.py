@@ -12,7 +12,8 @@ from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync import registry as registry_module
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
-from torchtitan.weight_sync.registry import Registry, Settings
+from torchtitan.weight_sync.registry import Registry
+from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.wire import Message
 
 SUMS = [["aa", "bb"], ["cc", "dd"]]

@@ -1,0 +1,83 @@
+"""What the registry is told to do, and what it knows of ranks, actors and versions that are not whole yet. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.wire import Message
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of [weight_sync]; times in seconds."""
+
+    world_size: int
+    lanes: int = 1
+    lease_s: float = 60.0
+    relay_fanout: int = 0
+    """Actors that pull from the trainer, and from each actor that passes versions on; 0: all pull from the trainer"""
+    progress_timeout_s: float = 5.0
+    apply_timeout_s: float = 10.0
+    snapshot_timeout_s: float = 60.0
+    delta: bool = False
+    """Whether a snapshot is kept for deltas, which takes a slot more"""
+
+
+@dataclass
+class Rank:
+    """A shard server's connection."""
+
+    channel: Channel
+    address: str
+    heard_at: float
+
+
+@dataclass
+class Actor:
+    """An actor, connected or lately gone."""
+
+    channel: Channel | None
+    instance: str
+    address: str
+    """Where it passes versions on, empty where it does not"""
+    heard_at: float
+    state: str = "JOINING"
+    version: int = -1
+    digest: str = ""
+    pinned: bool = False
+    reason: str = ""
+    evictions: int = 0
+    """How often it has been lost or given up"""
+    failures: int = 0
+    """Versions in a row that it could not take: refused, or applied by half"""
+    figures: Message = field(default_factory=dict)
+    applies_since: float | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether prompts may be sent to it."""
+        return self.channel is not None and self.version >= 0 and self.state != "POISONED"
+
+    @property
+    def speed_class(self) -> float:
+        """So coarse that actors of like speed keep their places from one version to the next, and their connections."""
+        transfer_s = self.figures.get("transfer_s")
+        return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))
+
+    def status(self) -> Message:
+        """What the trainer is told."""
+        shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
+        return {name: getattr(self, name) for name in shown}
+
+
+@dataclass
+class Gathering:
+    """A version that not all ranks have reported yet."""
+
+    version: int
+    since: float
+    checksums: dict[int, list[str]] = field(default_factory=dict)
+    files: dict[int, Message] = field(default_factory=dict)
+    """Of the disk transport: what each rank has written"""
