@@ -153,7 +153,7 @@ class Versions:
         self.publisher.fence()
         taken = time.perf_counter() - begun
         common.wait_for(lambda: self._serial in self._live.filled(), 20, "the snapshot to be ready")
-        self._live.live(self._serial, (), (self._serial,), 0.0)
+        self._live.live(-1, (), (self._serial,), 0.0)
         return taken
 
     def close(self) -> None:
