@@ -3,7 +3,7 @@
     python benchmarks/weight_sync_plan.py --json
 
 plan_s             everything between DTensor placements and the first bucket, one after the other on one core: every
-                   rank's shards, their way to the coordinator as JSON, the merged layout with its check that every
+                   rank's shards, their way to the registry as JSON, the merged layout with its check that every
                    element is sent exactly once, its way to the actor, and the buckets that each tensor-parallel worker
                    asks for. In a job the ranks' part runs on all ranks at the same time.
 growth_per_version time of the trainer thread in reserve, commit and fence per version, without anything to overlap it,
@@ -106,7 +106,7 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
     parameters = model(count)
     views = [rank_view(parameters, rank, mesh) for rank in range(mesh[0] * mesh[1])]
     boxes = [worker_boxes(parameters, worker, workers) for worker in range(workers)]
-    parts = dict.fromkeys(("ranks", "to_coordinator", "merge", "to_actor", "workers"), 0.0)
+    parts = dict.fromkeys(("ranks", "to_registry", "merge", "to_actor", "workers"), 0.0)
 
     def part(name: str, work: Callable[[], object]) -> object:
         begun = time.perf_counter()
@@ -117,8 +117,8 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
     reports = []
     for rank, view in enumerate(views):
         layout = part("ranks", lambda view=view, rank=rank: plan_rank(view, rank, "bfloat16", BUCKET_BYTES))
-        sent = part("to_coordinator", lambda layout=layout: json.dumps(layout.to_json()))
-        reports.append(part("to_coordinator", lambda sent=sent: json.loads(sent)))
+        sent = part("to_registry", lambda layout=layout: json.dumps(layout.to_json()))
+        reports.append(part("to_registry", lambda sent=sent: json.loads(sent)))
     merged = part("merge", lambda: merge_layouts(reports))
     part("merge", merged.layout_id)
     sent = part("to_actor", lambda: json.dumps(merged.to_json()))
@@ -132,7 +132,7 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
 
 
 class Versions:
-    """A publisher of a model in so many tensors, whose slot is freed at once, as a courier with fast actors would."""
+    """A publisher of a model in so many tensors, whose slot is freed at once, as a shard server with fast actors would."""
 
     def __init__(self, tensors: int, memory: torch.Tensor, folder: Path):
         elements = memory.numel() // tensors

@@ -61,7 +61,7 @@ BARS = {
     "published_share_healthy": (">=", 0.95),
     "published_share_frozen": (">=", 0.95),
 }
-# Of nccl the promise is another one; its courier is a thread of the trainer.
+# Of nccl the promise is another one; its shard server is a thread of the trainer.
 NCCL_BARS = {
     "largest_stall_per_chunk_timeout": ("<=", 1.0),
     **{key: BARS[key] for key in ("frozen_share_of_steps", "published_share_healthy", "published_share_frozen")},

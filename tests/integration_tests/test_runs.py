@@ -173,7 +173,7 @@ def test_every_token_was_sampled_by_a_published_version(story: Story) -> None:
 
 
 def test_every_token_was_sampled_by_a_version_that_an_actor_applied(story: Story) -> None:
-    """versions.jsonl is made from the coordinator's journal, tokens are tagged by the engines: two witnesses."""
+    """versions.jsonl is made from the registry's journal, tokens are tagged by the engines: two witnesses."""
     rows = read_json_lines(story.run_dir / "weight_sync" / "versions.jsonl")
     epochs = [one["epoch"] for one in read_json_lines(story.run_dir / "epochs.jsonl")]
     assert {row["epoch"] for row in rows} == set(epochs)

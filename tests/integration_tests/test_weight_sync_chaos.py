@@ -1,4 +1,4 @@
-"""Twenty seeded faults in a trainer, its courier and coordinator, and three actors: nothing torn, stopped or leaked.
+"""Twenty seeded faults in a trainer, its shard server and registry, and three actors: nothing torn, stopped or leaked.
 And what benchmarks make of a run that went wrong, or of single versions."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a version consists of: the layout (once per job) and the checksums (per version), both plain JSON.
 
 A rank's slot is a row of shards, each aligned, cut into buckets of a fixed number of bytes regardless of where shards
-end. The receiver keeps one area per sender rank with the very same bytes, so a bucket is checked and stored as it is.
+end. The actor keeps one area per sender rank with the very same bytes, so a bucket is checked and stored as it is.
 """
 
 from __future__ import annotations

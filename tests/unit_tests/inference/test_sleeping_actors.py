@@ -313,7 +313,7 @@ def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
         await until(lambda: pool.actors["actor-0"] == "joining")
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in tasks)
-        # Its engine has frozen meanwhile, and the coordinator has given it up.
+        # Its engine has frozen meanwhile, and the registry has given it up.
         await pool.redo_elsewhere("actor-0", "no progress")
         second.goes_on.set()
         await asyncio.gather(*tasks)

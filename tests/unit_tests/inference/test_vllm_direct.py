@@ -1,4 +1,4 @@
-"""The orders by which an agent has a vLLM with our backend load what its receiver has staged."""
+"""The orders by which an agent has a vLLM with our backend load what its actor has staged."""
 
 from __future__ import annotations
 

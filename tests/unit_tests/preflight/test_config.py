@@ -514,7 +514,7 @@ def test_layouts(
     assert "parallelism." in str(caught.value)
 
 
-def test_servers_elsewhere_need_a_coordinator_that_they_reach(write_config: WriteConfig) -> None:
+def test_servers_elsewhere_need_a_registry_that_they_reach(write_config: WriteConfig) -> None:
     elsewhere = ["--weight_sync.host", "10.0.0.1", "--inference.servers", "http://10.0.0.5:8000", "http://127.0.0.1:80"]
     assert load_config([*write_config(), *elsewhere]).weight_sync.host == "10.0.0.1"
     for wildcard in ("0.0.0.0", "::", " "):

@@ -1,4 +1,4 @@
-"""Hands a staged version from the receiver's thread to the engine's thread, and its fate back. No vLLM here."""
+"""Hands a staged version from the pulling thread to the engine's thread, and its fate back. No vLLM here."""
 
 from __future__ import annotations
 
