@@ -132,7 +132,7 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
 
 
 class Versions:
-    """A publisher of a model in so many tensors, whose slot is freed at once, as a shard server with fast actors would."""
+    """A publisher of a model in so many tensors, whose slot is freed at once, as a server with fast actors would."""
 
     def __init__(self, tensors: int, memory: torch.Tensor, folder: Path):
         elements = memory.numel() // tensors
