@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,11 +27,17 @@ STOP_SECONDS = 15.0
 LOG_TAIL = 6000
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nobody used a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row of the loopback interface that were free a moment ago.
+
+    They lie below those that the system gives to connections that go out: those come and go by the hundred.
+    """
+    for first in random.sample(range(20_000, 32_000), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError(f"no {count} free ports in a row")
 
 
 class Processes:

@@ -68,7 +68,8 @@ def test_adapters_of_another_model_are_refused_and_the_engine_serves_on(
         untied_actor.connect(other)
         other.publish()
         other.wait_for(lambda: other.journal_tail().count('"refused"') > 1)
-        assert "there is no model.layers.3." in other.journal("refused", at_least=1)[0]["reason"]
+        ended = [line for line in other.journal("ended") if line["outcome"] == "refused"]
+        assert "there is no model.layers.3." in ended[0]["reason"]
         assert not other.journal("poisoned")
     check_serves_newest(untied_actor, trainer)
 

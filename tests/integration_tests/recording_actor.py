@@ -27,7 +27,7 @@ def _note(request: GenerateRequest, completions: list[Completion]) -> None:
             file.write(json.dumps([request.request_id, request.prompt_ids, one.to_json()]) + "\n")
 
 
-EngineServer._run = _recorded  # type: ignore[method-assign]
-
 if __name__ == "__main__":
+    # Only in a process of its own: the tests import this module for RECORD.
+    EngineServer._run = _recorded  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:]))

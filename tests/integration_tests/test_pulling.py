@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S
+from tests.processes import free_ports
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.publication import Publication
@@ -221,8 +222,7 @@ def test_dead_parent_costs_its_children_a_moment(start: Callable[..., Job]) -> N
 
 
 def test_ports_can_be_fixed(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_ports(2)
     job = Job(tmp_path, port=port)
     try:
         assert job.publication.registry_address == f"127.0.0.1:{port}"
