@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from torchtitan.config.draft import GONE_KEYS, OLD_NAMES, Draft, nearest_key
-from torchtitan.config.engine_args import PREFIX
-from torchtitan.config.job_config import known_keys
+from torchtitan.config.job_config import free_table, known_keys
 from torchtitan.config.reference import help_text
 from torchtitan.config.toml import value_of_words
 from torchtitan.config.values import nearest
@@ -48,17 +47,18 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     name = option.replace("-", "_")
     table, _, key = name.rpartition(".")
     positive = f"{table}.{key.removeprefix('no_')}"
-    if name.startswith(PREFIX):
-        return PREFIX + option[len(PREFIX) :], words
-    if name != PREFIX[:-1] and (name in known_keys() or name in OLD_NAMES or name in GONE_KEYS):
+    if free := free_table(name):
+        return free + option[len(free) :], words
+    takes_options = free_table(f"{name}.") == name
+    if not takes_options and (name in known_keys() or name in OLD_NAMES or name in GONE_KEYS):
         return name, words
     switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
     if name == "dry_run" or switches_off:
         if words:
             draft.refuse(name, f"{PLACE}: {words[0]!r} belongs to no --table.key: --{option} takes no value")
         return (positive, ["false"]) if switches_off else None
-    if name == PREFIX[:-1]:
-        text = f"needs the name of an option, such as --{PREFIX}max-model-len 1024"
+    if takes_options:
+        text = f"needs the name of an option, such as --{name}.NAME VALUE"
     else:
         known = nearest_key(name) if table else nearest(name, ["dry_run", "help", *known_keys()])
         text = f"is not a known key{known}"
@@ -72,7 +72,7 @@ def _kind(name: str) -> Any:
 
 def _value(name: str, words: list[str]) -> Any:
     """What the words mean for this key; words that mean nothing are left as they are, and refused with the rest."""
-    if name.startswith(PREFIX):
+    if free_table(name):
         return value_of_words(words)
     if name in GONE_KEYS:
         return " ".join(words)

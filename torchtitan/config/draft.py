@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.engine_args import PREFIX, option_name
-from torchtitan.config.job_config import JobConfig, known_keys, table_types
+from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.toml import read_toml, show
 from torchtitan.config.values import OPTIONS, RULE, nearest
 
@@ -92,21 +92,24 @@ class Draft:
             logger.warning("%s: %s is now called %s; the old name is accepted for now", place, name, key)
         if key in GONE_KEYS:
             logger.warning("%s: %s has no effect any more: %s", place, name, GONE_KEYS[key])
-        elif key.startswith(PREFIX):
-            self._set_option(option_name(key.removeprefix(PREFIX)), value, place)
+        elif table := free_table(key):
+            self._set_option(table, key.removeprefix(f"{table}."), value, place)
         elif key not in known_keys():
             self.refuse(key, f"{place}: unknown key {name} = {show(value)}{nearest_key(key)}")
         else:
             self.values[key] = value
             self.written[key] = (place, show(value) if written is None else written)
 
-    def _set_option(self, option: str, value: Any, place: str) -> None:
-        """One option of the engine, besides those that there are; max_model_len and max-model-len are the same."""
-        options = self.values.setdefault(PREFIX[:-1], {})
+    def _set_option(self, table: str, option: str, value: Any, place: str) -> None:
+        """One entry of a free table, besides those that there are. An engine's max_model_len and max-model-len are the
+        same."""
+        options = self.values.setdefault(table, {})
         if isinstance(options, dict):  # else it is refused as a whole
-            same = next((name for name in options if option_name(name) == option), option)
-            self.values[PREFIX[:-1]] = options | {same: value}
-            self.written.setdefault(PREFIX[:-1], (place, ""))
+            if table == PREFIX[:-1]:
+                option = option_name(option)
+                option = next((name for name in options if option_name(name) == option), option)
+            self.values[table] = options | {option: value}
+            self.written.setdefault(table, (place, ""))
 
     def build(self) -> tuple[JobConfig, list[Problem]]:
         """The configuration, with defaults for what is wrong, and all problems so far."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
@@ -23,7 +23,7 @@ from torchtitan.config.tables.weight_sync import WeightSync
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Environment", "Eval", "FaultInjection",
     "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling",
-    "Rewards", "Rollout", "Training", "WeightSync", "known_keys", "table_types",
+    "Rewards", "Rollout", "Training", "WeightSync", "free_table", "known_keys", "table_types",
 ]  # fmt: skip
 
 
@@ -65,3 +65,9 @@ def known_keys() -> dict[str, FieldInfo]:
     """`table.key` -> its type (`annotation`), rules (`metadata`), default and documentation (`description`)."""
     tables = table_types().items()
     return {f"{table}.{key}": info for table, kind in tables for key, info in kind.__pydantic_fields__.items()}
+
+
+def free_table(name: str) -> str:
+    """The key whose table of free names has `name` (inference.engine_args of inference.engine_args.seed), or empty."""
+    keys = known_keys().items()
+    return next((key for key, info in keys if get_origin(info.annotation) is dict and name.startswith(f"{key}.")), "")

@@ -167,6 +167,8 @@ def _check_rollout(check: Check) -> None:
         check.refuse("eval.dataset", _evaluates_training_data(config), text)
     without = rollout.system_prompt and not rollout.chat_template
     check.refuse("rollout.system_prompt", without, "needs rollout.chat_template = true")
+    own = sorted({"messages", "tools", "add_generation_prompt"} & rollout.chat_template_kwargs.keys())
+    check.refuse("rollout.chat_template_kwargs", own, f"must not have {', '.join(own)}, which every call decides")
 
 
 def _evaluates_training_data(config: JobConfig) -> bool:

@@ -72,7 +72,7 @@ class PromptMaker:
 
     def _tokenise(self, content: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:
-            return self._tokenizer.encode(content)
+            return self._tokenizer.encode_prompt(content)
         return self._tokenizer.apply_chat_template(self._messages(content), tools=self.tools)
 
     def _messages(self, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,15 +5,16 @@ Reads tokenizer.json with the `tokenizers` library; chat templates run in jinja2
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
@@ -63,10 +64,24 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-class Tokenizer:
-    """The tokenizer of a checkpoint directory. Raises UserError where its files are missing or broken."""
+def _template_environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
 
-    def __init__(self, directory: str | Path):
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory, and its chat template with the values that a run gives to it."""
+
+    def __init__(self, directory: str | Path, template_values: Mapping[str, Any] | None = None):
+        """template_values: variables of the chat template by name, such as Qwen3's enable_thinking.
+
+        Raises UserError where files are missing or broken, or the template reads no such variable.
+        """
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
         if not path.is_file():
@@ -96,8 +111,12 @@ class Tokenizer:
             if (text := _token_text(settings.get(name)) or _token_text(special.get(name)))
         }
         self.eos_token_ids = self._find_eos_token_ids()
+        self._text_start = self._find_text_start()
         self._template_source = self._find_chat_template(settings)
         self._template: jinja2.Template | None = None
+        self._template_values = dict(template_values or {})
+        if self._template_values:
+            self._check_template_values()
 
     @property
     def vocab_size(self) -> int:
@@ -111,6 +130,12 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added in front or behind."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that begins a sequence: behind the beginning token (BOS), where the tokenizer puts one in
+        front of texts and the text does not begin with it already."""
+        ids = self.encode(text)
+        return ids if ids[: len(self._text_start)] == self._text_start else self._text_start + ids
 
     def shield(self, text: str) -> str:
         """The text, marked so that encode_shielded makes text of everything in it that is spelled like a token of the
@@ -147,12 +172,12 @@ class Tokenizer:
             )
         try:
             if self._template is None:
-                self._template = self._compile(self._template_source)
+                self._template = _template_environment().from_string(self._template_source)
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 tools=list(tools) or None,
-                **self.special_tokens,
+                **{**self.special_tokens, **self._template_values},
             )
         except jinja2.exceptions.TemplateError as error:
             raise UserError(f"the chat template of {self.directory} failed: {error}") from error
@@ -166,15 +191,23 @@ class Tokenizer:
         """Token ids of a chat, parts of whose contents may be shielded."""
         return self.encode_shielded(self.render_chat(messages, add_generation_prompt, tools))
 
-    @staticmethod
-    def _compile(source: str) -> jinja2.Template:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        return environment.from_string(source)
+    def _check_template_values(self) -> None:
+        try:
+            syntax = _template_environment().parse(self._template_source or "")
+        except jinja2.exceptions.TemplateError as error:
+            raise UserError(f"the chat template of {self.directory} cannot be read: {error}") from error
+        read = meta.find_undeclared_variables(syntax)
+        if unknown := sorted(self._template_values.keys() - read):
+            raise UserError(
+                f"rollout.chat_template_kwargs names {', '.join(unknown)}, which the chat template of {self.directory} "
+                f"does not read; it reads {', '.join(sorted(read)) or 'nothing'}"
+            )
+
+    def _find_text_start(self) -> list[int]:
+        """What tokenizer.json puts in front of every text; as in transformers, add_bos_token changes nothing of it."""
+        encoding = self._tokenizer.encode("x", add_special_tokens=True)
+        front = itertools.takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        return [token_id for token_id, _ in front]
 
     def _find_eos_token_ids(self) -> list[int]:
         """End tokens of the checkpoint: generation_config.json, config.json and the tokenizer's own, in this order."""

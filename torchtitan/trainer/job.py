@@ -261,7 +261,7 @@ class Job:
         device.seed_everything(config.training.seed, config.training.deterministic)
         self.dims = ParallelDims.from_config(config.parallelism, ranks, rank)
         if rank == 0:
-            tokenizer = Tokenizer(config.model.hf_assets_path)
+            tokenizer = Tokenizer(config.model.hf_assets_path, config.rollout.chat_template_kwargs)
             events, journal = EventLog(self.run_dir / "events.jsonl"), Journal(self.run_dir)
             self._closing.callback(journal.close)
             if active := faults.active():

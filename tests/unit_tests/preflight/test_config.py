@@ -284,13 +284,14 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
         [],
         ["max_model_len = 9", "same option as max-model-len"],
     ),
-    ("options without a name", "", ["--inference.engine_args", "x"], ["--inference.engine_args.max-model-len 1024"]),
+    ("options without a name", "", ["--inference.engine_args", "x"], ["--inference.engine_args.NAME VALUE"]),
     (
         "a date as an option",
         '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n',
         [],
         ["inference.engine_args", "takes a table"],
     ),
+    ("template", "", ["--rollout.chat_template_kwargs.tools", "[]"], ["chat_template_kwargs", "must not have tools"]),
     ("server twice", "", ["--inference.servers", "http://localhost:1", "http://localhost:1"], ["named once"]),
     ("Slurm without a port", "", ["--inference.servers", "slurm:gpu[1-2]"], ["slurm:gpu[1-2]", "slurm:NODES:PORT"]),
     ("Slurm nodes backwards", "", ["--inference.servers", "slurm:gpu[3-2]:80"], ["3 to 2 is no range"]),
@@ -583,9 +584,11 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
         "dummy",
         "--training.steps",
         "3",
+        "--rollout.chat-template-kwargs.enable_thinking=false",
     ]
     config = load_config([*arguments, *words])
     assert config.training.steps == 3
+    assert config.rollout.chat_template_kwargs == {"enable_thinking": False}
     assert command_line(config.inference.engine_args) == [
         *("--max-model-len", "64", "--enforce-eager", "--served-model-name", "a", "b"),
         *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),

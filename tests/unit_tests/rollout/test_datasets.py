@@ -30,6 +30,9 @@ class Characters:
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return [2, *self.encode(text)]
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(chr(i) for i in ids if not (skip_special and i < 32))
 
@@ -223,10 +226,10 @@ def test_every_pass_has_every_prompt_once_in_an_order_of_its_own() -> None:
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
-    texts = ["short", "x" * 32, "y" * 33, "z" * 100]
+    texts = ["short", "x" * 31, "y" * 32, "z" * 100]  # and a token in front of each
     stream = make_stream(texts)
     seen = Counter(stream.next().text for _ in range(6))
-    assert seen == {"short": 3, "x" * 32: 3}
+    assert seen == {"short": 3, "x" * 31: 3}
     assert stream.dropped >= 4
     with pytest.raises(UserError, match="training.seq_len"):
         make_stream(["y" * 33]).next()

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.gateway.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.turns import TurnRenderer
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
@@ -77,6 +79,44 @@ def test_chat_template_agrees_with_transformers(pair, messages: list, add_genera
     assert ours.render_chat(messages, add_generation_prompt) == expected
     ids = theirs.encode(expected, add_special_tokens=False)
     assert ours.apply_chat_template(messages, add_generation_prompt) == ids
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_plain_text_begins_as_transformers_has_it(in_file: bool, settings: dict[str, bool], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, bos_token="<|endoftext|>", **settings)
+    if in_file:
+        file = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        ends = [("<|endoftext|>", 0), ("<|im_end|>", 2)]
+        file.post_processor = processors.TemplateProcessing("<|endoftext|> $A <|im_end|>", special_tokens=ends)
+        file.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    ours = Tokenizer(tmp_path)
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        assert ours.encode_prompt(text) == (expected[:-1] if expected[-1] == 2 else expected)
+        assert ours.encode_prompt(f"<|endoftext|>{text}") == [0, *ours.encode(text)]
+
+
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{THINKS}{{% endif %}}")
+    write_tokenizer(tmp_path, chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    for values, ends in (({}, "assistant\n"), ({"enable_thinking": False}, "</think>\n\n")):
+        ours = Tokenizer(tmp_path, values)
+        expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, **values)
+        assert ours.apply_chat_template(MESSAGES) == ChatRenderer(ours).whole(MESSAGES, []) == expected
+        follows = TurnRenderer(ours, chat=True).tokens(MESSAGES[1:], ended=True)
+        goes_on = ChatRenderer(ours).goes_on([2], True, MESSAGES[1:], [])
+        for tokens in (expected, follows, goes_on or []):
+            assert ours.decode(tokens, skip_special=False).endswith(ends)
+    with pytest.raises(UserError, match="names enable_thinkin, which the chat template of .* reads add_gen"):
+        Tokenizer(tmp_path, {"enable_thinkin": False})
 
 
 def test_vocabulary_and_unknown_ids(pair) -> None:

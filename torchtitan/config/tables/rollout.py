@@ -12,6 +12,7 @@ from torchtitan.config.values import (
     Column,
     Count,
     CountOrZero,
+    Options,
     PathText,
     Positive,
     Range,
@@ -38,6 +39,9 @@ class Rollout:
 
     system_prompt: str = ""
     """System message in front of every prompt (chat_template only)"""
+
+    chat_template_kwargs: Options = field(default_factory=dict)
+    """Variables of the chat template, wherever one is applied: {enable_thinking = false} (Qwen3)"""
 
     shuffle: bool = True
     """Shuffle the prompts anew in every pass, from training.seed"""

@@ -83,6 +83,7 @@ class Gateway:
         self._pool, self._events = pool, events
         self._settings = {
             "model": config.model.hf_assets_path,
+            "chat_template_kwargs": config.rollout.chat_template_kwargs,
             "name": Path(config.model.hf_assets_path).name,
             "seq_len": config.training.seq_len,
             "max_calls": max_calls,

@@ -49,6 +49,7 @@ class Settings:
 
     model: str
     """Checkpoint directory, with the tokenizer"""
+    chat_template_kwargs: dict[str, Any]
     name: str
     """Of the model, as programs see it"""
     seq_len: int
@@ -127,7 +128,7 @@ class GatewayServer:
 
     async def _set_up(self, **values: Any) -> None:
         settings = Settings(**values)
-        self._tokenizer = Tokenizer(settings.model)
+        self._tokenizer = Tokenizer(settings.model, settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer)
         self._engines = Engines(settings.backend, settings.actor_token, settings.request_timeout_s, settings.timeout_s)
         self._engines.peer = self._peer
