@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan.weight_sync.disk import replace_file, sync_folder, write_all
 from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.runtime import Runtime
-from torchtitan.weight_sync.weight_files import FORMAT, LATEST, MANIFEST, version_folder
+from torchtitan.weight_sync.weight_files import FORMAT, LATEST, MANIFEST, version_folder, version_of
 from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,14 @@ class Catalogue:
         sync_folder(self._folder)
 
     def _sweep(self, newest: int, kept: Collection[int]) -> None:
-        """Delete older versions, what an earlier life of a shard server has left, and earlier epochs."""
+        """Delete older versions, what an earlier life of a shard server has left, and earlier epochs; nothing else that
+        may be in a folder of the user's."""
         latest = (self._folder / LATEST).resolve()
         for folder in self._folder.glob("*/version-*"):
-            number = folder.name.removeprefix("version-")
-            if not number.isdigit() or folder.resolve() == latest:
+            version = version_of(folder)
+            if version is None or folder.resolve() == latest:
                 continue
-            if folder.parent.name == self._epoch and (int(number) > newest or int(number) in kept):
+            if folder.parent.name == self._epoch and (version > newest or version in kept):
                 continue
             for pattern in _FILES:
                 for path in folder.glob(pattern):

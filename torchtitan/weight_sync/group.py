@@ -54,9 +54,11 @@ class LedPuller(Puller):
         if message["type"] != "apply":
             super()._on_message(message)
             return
-        self._ordered = message["version"]
-        if self._staged is None or self._staged[0].version != self._ordered:
-            self._tell_ended(self._ordered, "refused", "it is not staged")
+        version = message["version"]
+        if self._staged is None or self._staged[0].version != version:
+            self._tell_ended(version, "refused", "it is not staged")
+        else:
+            self._ordered = version
         self._consider()
 
     def _on_layout(self, message: Message) -> None:

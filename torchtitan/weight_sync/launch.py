@@ -25,23 +25,28 @@ HEALTHY_SECONDS = 60.0
 # is a single look.
 LOOK_SECONDS = 1.0
 FROZEN_LOOKS = 30
+# One that has shown no sign of life yet is still starting: from a cold network disk that takes a while.
+STARTING_LOOKS = 60
 
 
 def watch_pulse(
     name: str,
-    pulse: Callable[[], object],
+    pulse: Callable[[], tuple[int, int]],
     closing: threading.Event,
     on_frozen: Callable[[], None],
     frozen_looks: int = FROZEN_LOOKS,
 ) -> threading.Thread:
-    """A thread that calls on_frozen() each time that pulse() has stood still for so many looks; until closing."""
+    """A thread that calls on_frozen() each time that pulse() = (restarts, beats) has stood still for so many looks,
+    or for STARTING_LOOKS after a start; until closing."""
 
     def watch() -> None:
-        last, still = pulse(), 0
+        last, still, starting = pulse(), 0, True
         while not closing.wait(LOOK_SECONDS):
             now = pulse()
+            if now != last:
+                starting = now[0] != last[0]
             last, still = now, still + 1 if now == last else 0
-            if still >= frozen_looks:
+            if still >= (STARTING_LOOKS if starting else frozen_looks):
                 on_frozen()
                 still = 0
 

@@ -34,6 +34,8 @@ CHUNKS = 4
 # The two ends of a communicator have to meet within this time.
 MEETING_SECONDS = 10.0
 _LONGEST_SECONDS = 3600.0
+# An actor that posts no receive for so long has other buckets to fetch first, or its machine is gone without a word.
+CREDIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,10 @@ class SendingLink:
             pending.wait(self._chunks.timeout_s)
 
     def _credited(self) -> Communicator:
-        """Wait for a posted receive.
-
-        Without a deadline of its own, since nothing is held on the device meanwhile: the channel ends when the actor is
-        gone, or when the snapshot is.
-        """
+        """Wait for a posted receive. Nothing is held on the device meanwhile, only the actor's later links wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._credits > 0 or self._closed)
+            if not self._changed.wait_for(lambda: self._credits > 0 or self._closed, CREDIT_SECONDS):
+                raise Broken(f"no receive was posted for {CREDIT_SECONDS:g} s")
             self._credits -= 1
         if self._closed or self._communicator is None:
             raise Broken("the channel is over")

@@ -73,7 +73,8 @@ class Registry:
         """Serial -> version"""
         self.newest: Manifest | None = None
         self._newest_message: Message = {}
-        self._pinned: int | None = None
+        self._pin: Message | None = None
+        """What actors are told of it, once the trainer has said: until then they keep what another registry said"""
         self._evictions = 0
         self._failure = self._dropped_because = ""
         self._status_due = False
@@ -335,7 +336,8 @@ class Registry:
         if self._model is not None:
             channel.send({"type": "model", "layout_id": self._layout_id, "layout": self._model})
         channel.send(self._servers())
-        channel.send({"type": "pinned", "version": self._pinned})
+        if self._pin is not None:
+            channel.send(self._pin)
         if actor.address:
             channel.send({"type": "relay", "key": self._relay_key(name)})
         if self.newest is not None:
@@ -417,6 +419,12 @@ class Registry:
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
 
     def _on_serving(self, name: str, actor: Actor, message: Message) -> None:
+        newest = self.newest
+        if newest is not None and (
+            message["version"] > newest.version
+            or (message["version"] == newest.version and message["digest"] != newest.digest)
+        ):
+            raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]
         actor.pinned = actor.version == self._pinned
@@ -432,13 +440,17 @@ class Registry:
             return
         if message["type"] != "pin":
             raise ProtocolError(f"a trainer does not send {message['type']!r}")
-        self._pinned = message.get("version")
+        self._pin = {"type": "pinned", "version": message.get("version")}
         for actor in self.actors.values():
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
                 actor.applies_since = self._runtime.now()
-        self._tell_actors({"type": "pinned", "version": self._pinned})
+        self._tell_actors(self._pin)
         self._changed()
+
+    @property
+    def _pinned(self) -> int | None:
+        return None if self._pin is None else self._pin["version"]
 
     def _on_trainer_lost(self, channel: Channel, _reason: str) -> None:
         if self._trainer is channel:

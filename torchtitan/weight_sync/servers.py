@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.derived import is_loopback
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
@@ -24,6 +25,8 @@ MODULE = "torchtitan.weight_sync.main"
 # The parent looks once a second: so many looks without a sign of life are a frozen process.
 FROZEN_LOOKS = 3
 BACKLOG = 1024
+# A rank that has no connection to the registry by then has no way to it.
+REACH_SECONDS = 10.0
 
 
 def numeric(host: str) -> str:
@@ -31,23 +34,30 @@ def numeric(host: str) -> str:
 
     Raises UserError.
     """
+    here = socket.gethostname()
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise UserError(f"weight_sync.host = {host} cannot be resolved on {socket.gethostname()}: {error}") from error
+        raise UserError(f"weight_sync.host = {host} cannot be resolved on {here}: {error}") from error
+    if is_loopback(address) and not is_loopback(host):
+        raise UserError(
+            f"weight_sync.host = {host} is {address} on {here} (/etc/hosts?), which no other machine reaches: give the "
+            "address of a network interface, or 127.0.0.1 where everything runs on this machine"
+        )
+    return address
 
 
-def towards(address: str) -> str:
-    """The address of this machine at which the machine of `address` (host:port) reaches it."""
-    host, port = wire.parse_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            # Sends nothing: the system only looks up the way.
-            sock.connect((host, port))
-            return str(sock.getsockname()[0])
-        except OSError as error:
-            raise UserError(f"{socket.gethostname()} has no way to weight_sync.host = {host}: {error}") from error
+def towards(registry: str) -> str:
+    """The address of this machine at which rank 0's reaches it. Raises UserError where `registry` (host:port) cannot be
+    reached from here."""
+    try:
+        with socket.create_connection(wire.parse_address(registry), REACH_SECONDS) as way:
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} does not reach the weight registry at {registry} ({error}): weight_sync.host has "
+            "to be an address at which rank 0's machine is reached from all others, and no firewall may stand between"
+        ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -26,8 +26,8 @@ from torchtitan.weight_sync.wire import Message, ProtocolError
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
 TICK_SECONDS = 0.2
-# One bucket takes a fraction of a second: a thread that is at one for longer hangs.
-LONGEST_BUCKET_SECONDS = 5.0
+# One bucket takes a fraction of a second: a thread that is at one for longer hangs. So long, and so long per byte.
+LONGEST_BUCKET_SECONDS, LONGEST_SECONDS_PER_BYTE = 5.0, 50e-9
 # Writing one bucket, or bringing a file to the disk: a network's may take minutes.
 LONGEST_WRITE_SECONDS = 600.0
 
@@ -78,6 +78,7 @@ class ShardServer:
         self._runtime, self._slots, self._layout = runtime, slots, layout
         self.rank, self.epoch = rank, epoch
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
+        self._bucket_seconds = LONGEST_BUCKET_SECONDS + LONGEST_SECONDS_PER_BYTE * layout.bucket_bytes
         self.live = LiveSlots(slots.state_words)
         roles, key_of = frozenset((ACTOR,)), partial(role_key, token)
         self.readers = Readers(runtime, epoch, roles, key_of, self, "send", self._reference, make_link)
@@ -126,7 +127,7 @@ class ShardServer:
     def _works(self) -> bool:
         """Without a beat the parent ends this process and starts another one."""
         now, encoding = self._runtime.now(), self.deltas.began
-        return (self._due is None or now < self._due) and (encoding is None or now - encoding < LONGEST_BUCKET_SECONDS)
+        return (self._due is None or now < self._due) and (encoding is None or now - encoding < self._bucket_seconds)
 
     # Snapshots
 
@@ -144,7 +145,7 @@ class ShardServer:
             index, version = filled[serial]
             self._hashing = serial
             self.live.hold(serial)
-            self._moved(LONGEST_BUCKET_SECONDS)
+            self._moved(self._bucket_seconds)
             self._runtime.work("checksums", partial(self._take, index, serial, version), partial(self._taken, serial))
 
     def _next_to_hash(self, serials: list[int]) -> int:
@@ -159,7 +160,7 @@ class ShardServer:
         faults.at("checksum", version=version, rank=self.rank)
         memory, sums = self._slots.slot(index), []
         for start in range(0, len(memory), self._layout.bucket_bytes):
-            self._moved(LONGEST_BUCKET_SECONDS)
+            self._moved(self._bucket_seconds)
             sums.append(self._checksum(memory[start : start + self._layout.bucket_bytes]))
         about = {"serial": serial, "version": version}
         if self._persist is None:

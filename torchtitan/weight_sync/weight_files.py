@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ def file_name(rank: int, ranks: int) -> str:
 def version_folder(epoch: str, version: int) -> str:
     """Of a version, in the weights folder."""
     return f"{epoch}/version-{version:08d}"
+
+
+def version_of(folder: Path) -> int | None:
+    """The version of such a folder, of any epoch (run_dir.mint_epoch); None for what a job has not made."""
+    found = re.fullmatch(r"e\d+-\w+/version-(\d{8,})", f"{folder.parent.name}/{folder.name}")
+    return None if found is None else int(found[1])
 
 
 class PackedRank:

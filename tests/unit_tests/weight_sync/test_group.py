@@ -217,7 +217,13 @@ def test_versions_of_other_numbers_are_not_applied() -> None:
     group.run(2.0)
     worker = group.workers[0]
     before = worker.holds
-    worker.puller._on_message({"type": "apply", "version": 7})
+    worker.puller._on_message({"type": "apply", "version": 1})
     group.run(1.0)
     assert worker.holds == before == group.leader.serving
+    # Nor does that order count once it is staged: the other worker has none.
+    orders = list[int]()
+    group.leader.order = lambda manifest, _done: orders.append(manifest.version)  # type: ignore[method-assign]
+    job.train(1)
+    group.run(2.0)
+    assert orders == [1] and worker.holds == before
     group.close()

@@ -126,6 +126,15 @@ def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     assert len(launched) == 1
 
 
+def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_end(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor of the same name shares the thread that sends, and may be the only one that a trainer has."""
+    monkeypatch.setattr(nccl, "CREDIT_SECONDS", 0.3)
+    _, sent = make_pair().send(bytes(BUCKET))
+    assert sent.wait(PATIENCE_S)
+
+
 def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(timeout_s=0.5)
     reference, _ = pair.send(bytes(BUCKET))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync import wire
+from torchtitan.errors import UserError
+from torchtitan.weight_sync import launch, servers, wire
 from torchtitan.weight_sync.checksums import bucket_checksum
 from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.live_slots import LiveSlots
@@ -136,6 +139,51 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
     process = SupervisedProcess("helper", "short_life", lambda _number: {}, [], "token", tmp_path / "log", 3)
     process._thread.join(PATIENCE_S)
     assert not process._thread.is_alive() and "no more processes" in process.failure
+
+
+def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no sign of life before its modules are read; after the first one it is killed when there are no more."""
+    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
+    beats, looks = [0], threading.Semaphore(0)
+
+    def pulse() -> int:
+        looks.release()
+        return beats[0]
+
+    process = SupervisedProcess("helper", "slow", lambda _number: {}, [], "token", tmp_path / "log", 9, pulse, 3)
+    try:
+        for _ in range(20):
+            assert looks.acquire(timeout=PATIENCE_S)
+        assert process.restarts == 0
+        beats[0] += 1
+        deadline = time.monotonic() + PATIENCE_S
+        while process.restarts == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.restarts == 1
+    finally:
+        process.close(time.monotonic() + PATIENCE_S)
+
+
+@pytest.mark.parametrize(("host", "address"), [("rank-0", "127.0.1.1"), ("rank-0", "::1"), ("localhost", "127.0.0.1")])
+def test_name_of_loopback_is_no_address_for_others(monkeypatch: pytest.MonkeyPatch, host: str, address: str) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, "", (address, 0))])
+    if host == "localhost":
+        assert servers.numeric(host) == address
+        return
+    with pytest.raises(
+        UserError, match=f"weight_sync.host = rank-0 is {address} on .*, which no other machine reaches"
+    ):
+        servers.numeric(host)
+
+
+def test_rank_that_does_not_reach_the_registry_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert servers.towards(address) == "127.0.0.1"
+    with pytest.raises(UserError, match=f"does not reach the weight registry at {address}"):
+        servers.towards(address)
 
 
 @pytest.mark.parametrize("address", ["host", ":1", "host:", "host:0", "host:65536", "host:²", "host:" + "1" * 5000])

@@ -57,6 +57,11 @@ class World:
         for client, sums in zip(ranks, SUMS, strict=True):
             client.say("snapped", serial=serial, version=version, checksums=sums)
 
+    @property
+    def digest(self) -> str:
+        """Of the newest version."""
+        return "" if self.registry.newest is None else self.registry.newest.digest
+
     def events(self, name: str) -> list[Message]:
         return [fields for event, fields in self.journal if event == name]
 
@@ -80,7 +85,7 @@ def test_version_is_published_when_all_ranks_have_it_and_the_layout_is_known() -
     ranks[1].say("snapped", serial=2, version=1, checksums=SUMS[1])
     assert actor.count("newest") == 2 and actor.last("newest")["version"] == 2
     late = world.actor("late")
-    assert late.last("newest")["version"] == 2 and late.count("model") == 1 and late.last("pinned")["version"] is None
+    assert late.last("newest")["version"] == 2 and late.count("model") == 1 and late.count("pinned") == 0
 
 
 def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
@@ -165,9 +170,9 @@ def test_trainer_hears_what_changes_and_a_new_connection_replaces_the_old() -> N
     assert (status["servers"], status["newest"], status["term"], status["epoch"]) == (2, 0, 7, "e1")
     actor.say("ended", version=0, outcome="staged", reason="")
     assert first.last("status")["actors"]["a"]["state"] == "APPLYING"
-    actor.say("serving", version=0, digest="d", figures={"transfer_s": 1.0})
+    actor.say("serving", version=0, digest=world.digest, figures={"transfer_s": 1.0})
     shown = first.last("status")["actors"]["a"]
-    assert (shown["state"], shown["version"], shown["digest"], shown["serves"]) == ("READY", 0, "d", True)
+    assert (shown["state"], shown["version"], shown["digest"], shown["serves"]) == ("READY", 0, world.digest, True)
     assert shown["figures"] == {"transfer_s": 1.0} and world.events("applied")[-1]["actor"] == "a"
     # What happens at once is one message.
     count = first.count("status")
@@ -189,15 +194,35 @@ def test_pin_reaches_all_actors_and_those_that_come_later() -> None:
     world = World()
     trainer, ranks, actor, other = world.trainer(), world.ranks(), world.actor(), world.actor("other")
     world.publish(ranks, 1, 0)
-    actor.say("serving", version=0, digest="d", figures={})
+    actor.say("serving", version=0, digest=world.digest, figures={})
     trainer.say("pin", version=0)
     status = trainer.last("status")
     assert actor.last("pinned")["version"] == 0 == world.actor("late").last("pinned")["version"] == status["pinned"]
     assert status["actors"]["a"]["pinned"] and not status["actors"]["other"]["pinned"]
-    other.say("serving", version=0, digest="d", figures={})
+    other.say("serving", version=0, digest=world.digest, figures={})
     assert trainer.last("status")["actors"]["other"]["pinned"]
     trainer.say("pin", version=None)
     assert actor.last("pinned")["version"] is None and not trainer.last("status")["actors"]["a"]["pinned"]
+
+
+def test_registry_that_has_not_heard_of_the_pin_leaves_it_to_the_trainer() -> None:
+    """After a restart of the registry in the midst of an evaluation actors may come before the trainer does."""
+    world = World()
+    world.publish(world.ranks(), 1, 0)
+    actor = world.actor()
+    assert actor.count("newest") == 1 and actor.count("pinned") == 0
+    world.trainer().say("pin", version=None)
+    assert actor.last("pinned")["version"] is None
+
+
+@pytest.mark.parametrize(("version", "digest"), [(0, "of other bytes"), (1, "")])
+def test_actor_that_claims_what_was_not_published_is_hung_up_on(version: int, digest: str) -> None:
+    world = World()
+    world.publish(world.ranks(), 1, 0)
+    actor = world.actor()
+    actor.say("serving", version=version, digest=digest, figures={})
+    assert actor.over and world.registry.actors["a"].version == -1
+    assert "of other bytes than were published" in world.machine.protocol_errors[-1]
 
 
 def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -> None:
@@ -205,11 +230,11 @@ def test_actor_that_does_not_apply_in_time_is_hung_up_on_unless_it_is_pinned() -
     trainer, ranks, actor, pinned = world.trainer(), world.ranks(), world.actor(), world.actor("pinned")
     world.publish(ranks, 1, 0)
     for client in (actor, pinned):
-        client.say("serving", version=0, digest="d", figures={})
+        client.say("serving", version=0, digest=world.digest, figures={})
     world.publish(ranks, 2, 1)
     trainer.say("pin", version=0)
     pinned.say("ended", version=1, outcome="staged", reason="")
-    actor.say("serving", version=1, digest="d", figures={})
+    actor.say("serving", version=1, digest=world.digest, figures={})
     actor.say("ended", version=2, outcome="staged", reason="")
     world.run(0.8)
     assert not actor.over
@@ -248,12 +273,12 @@ def test_same_process_may_come_back_and_another_one_starts_afresh() -> None:
     world = World()
     trainer, ranks, actor = world.trainer(), world.ranks(), world.actor()
     world.publish(ranks, 1, 0)
-    actor.say("serving", version=0, digest="d", figures={})
+    actor.say("serving", version=0, digest=world.digest, figures={})
     again = world.actor()
     assert actor.over and not again.over
     shown = trainer.last("status")["actors"]["a"]
     assert (shown["state"], shown["version"], shown["evictions"]) == ("JOINING", -1, 1)
-    again.say("serving", version=0, digest="d", figures={})
+    again.say("serving", version=0, digest=world.digest, figures={})
     assert trainer.last("status")["actors"]["a"]["serves"] and world.events("serves")
     other = world.actor(instance="a-2")
     assert again.over and not other.over and trainer.last("status")["actors"]["a"]["evictions"] == 2

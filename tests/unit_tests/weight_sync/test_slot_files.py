@@ -194,6 +194,18 @@ def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatc
     assert read_weights(folder.path / "latest").version == 2
 
 
+def test_what_is_no_version_of_a_job_stays(folder: Folder) -> None:
+    kept = [folder.path / name / "model.safetensors" for name in ("llama/version-2", "e1/version-1", f"{EPOCH}/other")]
+    gone = folder.path / "e0-test/version-00000007/model.safetensors"
+    for path in (*kept, gone):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    for version in range(1, 5):
+        folder.publish(version)
+    assert all(path.exists() for path in kept) and not gone.parent.parent.exists()
+    assert sorted(path.name for path in (folder.path / EPOCH).glob("version-*"))[0] == "version-00000003"
+
+
 @pytest.mark.parametrize("damage", ["corrupt", "drop", "truncate", "delete"])
 def test_damaged_file_is_never_taken_for_a_whole_one(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, damage: str
