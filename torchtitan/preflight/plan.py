@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import global_batch_size, is_colocated, shard_degree, shares_devices
+from torchtitan.config.derived import ON_DEVICE, global_batch_size, is_colocated, shard_degree, shares_devices
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_host, reference_on_host, version_bytes
 from torchtitan.models.shape import read_shape
+from torchtitan.utils.machine import has_gpu
 
 # Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
 PLANNED_DEVICE = 80 * GIB
@@ -88,7 +89,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         lines += [
             f"model: {plan.parameters:,} parameters",
             f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
-            *_slots(config, memory),
+            *_weight_sync(config, memory, plan.version_bytes),
             f"memory estimate per rank: {_size(memory.total)}",
             *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
@@ -106,10 +107,24 @@ def _where(config: JobConfig, part: str) -> str:
     return " of host memory" if part == "reference" and reference_on_host(config) else ""
 
 
-def _slots(config: JobConfig, memory: MemoryEstimate) -> list[str]:
+def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) -> list[str]:
+    """What each process holds of versions on their way."""
+    sync, inference = config.weight_sync, config.inference
     if is_colocated(config):
         return []
-    return [f"slots per rank: {config.weight_sync.slots_per_rank}, together {_size(memory.slots)} of shared memory"]
+    on_device = sync.transport in ON_DEVICE and has_gpu()
+    slots = sync.slots_per_rank
+    host = "host memory, shared with its shard server"
+    lines = [f"slots per rank: {slots}, together {_size(memory.slots)} of {'GPU memory' if on_device else host}"]
+    if sync.delta:
+        slot = memory.slots // slots
+        text = f"base of deltas per rank: {_size(slot)}, one of the slots; deltas of a version beside it: less than"
+        lines.append(f"{text} {_size(slot)} of host memory")
+    workers = inference.tensor_parallel_size
+    # Workers of one engine share host memory, see inference/vllm/backend.py.
+    where = "GPU memory" if on_device and workers == 1 and inference.backend != "sglang" else "host memory"
+    shared = f", once for its {workers} workers" if workers > 1 else ""
+    return [*lines, f"staging per actor: {_size(version_bytes)} of {where}{shared}"]
 
 
 def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> list[str]:

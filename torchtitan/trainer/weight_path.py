@@ -11,6 +11,7 @@ from torchtitan.config.derived import drain_seconds
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
+from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.colocated.weights import ColocatedWeights
 from torchtitan.models.decoder import Decoder
@@ -65,19 +66,27 @@ def open_weight_path(
         yield ColocatedWeights(policy, replica, replicas, epoch, TORCH_DTYPES[config.inference.dtype])
         return
     # Rank 0 starts the registry, so it goes first; the others join at the address that it broadcasts.
-    sync = WeightSync(
-        config.weight_sync,
-        synced_parameters(policy),
-        epoch=epoch,
-        token=token,
-        run_dir=run_dir,
-        rank=rank,
-        world_size=ranks,
-        local_rank=device.local_rank(),
-        registry=None if rank == 0 else broadcast_bytes(None).decode(),
-        dtype=config.inference.dtype,
-        drain_s=drain_seconds(config),
-    )
+    registry = None if rank == 0 else broadcast_bytes(None).decode()
+    if registry == "":
+        raise UserError("rank 0 cannot publish weights, and says why")
+    try:
+        sync = WeightSync(
+            config.weight_sync,
+            synced_parameters(policy),
+            epoch=epoch,
+            token=token,
+            run_dir=run_dir,
+            rank=rank,
+            world_size=ranks,
+            local_rank=device.local_rank(),
+            registry=registry,
+            dtype=config.inference.dtype,
+            drain_s=drain_seconds(config),
+        )
+    except UserError:
+        if rank == 0:
+            broadcast_bytes(b"")
+        raise
     try:
         if rank == 0:
             broadcast_bytes(sync.registry_address.encode())
