@@ -6,7 +6,7 @@ A family is a row of `FAMILIES`. Keys of a config.json that nothing here honours
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
@@ -38,29 +38,31 @@ class Family:
     """attention_bias is also o_proj's"""
     rotary_pairs: bool = False
     """Rotary positions turn neighbours instead of the two halves of a head"""
-    rotary_share: float = 1.0
-    """Of a head that is turned, where config.json does not say"""
     activation: str = "silu"
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of hidden_size"""
-    head_dim: int = 0
-    """Where config.json does not say; 0: hidden_size / heads"""
-    theta: float = 10000.0
-    """Where config.json does not say"""
+    defaults: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What a config.json means that leaves these keys out, as transformers has it"""
     full_every: int = 0
     """Without layer_types every n-th layer attends to everything and the others to a window; 0: see _layer_types"""
     keys: tuple[str, ...] = ()
     """Further keys of config.json that are honoured"""
+    only: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further keys, and the one value of each that is"""
 
 
-_GEMMA: dict[str, Any] = {
-    "norms": GEMMA,
-    "zero_norms": True,
-    "activation": "gelu_pytorch_tanh",
-    "scaled_embedding": True,
-    "head_dim": 256,
-    "keys": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
-}
+def _gemma(**defaults: Any) -> dict[str, Any]:
+    common = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "sliding_window": 4096}
+    return {
+        "norms": GEMMA,
+        "zero_norms": True,
+        "activation": "gelu_pytorch_tanh",
+        "scaled_embedding": True,
+        "keys": ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"),
+        "defaults": common | defaults,
+    }
+
+
 # Of mixtures of experts, see expert_args.py.
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -70,36 +72,68 @@ _EXPERTS = (
 )
 # Of further layers that guess several tokens at a time, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+_SWITCHED = {"use_sliding_window": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", head_dim=128),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="heads", head_dim=128, keys=_EXPERTS),
-    "mixtral": Family("MixtralForCausalLM", keys=_EXPERTS),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, output_bias=False, defaults=_SWITCHED),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="heads", defaults={"head_dim": 128, **_SWITCHED}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="heads", keys=_EXPERTS, defaults={"head_dim": 128, **_SWITCHED}),
+    "mixtral": Family("MixtralForCausalLM", keys=_EXPERTS, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}),
     "minimax_m2": Family(
         "MiniMaxM2ForCausalLM",
         qk_norm="whole",
-        theta=5000000.0,
-        keys=(*_EXPERTS, "rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", "use_routing_bias", *_MTP),
+        keys=(*_EXPERTS, "rotary_dim", "use_qk_norm", *_MTP),
+        only={"scoring_func": "sigmoid", "use_routing_bias": True, "qk_norm_type": "per_layer"},
+        defaults={"rope_theta": 5000000.0},
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         qk_norm="heads",
         output_bias=False,
-        rotary_share=0.5,
-        head_dim=128,
-        keys=(*_EXPERTS, "use_qk_norm", "scoring_func", "topk_method", *_MTP),
+        keys=(*_EXPERTS, "use_qk_norm", *_MTP),
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
-    "mistral": Family("MistralForCausalLM"),
-    "olmo2": Family("Olmo2ForCausalLM", qk_norm="whole", norms=AFTER),
-    "olmo3": Family("Olmo3ForCausalLM", qk_norm="whole", norms=AFTER, full_every=4, theta=500000.0),
-    "smollm3": Family("SmolLM3ForCausalLM", theta=2000000.0, keys=("no_rope_layers", "no_rope_layer_interval")),
+    "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096}),
+    "olmo2": Family("Olmo2ForCausalLM", qk_norm="whole", norms=AFTER, defaults={"rms_norm_eps": 1e-5}),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        qk_norm="whole",
+        norms=AFTER,
+        full_every=4,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        keys=("no_rope_layers", "no_rope_layer_interval"),
+        defaults={"rope_theta": 2000000.0, "tie_word_embeddings": True, **_SWITCHED},
+    ),
     "glm4": Family(
-        "Glm4ForCausalLM", norms=GLM, joint_gate_up=True, output_bias=False, rotary_pairs=True, rotary_share=0.5
+        "Glm4ForCausalLM",
+        norms=GLM,
+        joint_gate_up=True,
+        output_bias=False,
+        rotary_pairs=True,
+        defaults={"rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True},
     ),
-    "gemma2": Family("Gemma2ForCausalLM", **_GEMMA, full_every=2),
-    "gemma3_text": Family("Gemma3ForCausalLM", **_GEMMA, qk_norm="heads", full_every=6, theta=1000000.0),
-    "phi3": Family("Phi3ForCausalLM", joint_qkv=True, joint_gate_up=True),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", full_every=2, **_gemma(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_norm="heads",
+        full_every=6,
+        **_gemma(rope_theta=1000000.0, rope_local_base_freq=10000.0),
+    ),
+    "phi3": Family("Phi3ForCausalLM", joint_qkv=True, joint_gate_up=True, defaults={"rms_norm_eps": 1e-5}),
     "granite": Family(
         "GraniteForCausalLM",
         keys=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
@@ -131,7 +165,8 @@ def find_family(config: dict[str, Any]) -> Family:
         raise UserError(f"model_type {name!r} in config.json is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     known = {*HONOURED, *MEANINGLESS, *family.keys}
-    ignored = sorted(key for key, value in config.items() if key not in known and value)
+    wrong = {key for key, value in family.only.items() if config.get(key, value) not in (value, None)}
+    ignored = sorted(wrong | {key for key, value in config.items() if key not in known | {*family.only} and value})
     if ignored:
         said = ", ".join(f"{key} = {config[key]!r}" for key in ignored)
         raise UserError(f"{said} in config.json: the decoder does not honour that for model_type {name}")
@@ -182,11 +217,11 @@ class Rope:
     scaling: Scaling | None = None
 
 
-def read_ropes(config: dict[str, Any], family: Family) -> tuple[tuple[Rope, Rope | None], float]:
+def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]:
     """((rotary positions, those of windowed layers where they are others), share of a head that is turned)."""
     # transformers 5 nests theta and scaling in rope_parameters, by layer type where they differ; 4 keeps them apart.
     nested = config.get("rope_parameters") or {}
-    theta = config.get("rope_theta") or family.theta
+    theta = config.get("rope_theta") or 10000.0
     if "full_attention" in nested or "sliding_attention" in nested:
         full = nested.get("full_attention") or {}
         sliding = nested.get("sliding_attention") or {}
@@ -194,9 +229,8 @@ def read_ropes(config: dict[str, Any], family: Family) -> tuple[tuple[Rope, Rope
         full = nested or config.get("rope_scaling") or {}
         sliding = full
         if config["model_type"] in ("gemma3_text", "olmo3"):
-            local = config.get("rope_local_base_freq") or (10000.0 if config["model_type"] == "gemma3_text" else theta)
-            sliding = {"rope_theta": local}
-    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or family.rotary_share
+            sliding = {"rope_theta": config.get("rope_local_base_freq") or theta}
+    share = full.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if config.get("rotary_dim") and "partial_rotary_factor" not in full:
         share = config["rotary_dim"] / config["head_dim"]
     whole, windowed = _rope(full, theta, config), _rope(sliding, theta, config)
@@ -250,10 +284,7 @@ def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:
     """The window of every layer, 0 for those that attend to everything; () where all do."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window") or 0
     kinds = config.get("layer_types")
-    # With these a window counts only if this key says so.
-    switched = config["model_type"] in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not config.get(
-        "use_sliding_window"
-    )
+    switched = not config.get("use_sliding_window", True)
     if kinds is None:
         kinds = _layer_types(config, family, layers)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})

@@ -132,14 +132,15 @@ class ModelArgs:
         lacking = [key for key in REQUIRED_KEYS if key not in config]
         if lacking:
             raise UserError(f"config.json lacks {', '.join(lacking)}")
-        (rope, sliding_rope), share = read_ropes(config, family)
+        source, config = json.dumps(config), family.defaults | config
+        (rope, sliding_rope), share = read_ropes(config)
         windows = read_windows(config, family)
         if sliding_rope is not None and not windows:
             sliding_rope = None
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim") or family.head_dim or hidden // heads
-        gemma, caps = name.startswith("gemma"), name == "gemma2"
-        scale = config.get("query_pre_attn_scalar", 256) ** -0.5 if gemma else config.get("attention_multiplier")
+        head_dim = config.get("head_dim") or hidden // heads
+        scalar = config.get("query_pre_attn_scalar")
+        scale = scalar**-0.5 if scalar else config.get("attention_multiplier")
         return cls(
             family=name,
             vocab_size=config["vocab_size"],
@@ -156,21 +157,21 @@ class ModelArgs:
             rotary_share=share,
             unturned=read_unturned(config),
             windows=windows,
-            attention_bias=bool(config.get("attention_bias", name == "glm4")) and not family.qkv_bias,
+            attention_bias=bool(config.get("attention_bias")) and not family.qkv_bias,
             mlp_bias=bool(config.get("mlp_bias")),
             attention_scale=scale or (1.0 if name == "granite" else 0.0),
-            attention_softcap=config.get("attn_logit_softcapping", 50.0 if caps else None) or 0.0,
-            logit_softcap=config.get("final_logit_softcapping", 30.0 if caps else None) or 0.0,
+            attention_softcap=config.get("attn_logit_softcapping") or 0.0,
+            logit_softcap=config.get("final_logit_softcapping") or 0.0,
             embedding_scale=hidden**0.5 if family.scaled_embedding else config.get("embedding_multiplier", 1.0),
             residual_scale=config.get("residual_multiplier", 1.0),
             logit_divisor=config.get("logits_scaling", 1.0),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", gemma or name == "smollm3")),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
             max_position_embeddings=config.get("max_position_embeddings", 32768),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
             experts=read_expert_args(name, config),
-            normed_heads=bool(config.get("use_qk_norm", name != "glm4_moe")),
-            source=json.dumps(config),
+            normed_heads=bool(config.get("use_qk_norm", True)),
+            source=source,
         )
 
     def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:

@@ -127,6 +127,8 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     text = f"leaves {rest} ranks to share an expert, which must divide its {sizes[0]} columns and the {sizes[1]} rows"
     check.refuse(key, ragged, text)
     if lora.rank:
+        text = "must be 0 with lora.rank > 0: routers are not sent to the actors"
+        check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0, text)
         inside = [name for name in ("gate_proj", "up_proj", "down_proj") if name in lora.target_modules]
         text = f"experts get no adapters: leave out {', '.join(inside)}"
         check.refuse("lora.target_modules", inside, text)

@@ -186,9 +186,7 @@ def test_scaled_positions_are_those_of_transformers(parameters: dict[str, Any], 
 
     config = transformers.LlamaConfig(head_dim=width, rope_parameters=dict(parameters), max_position_embeddings=8192)
     expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
-    (rope, _), _ = read_ropes(
-        {"model_type": "llama", "rope_parameters": parameters, "max_position_embeddings": 8192}, FAMILIES["llama"]
-    )
+    (rope, _), _ = read_ropes({"model_type": "llama", "rope_parameters": parameters, "max_position_embeddings": 8192})
     torch.testing.assert_close(inverse_frequencies(rope, width, "cpu"), expected, rtol=1e-6, atol=0)
     assert getattr(rope.scaling, "attention_factor", 1.0) == pytest.approx(factor, rel=1e-6)
 
@@ -212,6 +210,22 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
+    import transformers
+
+    config = {**SIZES, "num_hidden_layers": 8, "num_key_value_heads": 1, "head_dim": 4, "num_experts_per_tok": 1}
+    config |= {"num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "moe_intermediate_size": 8}
+    if FAMILIES[family].keys[:1] != ("num_experts",):
+        config = {key: value for key, value in config.items() if "expert" not in key and "moe" not in key}
+    whole = transformers.AutoConfig.for_model(family, **config).to_dict()
+    found, expected = (
+        ModelArgs.from_hf_config({**given, "model_type": family, "bos_token_id": None, "eos_token_id": None})
+        for given in (config, json.loads(json.dumps(whole)))
+    )
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -222,6 +236,7 @@ SIZES = {
         ({"layer_types": ["full_attention"]}, "names 1 of 2 layers"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' in config.json"),
         ({"rope_parameters": {**YARN, "finetuned": True}}, "finetuned = True in config.json: not honoured"),
+        ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func = 'softmax' in config.json"),
         ({"model_type": "granite", "use_sliding_window": False, "attention_multiplier": None}, ""),
     ],
 )

@@ -24,12 +24,15 @@ ARGS = replace(
 )
 
 
-def _problems(folder: Path, args: ModelArgs, ranks: int, lora: dict[str, Any], **parallelism: int) -> str:
+def _problems(
+    folder: Path, args: ModelArgs, ranks: int, lora: dict[str, Any], bias_rate: float = 0.0, **parallelism: int
+) -> str:
     (folder / "config.json").write_text(json.dumps(args.to_hf_config()))
     for name in ("tokenizer.json", "model.safetensors"):
         (folder / name).touch()
     config = JobConfig()
     config.model.hf_assets_path, config.training.seq_len = str(folder), 64
+    config.training.expert_bias_rate = bias_rate
     for key, value in parallelism.items():
         setattr(config.parallelism, key, value)
     for key, value in lora.items():
@@ -55,6 +58,13 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     said = _problems(tmp_path, ARGS, ranks, lora, **parallelism)
     assert (problem in said) if problem else not said, said
+
+
+def test_a_bias_that_moves_would_not_reach_engines_that_get_adapters(tmp_path: Path) -> None:
+    args = replace(ARGS, family="glm4_moe", experts=ExpertArgs(12, 2, 40, score="sigmoid", bias=True))
+    adapters = {"rank": 4, "target_modules": ["q_proj"]}
+    assert "must be 0 with lora.rank > 0" in _problems(tmp_path, args, 1, adapters, bias_rate=0.001)
+    assert not _problems(tmp_path, args, 1, {}, bias_rate=0.001)
 
 
 def test_a_dense_model_has_no_expert_parallelism(tmp_path: Path) -> None:
