@@ -47,13 +47,15 @@ def run_job(config: JobConfig) -> Run:
 
     with Job(config) as job:
         job.start()
-        while (command := job.next_command()).kind is not Kind.STOP:
+        while (command := job.next_command()).kind not in (Kind.STOP, Kind.DONE):
             if command.kind is Kind.SNAPSHOT:
                 job.publish_pending()
             elif command.generation is not None:
                 job.generate(command.generation)
             elif command.kind is Kind.EXPORT:
                 job.export_on_demand()
+            elif command.kind is Kind.EVALUATE and command.batch is not None:
+                job.evaluate(command.batch)
             elif command.batch is not None:
                 result = job.trainer.train_batch(command.batch, job.sync)
                 job.version += 1

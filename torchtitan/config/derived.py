@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import os
 
@@ -39,21 +40,51 @@ def shard_degree(config: JobConfig, ranks: int) -> int:
     return degree if degree != -1 else max(1, ranks // copies)
 
 
+def has_engines(config: JobConfig) -> bool:
+    """Whether anything is sampled: not where recorded batches are replayed, and for demonstrations only to evaluate."""
+    return not config.rollout.replay and (config.job.stage != "sft" or config.sft.sample)
+
+
+def learns_from_rewards(config: JobConfig) -> bool:
+    """Whether samples have advantages. Demonstrations have none, and a teacher's log-probs do without."""
+    return config.job.stage == "grpo" or (config.job.stage == "distill" and config.distill.add_rewards)
+
+
+def has_reference(config: JobConfig) -> bool:
+    """Whether the trainer holds a second policy: one to stay close to, or the teacher."""
+    if config.job.stage == "grpo":
+        return config.grpo.kl_coefficient > 0
+    return config.job.stage == "distill" and bool(config.distill.teacher)
+
+
+def teacher_config(config: JobConfig) -> JobConfig:
+    """The configuration of the policy that teaches: as the trained one is laid out, with weights of its own."""
+    own = copy.deepcopy(config)
+    own.model.hf_assets_path, own.model.name, own.model.flavor = config.distill.teacher, "auto", ""
+    own.lora.rank, own.grpo.reference_ema_decay = 0, 0.0
+    return own
+
+
+def group_size(config: JobConfig) -> int:
+    """Samples of one row."""
+    return 1 if config.job.stage == "sft" else config.grpo.group_size
+
+
 def is_colocated(config: JobConfig) -> bool:
     """Whether the engines run inside the trainer's ranks."""
-    return config.inference.mode == "colocate" and not config.rollout.replay
+    return config.inference.mode == "colocate" and has_engines(config)
 
 
 def shares_devices(config: JobConfig) -> bool:
     """Whether the servers that the run starts have the ranks' own GPUs, in turns with the trainer."""
     inference = config.inference
     asked = inference.mode == "server" and inference.sleep_level > 0 and inference.backend != "embedded"
-    return asked and not inference.servers and not config.rollout.replay
+    return asked and not inference.servers and has_engines(config)
 
 
 def sleeps_between_batches(config: JobConfig) -> bool:
     """Whether actors that are processes of their own sleep while the trainer trains."""
-    return config.inference.mode == "server" and config.inference.sleep_level > 0 and not config.rollout.replay
+    return config.inference.mode == "server" and config.inference.sleep_level > 0 and has_engines(config)
 
 
 def verification(config: JobConfig) -> str:

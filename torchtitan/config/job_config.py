@@ -17,13 +17,14 @@ from torchtitan.config.tables.inference import Inference
 from torchtitan.config.tables.model import ActivationCheckpoint, Comm, Compile, Lora, Model, Parallelism
 from torchtitan.config.tables.rollout import Eval, Rewards, Rollout
 from torchtitan.config.tables.run import Checkpoint, FaultInjection, Job, Metrics, Profiling
+from torchtitan.config.tables.stages import Distill, Sft
 from torchtitan.config.tables.training import LRScheduler, Optimizer, Training
 from torchtitan.config.tables.weight_sync import WeightSync
 
 __all__ = [
-    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Environment", "Eval", "FaultInjection",
+    "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Distill", "Environment", "Eval", "FaultInjection",
     "Inference", "Job", "JobConfig", "LRScheduler", "Lora", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling",
-    "Rewards", "Rollout", "Training", "WeightSync", "free_table", "known_keys", "table_types",
+    "Rewards", "Rollout", "Sft", "Training", "WeightSync", "free_table", "known_keys", "table_types",
 ]  # fmt: skip
 
 
@@ -45,6 +46,8 @@ class JobConfig:
     comm: Comm = field(default_factory=Comm)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     grpo: GRPO = field(default_factory=GRPO)
+    sft: Sft = field(default_factory=Sft)
+    distill: Distill = field(default_factory=Distill)
     rollout: Rollout = field(default_factory=Rollout)
     rewards: Rewards = field(default_factory=Rewards)
     environment: Environment = field(default_factory=Environment)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import is_colocated, trains_only_adapters
+from torchtitan.config.derived import has_reference, is_colocated, teacher_config, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, trained_parameters
+from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_shape, trained_parameters
 
 LARGEST_HEAD_BYTES = 36 << 20
 LEAST_HEAD_BYTES = 8 << 20
@@ -84,8 +84,12 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     reference = 0
-    if config.grpo.kl_coefficient > 0 and not trains_only_adapters(config):
-        reference = -(-base // (shard * tensor))
+    if has_reference(config):
+        taught = config.job.stage == "distill"
+        second = base if taught or not trains_only_adapters(config) else 0
+        if taught and (teacher := read_shape(teacher_config(config))) is not None:
+            second = teacher.num_parameters() * master
+        reference = -(-second // (shard * tensor))
     # Without FSDP2 (one rank) parameters are used where they lie.
     fsdp = ranks > 1 or (reference > 0 and reference_on_host(config))
     held = (layer - experts - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torchtitan.config.derived import is_loopback, shares_devices
+from torchtitan.config.derived import has_engines, is_loopback, shares_devices
 from torchtitan.config.engine_args import wrong_options
 from torchtitan.config.servers import SCHEME, slurm_urls
 from torchtitan.config.toml import show
@@ -42,7 +42,7 @@ def check_inference(check: Check) -> None:
     if config.grpo.routing_replay:
         _check_replay(check)
     refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
-    if inference.pin_cores and not inference.servers and not config.rollout.replay and inference.mode == "server":
+    if inference.pin_cores and not inference.servers and has_engines(config) and inference.mode == "server":
         try:
             actor_cores(inference, 0)
         except UserError as error:
@@ -54,7 +54,7 @@ def check_inference(check: Check) -> None:
 def _check_servers(check: Check) -> None:
     config, servers = check.config, check.config.inference.servers
     key = "inference.servers"
-    none_there = not config.inference.launch and not servers and not config.rollout.replay
+    none_there = not config.inference.launch and not servers and has_engines(config)
     check.refuse("inference.launch", none_there, "needs the actors that run already, in inference.servers")
     for server in servers:
         text = f"{key}: {show(server)} is not allowed:"
@@ -124,13 +124,13 @@ def _check_replay(check: Check) -> None:
     """Engines that say which experts a token had, and mean the ones that it was sampled with."""
     config, inference, key = check.config, check.config.inference, "grpo.routing_replay"
     text = "needs inference.mode = server: colocated engines do not say which experts a token had"
-    check.refuse(key, inference.mode == "colocate" and not config.rollout.replay, text)
+    check.refuse(key, inference.mode == "colocate" and has_engines(config), text)
     text = (
         "needs inference.in_flight_kv = keep with inference.backend = sglang, which would else tell of recomputed "
         "tokens the experts of the new weights beside log-probs of the old ones"
     )
     check.refuse(key, inference.backend == "sglang" and inference.in_flight_kv == "recompute", text)
-    started_here = not check.planning and not inference.servers and not config.rollout.replay
+    started_here = not check.planning and not inference.servers and has_engines(config)
     text = "needs a GPU with inference.backend = vllm: its CPU build cannot say which experts a token had"
     check.refuse(key, inference.backend == "vllm" and started_here and not has_gpu(), text)
 

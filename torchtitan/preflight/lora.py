@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchtitan.config.derived import has_engines
 from torchtitan.config.values import nearest
 from torchtitan.models.shape import NORMS, TARGETS
 from torchtitan.preflight.check import Check
@@ -40,7 +41,7 @@ def check_lora(check: Check) -> None:
         refuse("lora.base_bits", lora.base_bits == 4, f"must be 16 {text}")
     if config.model.flavor and not check.planning and not any(Path(config.model.hf_assets_path).glob("*.safetensors")):
         text = "needs the weights of model.hf_assets_path: actors get nothing but the adapters"
-        refuse("lora.rank", not config.rollout.replay, text)
+        refuse("lora.rank", has_engines(config), text)
         text = "must be 16 where the weights are random: there are none in model.hf_assets_path"
         refuse("lora.base_bits", lora.base_bits == 4, text)
     missing = lora.adapter_path and not (Path(lora.adapter_path) / "adapter_config.json").is_file()

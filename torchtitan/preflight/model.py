@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from torchtitan.config.derived import ranks_per_pack, shard_degree
+from torchtitan.config.derived import has_engines, ranks_per_pack, shard_degree
 from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
@@ -55,9 +55,10 @@ def _missing(check: Check) -> str:
     if config.model.flavor:
         reason = (
             ", and actors start from a checkpoint, not from model.flavor: export one of this flavor first, or set "
-            "model.hf_assets_path to one (only with rollout.replay or inference.servers no actor is started)"
+            "model.hf_assets_path to one (no actor is started with rollout.replay, inference.servers, "
+            "or job.stage = sft without sft.sample)"
         )
-    starts_actors = not config.rollout.replay and not config.inference.servers
+    starts_actors = has_engines(config) and not config.inference.servers
     needs_model = starts_actors or not config.model.flavor
     if needs_model and not (directory / "config.json").is_file():
         return f": there is no config.json in it{reason}"

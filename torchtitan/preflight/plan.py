@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import ON_DEVICE, global_batch_size, is_colocated, shard_degree, shares_devices
+from torchtitan.config.derived import (
+    ON_DEVICE,
+    global_batch_size,
+    group_size,
+    has_engines,
+    is_colocated,
+    shard_degree,
+    shares_devices,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
@@ -56,7 +64,7 @@ def make_plan(config: JobConfig, ranks: int) -> Plan:
         context=context,
         tensor=tensor,
         batch=batch,
-        groups=batch // config.grpo.group_size,
+        groups=batch // group_size(config),
         max_tokens=batch * config.training.seq_len,
         max_generated_tokens=batch * config.rollout.max_completion_tokens,
         parameters=parameters,
@@ -78,7 +86,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         f"mesh: {plan.replicate} replicate × {plan.shard} shard × {context}{plan.tensor} tensor parallel"
         f"{_experts(config)}",
         f"actors: {_actors(config, world_size)}",
-        f"batch: {plan.groups} groups × {config.grpo.group_size} = {plan.batch} completions, "
+        f"batch: {plan.groups} groups × {group_size(config)} = {plan.batch} completions, "
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
         f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
     ]
@@ -157,6 +165,8 @@ def _actors(config: JobConfig, ranks: int) -> str:
     inference = config.inference
     if config.rollout.replay:
         return f"none, rollouts are replayed from {config.rollout.replay}"
+    if not has_engines(config):
+        return "none, demonstrations are trained on"
     if is_colocated(config):
         size = inference.tensor_parallel_size
         replicas = max(1, ranks // size)

@@ -17,8 +17,11 @@ from torchtitan.config.derived import (
     clip_range,
     environment_name,
     global_batch_size,
+    group_size,
+    has_engines,
     has_environment,
     has_sequence_ratios,
+    learns_from_rewards,
     sleeps_between_batches,
     world_size,
 )
@@ -30,6 +33,7 @@ from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.lora import check_lora
 from torchtitan.preflight.model import check_model
+from torchtitan.preflight.stages import check_stage
 from torchtitan.preflight.user_names import name_problem, reward_problem
 from torchtitan.rollout.agents.worker import FUNCTION
 from torchtitan.rollout.datasets import BUILT_IN
@@ -49,7 +53,8 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     """
     check = Check(config, world_size(), planning, wrong)
     for rules in (
-        _check_parallelism, _check_batch, _check_lengths, _check_objective, check_lora, _check_rollout, _check_rewards,
+        check_stage, _check_parallelism, _check_batch, _check_lengths, _check_objective, check_lora, _check_rollout,
+        _check_rewards,
         _check_environment, check_inference, _check_weight_sync, _check_faults, _check_evaluation, _check_files,
         check_model,
     ):  # fmt: skip
@@ -83,15 +88,16 @@ def _check_batch(check: Check) -> None:
     if check.wrong & {"training.global_batch_size", "training.local_batch_size", "grpo.group_size"}:
         return
     size = global_batch_size(check.config, check.ranks)
-    groups = size // grpo.group_size
+    per_row = group_size(check.config)
+    groups = size // per_row
     key, what = "training.global_batch_size", f"{size}"
     if training.global_batch_size == -1:
         key = "training.local_batch_size"
         what = f"{size} completions per batch ({training.local_batch_size} × {size // training.local_batch_size} ranks)"
-    if size % grpo.group_size:
+    if size % per_row:
         check.refuse(key, True, f"{what} must be divisible by grpo.group_size = {grpo.group_size}")
     elif groups % grpo.num_minibatches:
-        text = f"must divide the {groups} groups of a batch ({what} / grpo.group_size = {grpo.group_size})"
+        text = f"must divide the {groups} groups of a batch ({what} / grpo.group_size = {per_row})"
         check.refuse("grpo.num_minibatches", True, text)
     else:
         text = f"must be 0, or at least the {groups} groups of one batch"
@@ -102,7 +108,8 @@ def _check_batch(check: Check) -> None:
 def _check_lengths(check: Check) -> None:
     training, grpo = check.config.training, check.config.grpo
     text = f"must be less than training.seq_len = {training.seq_len}, which holds prompt and completion"
-    too_long = check.config.rollout.max_completion_tokens >= training.seq_len
+    samples = has_engines(check.config) or check.config.rollout.replay
+    too_long = samples and check.config.rollout.max_completion_tokens >= training.seq_len
     check.refuse("rollout.max_completion_tokens", too_long, text)
     text = f"must be at least training.seq_len = {training.seq_len}: a sequence is never split"
     check.refuse("training.tokens_per_micro_batch", training.tokens_per_micro_batch < training.seq_len, text)
@@ -203,7 +210,8 @@ def _check_rewards(check: Check) -> None:
     rewards, evaluation = check.config.rewards, check.config.eval
     key, functions = "rewards.functions", rewards.functions
     text = f"must name at least one of {', '.join(BUILTIN)} (or environment.factory one whose rewards are trained on)"
-    check.refuse(key, not functions and not environment_name(check.config), text)
+    needed = learns_from_rewards(check.config) and not environment_name(check.config)
+    check.refuse(key, not functions and needed, text)
     for name in functions:
         if problem := reward_problem(name):
             check.say(key, f"{key}: {problem}")

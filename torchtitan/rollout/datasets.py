@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import judging_reward
+from torchtitan.config.derived import has_engines, judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments import calculator, guess
@@ -30,8 +30,9 @@ def load_datasets(config: JobConfig) -> tuple[list[Row], list[Row]]:
         UserError: a file, column or package is missing, or a row is malformed.
     """
     rollout, evaluation = config.rollout, config.eval
-    trained_on = set(config.rewards.functions)
-    judging = {judging_reward(config)} if evaluation.enable else set()
+    # Demonstrations are judged only where evaluations sample.
+    trained_on = set(config.rewards.functions) if config.job.stage != "sft" else set()
+    judging = {judging_reward(config)} if evaluation.enable and has_engines(config) else set()
     rows = load_rows(rollout.dataset, rollout.dataset_split)
     # The held-out share of the training rows is judged by both.
     functions = trained_on if evaluation.dataset else trained_on | judging
@@ -170,6 +171,19 @@ def _check_rows(rows: Sequence[Row], config: JobConfig, dataset: str, key: str, 
         problem = _prompt_problem(row[config.rollout.prompt_column])
         if problem:
             raise UserError(f"{key} = {dataset!r}, row {number}, column {config.rollout.prompt_column!r}: {problem}")
+        if config.job.stage == "sft" and (problem := _completion_problem(row, config)):
+            raise UserError(f"{key} = {dataset!r}, row {number}: {problem}")
+
+
+def _completion_problem(row: Row, config: JobConfig) -> str | None:
+    prompt, column = row[config.rollout.prompt_column], config.sft.completion_column
+    if row.get(column) is None:
+        if isinstance(prompt, list) and any(message["role"] == "assistant" for message in prompt):
+            return None
+        there = ", ".join(map(repr, row))
+        return f"no column {column!r} (sft.completion_column), and no chat with answers in it; there are {there}"
+    problem = _prompt_problem(row[column])
+    return problem and f"column {column!r}: {problem}".replace("a prompt", "a completion").replace("the prompt", "it")
 
 
 def _prompt_problem(prompt: Any) -> str | None:

@@ -259,8 +259,8 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
 
     With reinforce_pp it is zero but for the batch's mean, taken over tokens: such a group teaches nothing by itself.
     """
-    if config.grpo.advantage == "batch":
-        return False
+    if config.grpo.advantage == "batch" or config.job.stage == "distill":
+        return False  # a teacher has something to say of every sample
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.advantage_level == "turn":
         turns = max(len(sample.returns) for sample in group.samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan.config.derived import environment_name
+from torchtitan.config.derived import environment_name, learns_from_rewards
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
@@ -98,6 +98,8 @@ class GroupMaker:
         own = self._environment
         asked = None if functions is None else [name for name in functions if name != own]
         scores = await self.rewards.score(prompt, trajectories, asked)
+        if functions is None and not learns_from_rewards(self._config):
+            scores = [(reward or 0.0, rewards) for reward, rewards in scores]
         return [
             score if one.reward is None else ((score[0] or 0.0) + one.reward, {**score[1], own: one.reward})
             for score, one in zip(scores, trajectories, strict=True)

@@ -34,6 +34,7 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self.longest = config.training.seq_len - config.rollout.max_completion_tokens
         """Prompts with more tokens leave no room for a whole completion within training.seq_len"""
+        self.limit = f"training.seq_len - rollout.max_completion_tokens = {self.longest}"
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of what the policy may call, which chat templates write into prompts"""
         if self._rollout.chat_template and not tokenizer.has_chat_template:
@@ -70,6 +71,10 @@ class PromptMaker:
     def fits(self, prompt: Prompt) -> bool:
         return 0 < len(prompt.token_ids) <= self.longest
 
+    def length(self, prompt: Prompt) -> int:
+        """The tokens for which there must be room."""
+        return len(prompt.token_ids)
+
     def _tokenise(self, content: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:
             return self._tokenizer.encode_prompt(content)
@@ -80,6 +85,20 @@ class PromptMaker:
         if self._rollout.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._rollout.system_prompt})
         return messages
+
+
+def first_held_out(rows: Sequence[dict[str, Any]], maker: PromptMaker, count: int) -> list[Prompt]:
+    """The first `count` of the held-out prompts that fit, in an order that is the same in every run."""
+    order = list(range(len(rows)))
+    random.Random("held out").shuffle(order)
+    prompts: list[Prompt] = []
+    for index in order:
+        if len(prompts) == count:
+            break
+        prompt = maker.make(rows[index], index)
+        if maker.fits(prompt):
+            prompts.append(prompt)
+    return prompts
 
 
 class PromptStream:
@@ -116,13 +135,13 @@ class PromptStream:
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning(
-                    "prompt %d has %d tokens, more than training.seq_len - rollout.max_completion_tokens = %d leaves "
-                    "room for: left out, as all that are too long (counted as rollout/prompts_too_long)",
-                    prompt.index, len(prompt.token_ids), self._maker.longest,
+                    "prompt %d has %d tokens, more than %s leaves room for: left out, as all that are too long "
+                    "(counted as rollout/prompts_too_long)",
+                    prompt.index, self._maker.length(prompt), self._maker.limit,
                 )  # fmt: skip
         raise UserError(
             f"none of the {len(self._rows)} prompts has between 1 and {self._maker.longest} tokens "
-            "(training.seq_len - rollout.max_completion_tokens): raise training.seq_len"
+            f"({self._maker.limit}): raise training.seq_len"
         )
 
     def prompt_at(self, index: int) -> Prompt:

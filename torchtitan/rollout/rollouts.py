@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import random
 from pathlib import Path
 from types import TracebackType
 
@@ -17,13 +16,14 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.rollout.agents.player import AgentPlayer
 from torchtitan.rollout.agents.pool import AgentPool
 from torchtitan.rollout.datasets import load_datasets
+from torchtitan.rollout.demonstration_maker import DemonstrationMaker
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.prompts import PromptMaker, PromptStream
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
@@ -54,14 +54,16 @@ class Rollouts:
         ranks: int,
         environments: EnvironmentPool | None = None,
         gateway: Gateway | None = None,
+        maker: PromptMaker | None = None,
     ):
-        """ranks: of the trainer; gateway: where the programs of `environments` ask the policy through it.
+        """ranks: of the trainer; gateway: where the programs of `environments` ask the policy through it; maker: of
+        prompts, where not every row is one.
 
         Raises UserError for a dataset or tokenizer that does not fit the configuration.
         """
         train, self._held_out = load_datasets(config)
         self._config = config
-        self._maker = PromptMaker(config, tokenizer)
+        self._maker = maker or PromptMaker(config, tokenizer)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway
         episodes: EpisodePlayer | AgentPlayer | None = None
@@ -89,16 +91,7 @@ class Rollouts:
 
     def held_out_prompts(self) -> list[Prompt]:
         """The first eval.num_prompts of the held-out prompts that fit, in an order that is the same in every run."""
-        order = list(range(len(self._held_out)))
-        random.Random("held out").shuffle(order)
-        prompts: list[Prompt] = []
-        for index in order:
-            if len(prompts) == self._config.eval.num_prompts:
-                break
-            prompt = self._maker.make(self._held_out[index], index)
-            if self._maker.fits(prompt):
-                prompts.append(prompt)
-        return prompts
+        return first_held_out(self._held_out, self._maker, self._config.eval.num_prompts)
 
     async def _start(self) -> None:
         await self.rewards.start()
@@ -154,4 +147,5 @@ def make_rollouts(
         gateway = Gateway(config, pool, events, run_dir, config.environment.max_turns)
     elif has_environment(config):
         environments = EnvironmentPool(config, events, log_file=logs / "environments.log")
-    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway)
+    maker = DemonstrationMaker(config, tokenizer) if config.job.stage == "sft" else None
+    return Rollouts(config, pool, rewards, tokenizer, journal, epoch, ranks, environments, gateway, maker)

@@ -20,6 +20,8 @@ class Kind(enum.Enum):
 
     BATCH = b"B"
     """train on the batch that comes with the command"""
+    EVALUATE = b"L"
+    """compute the loss of the held-out batch that comes with the command"""
     GENERATE = b"G"
     """generate on the trainer's own devices for a while, as the round that comes with the command says"""
     SNAPSHOT = b"S"
@@ -30,6 +32,8 @@ class Kind(enum.Enum):
     """export a Hugging Face checkpoint"""
     STOP = b"X"
     """leave the loop"""
+    DONE = b"D"
+    """leave the loop as after the last step: the goal is reached"""
 
 
 @dataclass
@@ -46,7 +50,7 @@ def share_command(command: Command | None) -> Command:
     if command is None:
         payload = broadcast_bytes(None)
         kind = Kind(payload[:1])
-        batch = decode_batch(payload[1:]) if kind is Kind.BATCH else None
+        batch = decode_batch(payload[1:]) if kind in (Kind.BATCH, Kind.EVALUATE) else None
         return Command(kind, batch, Round.decode(payload[1:]) if kind is Kind.GENERATE else None)
     content = encode_batch(command.batch) if command.batch else b""
     if command.generation is not None:

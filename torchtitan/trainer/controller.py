@@ -21,6 +21,7 @@ from torchtitan.report.html import write_report
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.trace import write_trace
+from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
 logger = logging.getLogger(__name__)
+
+Source = Rollouts | ReplaySource | Demonstrations
 
 # How long rank 0 looks for a batch before it looks at signals and at a pending version again.
 POLL_S = 0.05
@@ -60,6 +63,8 @@ class Controller:
     """Goes to the ranks next, when the actors sleep"""
     _evaluation: concurrent.futures.Future[dict[str, Figure] | None] | None = None
     _evaluation_due = False
+    _reached = False
+    """Whether an evaluation is as good as eval.stop_at asks"""
     _watch: concurrent.futures.Future[None] | None = None
     """Ends by itself only with an error"""
 
@@ -69,7 +74,7 @@ class Controller:
         run_dir: Path,
         epoch: str,
         signals: SignalFlags,
-        source: Rollouts | ReplaySource,
+        source: Source,
         weights: WeightPath,
         *,
         events: EventLog,
@@ -83,8 +88,12 @@ class Controller:
         """
         self.config, self.run_dir, self.signals, self.weights = config, run_dir, signals, weights
         self.events, self.journal, self.tokenizer = events, journal, tokenizer
-        self.replay = source if isinstance(source, ReplaySource) else None
+        self.prepared = source if isinstance(source, ReplaySource | Demonstrations) else None
+        """Of batches that nobody has to sample"""
+        self.demonstrations = source if isinstance(source, Demonstrations) else None
         self.rollouts = source if isinstance(source, Rollouts) else None
+        if self.demonstrations is not None:
+            self.rollouts = self.demonstrations.rollouts
         pool = self.rollouts and self.rollouts.pool
         self.colocated = pool if isinstance(pool, ColocatedPool) else None
         self.actors = pool if isinstance(pool, InferencePool) else None
@@ -99,14 +108,23 @@ class Controller:
         self._mismatched = False
         # Other ranks sit in a collective while rank 0 waits; it must hear from rank 0 well before its deadline.
         self._keep_alive_s = config.comm.train_timeout_seconds / 4
+        state = None if restored is None else restored.rollout
+        if state is not None and self.demonstrations is not None:
+            self.demonstrations.restore_state(state)
         if self.rollouts is not None:
             self._call = self.rollouts.loop.call
-            if restored is not None and restored.rollout is not None:
-                self._call(self.rollouts.flow.restore_state, restored.rollout)
+            if state is not None and self.prepared is None:
+                self._call(self.rollouts.flow.restore_state, state)
             prompts = self.rollouts.held_out_prompts() if config.eval.enable else []
             self._evaluator = Evaluator(config, epoch, prompts, self.rollouts.groups, events)
             if self.actors is not None and self.sync is not None:
                 self._call(self.actors.connect_weights, self.sync.registry_address)
+        self._held_out = None
+        """Demonstrations whose loss evaluations compute"""
+        if self.demonstrations is not None and config.eval.enable:
+            self._held_out = self.demonstrations.held_out()
+        self._loss: dict[str, Figure] = {}
+        """Of the evaluation that goes on"""
         # Whatever can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None:
             journal.resume_at(restored.version)
@@ -158,13 +176,15 @@ class Controller:
                 return Command(Kind.EXPORT)
             if self._evaluation is not None:
                 self._look_at_evaluation(version, timeout=0 if generates else POLL_S)
+            elif self._evaluation_due and self._held_out is not None and not self._loss:
+                return Command(Kind.EVALUATE, self._held_out)
             elif self._evaluation_due and not pending:
                 self._start_evaluation(version)
             elif self._evaluation_due:
                 # The version to evaluate has not gone out yet; it goes out first.
                 time.sleep(PENDING_POLL_S)
-            elif version >= self.config.training.steps:
-                return Command(Kind.STOP)
+            elif version >= self.config.training.steps or self._reached:
+                return Command(Kind.DONE)
             else:
                 batch = self._next_batch(version, timeout=0 if generates else PENDING_POLL_S if pending else POLL_S)
                 if batch is not None:
@@ -215,6 +235,8 @@ class Controller:
 
     def rollout_state(self) -> bytes | None:
         """For a checkpoint between two steps: finished but unused groups, and the position in the prompts."""
+        if self.demonstrations is not None:
+            return self.demonstrations.export_state()
         return None if self.rollouts is None else self._call(self.rollouts.flow.export_state)
 
     def take_sleep_times(self) -> dict[str, float]:
@@ -247,17 +269,18 @@ class Controller:
 
     def _reach(self, version: int) -> None:
         """The trainer is at `version`: rollouts for its batch, and perhaps an evaluation of it."""
-        if self.rollouts is None:
+        if self.rollouts is not None and self.prepared is None:
+            self._call(self.rollouts.flow.set_version, version)
+        elif self.demonstrations is None:
             return
-        self._call(self.rollouts.flow.set_version, version)
         interval, last = self.config.eval.interval, self.config.training.steps
         regular = version == 0 or version >= last or (interval > 0 and version % interval == 0)
         self._evaluation_due = self.config.eval.enable and regular and version not in self._evaluated
 
     def _next_batch(self, version: int, timeout: float) -> Batch | None:
-        if self.rollouts is None:
-            assert self.replay is not None
-            return self.replay.next_batch(version)
+        if self.prepared is not None:
+            return self.prepared.next_batch(version)
+        assert self.rollouts is not None
         return self._call(self.rollouts.flow.next_batch, version, timeout, timeout_s=timeout + CALL_TIMEOUT_S)
 
     def _sleep(self) -> None:
@@ -295,6 +318,23 @@ class Controller:
                     await self.actors.redo_elsewhere(name, status.reason)
             self._evictions[name] = status.evictions
 
+    def evaluated(self, version: int, figures: Mapping[str, Figure], begun: float) -> None:
+        """Take the loss of held-out demonstrations; what is sampled comes to it, where it does."""
+        self._evaluations.append((begun, time.time()))
+        self._loss = {"eval/version": version, "policy_version": version, **figures}
+        if self.rollouts is None:
+            self._evaluation_due = False
+            self._log_evaluation(version, {})
+
+    def _log_evaluation(self, version: int, figures: Mapping[str, Figure]) -> None:
+        figures, self._loss = {**self._loss, **figures}, {}
+        if figures:
+            self.metrics.log_evaluation(version, figures)
+        goal, reached = self.config.eval.stop_at, figures.get("eval/pass@1")
+        if goal and reached is not None and reached >= goal:
+            logger.info("eval.stop_at = %g is reached after step %d: the run ends", goal, version)
+            self._reached = True
+
     def _start_evaluation(self, version: int) -> None:
         """Evaluate in the background; commands wait for the end, so the weights stand still meanwhile."""
         assert self.rollouts is not None
@@ -327,6 +367,4 @@ class Controller:
         evaluation, self._evaluation = self._evaluation, None
         seconds = time.monotonic() - self._evaluation_started
         self._evaluations.append((self._evaluation_began, self._evaluation_began + seconds))
-        figures = evaluation.result()
-        if figures:
-            self.metrics.log_evaluation(version, figures)
+        self._log_evaluation(version, evaluation.result() or {})

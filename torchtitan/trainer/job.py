@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from torchtitan.config.derived import sleeps_between_batches
+from torchtitan.config.derived import has_engines, has_reference, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
@@ -23,14 +23,15 @@ from torchtitan.models.parallelize import build_policy
 from torchtitan.report.console import set_up_logging
 from torchtitan.report.live import LivePage
 from torchtitan.report.step_recorder import StepRecorder
+from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.rollouts import Rollouts, make_rollouts
+from torchtitan.rollout.rollouts import make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.commands import Command, Kind, share_command
-from torchtitan.trainer.controller import Controller
+from torchtitan.trainer.controller import Controller, Source
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
@@ -57,7 +58,7 @@ class Job:
         self._sleeps = sleeps_between_batches(config)
         self._closing = contextlib.ExitStack()
         self._waited = self._probe_s = 0.0
-        self._stepped = False
+        self._stepped = self._done = False
         self._failure: UserError | None = None
         self._mismatch: UserError | None = None
         """Why the run must not go on, known on every rank"""
@@ -105,9 +106,10 @@ class Job:
         self._waited += time.perf_counter() - started
         self._recorder.add("data wait", begun)
         self._commanded_at = time.time()
-        if command.kind in (Kind.BATCH, Kind.STOP) and self.replica is not None:
+        self._done = command.kind is Kind.DONE or self.version >= self.config.training.steps
+        if command.kind in (Kind.BATCH, Kind.EVALUATE, Kind.STOP, Kind.DONE) and self.replica is not None:
             self.replica.release_memory()
-        if command.kind is Kind.STOP and self.version < self.config.training.steps:
+        if command.kind is Kind.STOP and not self._done:
             self.signals.start_deadline()
         return command
 
@@ -121,12 +123,22 @@ class Job:
         self._waited += time.perf_counter() - started
         self._recorder.add("rollout", begun)
 
+    def evaluate(self, batch: Batch) -> None:
+        """Compute the loss of held-out demonstrations."""
+        started, begun = time.perf_counter(), time.time()
+        figures = self.trainer.cross_entropy(batch)
+        if self.controller is not None:
+            self.controller.evaluated(self.version, figures, begun)
+        self._waited += time.perf_counter() - started
+
     def publish(self, result: BatchResult) -> None:
         """Offer the weights after a batch to the actors, or skip this version; without async_weight_update, wait."""
         self._recorder.add("train", self._commanded_at)
         self._wake_actors()
         # A step that was dropped as non-finite makes no version to publish; like one without a slot, it stays pending.
-        published = self._offer_version(result.votes_against + (0 if result.last_step_applied else 1))
+        # Nor does one of demonstrations, before an evaluation asks for it.
+        unwanted = not result.last_step_applied or self.config.job.stage == "sft"
+        published = self._offer_version(result.votes_against + unwanted)
         self._release_memory()
         if self.controller is not None:
             begun = time.time()
@@ -230,7 +242,7 @@ class Job:
         if self.config.checkpoint.enable or self._mismatch is not None:
             self._save()
             self.checkpointer.wait()
-        if self.config.checkpoint.last_save_in_hf and self.version >= self.config.training.steps:
+        if self.config.checkpoint.last_save_in_hf and self._done:
             self.export()
         if (failure := self._failure or self._mismatch) is not None:
             raise failure
@@ -255,7 +267,7 @@ class Job:
             # Before anything is started: every process inherits it.
             plan = self.run_dir / "weight_sync" / f"faults-{epoch}.txt"
             faults.switch_on(injection.seed, injection.faults, plan, write=rank == 0)
-        elsewhere = config.rollout.replay or config.inference.servers or config.inference.mode == "colocate"
+        elsewhere = not has_engines(config) or config.inference.servers or config.inference.mode == "colocate"
         actors = 0 if elsewhere else config.inference.num_actors
         device.set_threads(config.training.threads, beside=actors)
         device.seed_everything(config.training.seed, config.training.deterministic)
@@ -269,19 +281,29 @@ class Job:
             if config.metrics.live_port:
                 # Before anything that takes minutes: the port may be taken.
                 self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
-            source: Rollouts | ReplaySource
-            if config.rollout.replay:
-                source = ReplaySource(config.rollout.replay, journal)
-            else:
+            source: Source
+            rollouts = None
+            if has_engines(config):
                 # Actors need as long to start as the trainer does: let them start side by side.
                 rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
-                source = self._closing.enter_context(rollouts)
+                self._closing.enter_context(rollouts)
+            if config.rollout.replay:
+                source = ReplaySource(config.rollout.replay, journal)
+            elif config.job.stage == "sft":
+                source = Demonstrations(config, tokenizer, ranks, rollouts)
+                config.training.steps = source.steps
+            else:
+                assert rollouts is not None
+                source = rollouts
             # Also a run that ends with an error has something to show, and the rest has ended by then.
             self._closing.callback(self._close_controller)
+        if config.sft.epochs and config.job.stage == "sft":
+            steps = broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None)
+            config.training.steps = int(steps)
         policy = build_policy(config, self.dims)
         optimizer = build_optimizer(policy, config.optimizer)
         scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, config.training.steps)
-        reference = build_reference(config, self.dims, policy) if config.grpo.kl_coefficient > 0 else None
+        reference = build_reference(config, self.dims, policy) if has_reference(config) else None
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torchtitan.config.derived import probe_tolerance, verification
+from torchtitan.config.derived import has_engines, probe_tolerance, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ Figures = Mapping[str, float | None]
 def probe_tokens(config: JobConfig, vocabulary: int) -> list[int]:
     """Token ids of the text that the trainer and all actors have to agree on (inference/parity.py), the same on every
     rank; empty where nothing is probed."""
-    if verification(config) != "probe" or config.rollout.replay:
+    if verification(config) != "probe" or not has_engines(config):
         return []
     limit = max(2, min(MOST_TOKENS, config.training.seq_len - 1))
     tokens = Tokenizer(config.model.hf_assets_path).encode(TEXT)[:limit]

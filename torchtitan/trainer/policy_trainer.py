@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from torchtitan.config.derived import reward_weights
+from torchtitan.config.derived import learns_from_rewards, ranks_per_pack, reward_weights
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -24,7 +24,7 @@ from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.divergence import k3
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
-from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.stages import stage_figures, stage_settings
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
@@ -88,7 +88,7 @@ class PolicyTrainer:
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.skipped_in_a_row = 0
         self.reference = reference
-        self.settings = loss_settings(config.grpo)
+        self.settings = stage_settings(config)
         rate = config.training.expert_bias_rate
         self.expert_load = ExpertLoad(policy, rate) if rate else None
 
@@ -100,7 +100,8 @@ class PolicyTrainer:
             UserError: too many optimizer steps in a row were not finite.
         """
         started = time.perf_counter()
-        self._assign_advantages(batch)
+        if learns_from_rewards(self.config):
+            self._assign_advantages(batch)
         parts = [self._pack(samples, batch.version) for samples in minibatches(batch, self.config.grpo.num_minibatches)]
         totals = _Totals(self.device)
         totals.add_routed(parts)
@@ -135,7 +136,7 @@ class PolicyTrainer:
         self.scheduler.step()
         if self.reference is not None:
             self.reference.follow(self.policy, batch.version + 1)
-        result.metrics = totals.reduce(self.dims, len(schedule))
+        result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
         seconds = time.perf_counter() - started
         flops = model_flops(self.policy.args, batch.samples, self._passes())
         result.metrics |= throughput(flops, seconds, self.dims.world_size, peak_flops())
@@ -155,6 +156,19 @@ class PolicyTrainer:
         with without_dropout(self.policy):
             log_probs, _ = self.policy(tokens[:-1], PackedLayout([len(token_ids) - 1], self.device), tokens[1:])
         return log_probs.float().tolist()
+
+    @torch.no_grad()
+    def cross_entropy(self, batch: Batch) -> dict[str, float]:
+        """Collective: `eval/…` figures of the batch's trained tokens, with the weights as they are now."""
+        log_probs = []
+        for micro_batch in self._pack(batch.samples, batch.version):
+            with without_dropout(self.policy):
+                log_probs.append(self._forward(self.policy, micro_batch)[0])
+        mine = torch.cat(log_probs)
+        # Ranks that hold the same sums count them as often as the tokens.
+        total, tokens = all_reduce_sum(torch.stack((mine.double().sum(), mine.new_tensor(len(mine)).double()))).tolist()
+        loss = -total / max(tokens, 1.0)
+        return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config)}
 
     def _passes(self) -> Passes:
         grpo = self.config.grpo

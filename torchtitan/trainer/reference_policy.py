@@ -8,7 +8,7 @@ import copy
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan.config.derived import trains_only_adapters
+from torchtitan.config.derived import teacher_config, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models.decoder import Decoder
@@ -17,10 +17,13 @@ from torchtitan.models.parallelize import build_policy
 
 
 def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
-    """The reference for `policy`: itself without its adapters where those are all that is trained, else a second one.
+    """The reference for `policy`: its teacher, or itself without its adapters where those are all that is trained, or
+    else a second one that begins as it does.
 
     A collective.
     """
+    if config.job.stage == "distill":
+        return ReferencePolicy(teacher_config(config), dims)
     if trains_only_adapters(config):
         return BaseReference(policy)
     return ReferencePolicy(config, dims)

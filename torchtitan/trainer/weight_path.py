@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.config.derived import drain_seconds
+from torchtitan.config.derived import drain_seconds, has_engines
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
@@ -32,7 +32,7 @@ class WeightPath(Protocol):
 
 
 class NoActors:
-    """A run that replays a record publishes nothing."""
+    """A run that samples nothing publishes nothing."""
 
     def __init__(self) -> None:
         self._skipped = 0
@@ -58,7 +58,7 @@ def open_weight_path(
     replica: this rank's part of the engines on the trainer's own devices, where they are.
     """
     rank, ranks = device.rank(), device.world_size()
-    if config.rollout.replay:
+    if not has_engines(config):
         yield NoActors()
         return
     if replica is not None:

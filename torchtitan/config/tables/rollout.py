@@ -16,6 +16,7 @@ from torchtitan.config.values import (
     PathText,
     Positive,
     Range,
+    Share,
     ShareAboveZero,
     ShareBelowOne,
     Weights,
@@ -135,6 +136,9 @@ class Eval:
 
     reward_function: str = ""
     """Reward that decides: a sample passes at 1.0; empty takes the first of rewards.functions"""
+
+    stop_at: Share = 0.0
+    """The run ends, as after its last step, with the first evaluation whose pass@1 is at least this; 0: never"""
 
     timeout_s: Positive = 300.0
     """Deadline of one evaluation; when it passes the evaluation is logged as missing and training goes on"""

@@ -24,6 +24,10 @@ class Job:
     name: RunName = "grpo"
     """Name of the job, first part of its run folder's name"""
 
+    stage: Literal["sft", "grpo", "distill"] = "grpo"
+    """What the policy learns from: demonstrations (supervised fine-tuning), rewards, or a teacher's log-probs of what
+    it samples itself (on-policy distillation)"""
+
     description: str = ""
     """One line about the job, printed at the start and in the report"""
 
