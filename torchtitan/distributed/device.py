@@ -408,13 +408,11 @@ def matmul(
 ) -> torch.Tensor:
     """first [n, k] @ second [k, m], summed and returned in fp32; into (or added to) `out`, where there is one."""
     plain = first.dtype == torch.float32
-    if out is not None and accumulate and plain:
-        return out.addmm_(first, second)
-    if out is None or accumulate or out.dtype != torch.float32:
-        product = torch.mm(first, second) if plain else torch.mm(first, second, torch.float32)
-        if out is None:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+    if out is not None and accumulate:
+        # A product beside the sum would be as large as the sum.
+        if plain:
+            return out.addmm_(first, second)
+        return torch.addmm(out, first, second, out_dtype=torch.float32, out=out)
     return torch.mm(first, second, out=out) if plain else torch.mm(first, second, torch.float32, out=out)
 
 

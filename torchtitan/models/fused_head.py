@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from torchtitan.distributed.device import matmul, matmul_operand
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
+from torchtitan.models.whole_rows import WholeRows
 
 ROW_STEP = 16
 COLUMN_STEP = 64
@@ -136,13 +137,18 @@ class Projection:
         return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether launches and sweeps over memory count, and caches do not."""
+    return tensor.device.type != "cpu"
+
+
 def _tiles(count: int, step: int) -> list[slice]:
     return [slice(low, min(low + step, count)) for low in range(0, count, step)]
 
 
 def _blocks(tile: torch.Tensor) -> list[slice]:
     # A GPU has no use for them, and each would be kernels of its own.
-    fitting = len(tile) if tile.is_cuda else BLOCK_BYTES // (4 * tile.shape[-1])
+    fitting = len(tile) if on_gpu(tile) else BLOCK_BYTES // (4 * tile.shape[-1])
     return _tiles(len(tile), max(1, fitting))
 
 
@@ -165,7 +171,7 @@ def exponentials_(logits: torch.Tensor, with_moment: bool = False) -> tuple[torc
 
 def _row_sums(part: torch.Tensor) -> torch.Tensor:
     """[r, c] -> [r]. torch shares a single long row between its threads, in another order: it is summed as two rows."""
-    return part.expand(2, -1).sum(-1)[:1] if len(part) == 1 and not part.is_cuda else part.sum(-1)
+    return part.expand(2, -1).sum(-1)[:1] if len(part) == 1 and not on_gpu(part) else part.sum(-1)
 
 
 class RowStatistics:
@@ -231,18 +237,15 @@ class GradientSums:
         pairs = len(projection.hidden)
         whole = projection.tiling.columns >= len(projection.weight[0])
         self.hidden = [
-            # Several column tiles are summed in fp32.
-            torch.empty(tensor.shape, dtype=tensor.dtype if whole else torch.float32, device=tensor.device)
-            if need
-            else None
+            torch.empty(tensor.shape, device=tensor.device) if need else None
             for tensor, need in zip(projection.hidden, needed[:pairs], strict=True)
         ]
         self.into = into
         self.weight: list[torch.Tensor | None] = []
         for tensor, need, place in zip(projection.weight, needed[pairs : 2 * pairs], into, strict=True):
-            own = (
-                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if need and place is None else None
-            )
+            # Some columns at a time, their sums are rounded as soon as they are complete.
+            dtype = torch.float32 if whole else tensor.dtype
+            own = torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need and place is None else None
             self.weight.append(own if place is None else place)
         bias = projection.bias
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[-1] else None
@@ -296,7 +299,10 @@ class GradientSums:
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(self.hidden, self.projection.hidden, strict=True)
         ]
-        weight = [g if place is None else None for g, place in zip(self.weight, self.into, strict=True)]
+        weight = []
+        for index, (tensor, place) in enumerate(zip(self.projection.weight, self.into, strict=True)):
+            gradient, self.weight[index] = self.weight[index], None
+            weight.append(gradient.to(tensor.dtype) if gradient is not None and place is None else None)
         bias = self.projection.bias
         return [*hidden, *weight, None if self.bias is None or bias is None else self.bias.to(bias.dtype)]
 
@@ -475,23 +481,34 @@ class OnePass(torch.autograd.Function):
         else:
             sums = GradientSums(projection, needed, places)
             weights = projection.operands(columns[0])
+            few = _whole_rows(projection, weights)
             sums.begin(columns[0])
             for rows in projection.row_tiles():
                 logits, slope = projection.logits(rows, columns[0], weights)
-                found = RowStatistics(len(logits), device)
-                found.take_(projection, logits, rows, columns[0], slice(None))
-                own = found.maximum.clone()
-                found.reduce_(projection.group)
-                log_probs[rows] = found.log_probs()
-                entropy[rows] = found.entropy() if projection.entropy else 0.0
+                targets, scale = projection.targets[rows], None
+                if few is not None:
+                    spread = entropy[rows] if projection.entropy else None
+                    few.normalize_(logits, targets, log_probs[rows], spread, projection.kept is not None)
+                else:
+                    found = RowStatistics(len(logits), device)
+                    found.take_(projection, logits, rows, columns[0], slice(None))
+                    own = found.maximum.clone()
+                    found.reduce_(projection.group)
+                    log_probs[rows] = found.log_probs()
+                    entropy[rows] = found.entropy() if projection.entropy else 0.0
+                    scale = (own - found.normalizer).exp()
                 part, by_log_prob, by_entropy = _ask(objective, log_probs[rows], entropy[rows], rows, True)
                 loss += part
-                scale = (own - found.normalizer).exp()
-                gradient = logit_gradients_(
-                    projection, logits, scale, slope, rows, columns[0], by_log_prob, by_entropy, entropy[rows]
-                )
+                if few is not None and by_entropy is None and slope is None:
+                    gradient = few.gradients(logits, targets, by_log_prob * (-1 / projection.temperature))
+                else:
+                    gradient = logit_gradients_(
+                        projection, logits, scale, slope, rows, columns[0], by_log_prob, by_entropy, entropy[rows]
+                    )
                 sums.add(rows, gradient, weights)
             sums.end()
+            few = None
+            projection.release()
             ctx.gradients = sums.results()
         projection.release()
         ctx.accumulated = any(place is not None for place in places)
@@ -512,6 +529,15 @@ class OnePass(torch.autograd.Function):
         if not is_one:
             gradients = [None if gradient is None else gradient.mul_(by_loss) for gradient in gradients]
         return (None, None, None, gradients[-1], *gradients[:-1])
+
+
+def _whole_rows(projection: Projection, operands: list[torch.Tensor]) -> WholeRows | None:
+    """Few operators over whole rows, where the tile is on a GPU and all columns are this rank's."""
+    same = len({operand.dtype for operand in operands}) == 1
+    if not on_gpu(projection.targets) or projection.group is not None or projection.bias is not None or not same:
+        return None
+    tiling = projection.tiling
+    return WholeRows(tiling.rows, tiling.columns, operands[0].dtype, projection.targets.device)
 
 
 def _ask(

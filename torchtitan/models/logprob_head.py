@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from torchtitan.distributed.device import matmul_converts
-from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjective, TwoPass, choose_tiling
+from torchtitan.models.fused_head import OnePass, Projection, Tiling, TokenObjective, TwoPass, choose_tiling, on_gpu
 from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
 from torchtitan.models.memory import default_head_budget
 
@@ -174,7 +174,7 @@ def _projection(
         width, converts = max(tensor.shape[1] for tensor in weight), matmul_converts(weight[0])
         budget = options.get("budget_bytes")
         if budget is None:
-            budget = default_head_budget(len(targets), part.total, width, converts)
+            budget = default_head_budget(len(targets), part.total, width, converts, on_gpu(targets))
         tiling = choose_tiling(
             len(targets),
             part.largest,

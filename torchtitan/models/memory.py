@@ -9,6 +9,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_shape, trained_parameters
 
+GPU_HEAD_BYTES = 1 << 30
 LARGEST_HEAD_BYTES = 36 << 20
 LEAST_HEAD_BYTES = 8 << 20
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -128,10 +129,13 @@ def on_host(config: JobConfig, memory: MemoryEstimate) -> int:
     return memory.slots + (memory.reference if reference_on_host(config) else 0)
 
 
-def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool = False) -> int:
-    """Bytes for logits [rows, vocabulary] at a time: an eighth of the gradients by hidden states [rows, hidden] and
+def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool = False, on_gpu: bool = False) -> int:
+    """Bytes for logits [rows, vocabulary] at a time. A GPU reads and writes the fp32 sum of the weight's gradient once
+    per tile, so tiles are large there. A CPU: an eighth of the gradients by hidden states [rows, hidden] and
     weight [vocabulary, hidden] in fp32, which are made anyway, but 8 to 36 MiB. 36 MiB also where that holds all
     logits, so that none is computed twice, and where it has to hold a converted weight (converts)."""
+    if on_gpu:
+        return GPU_HEAD_BYTES
     if converts or 4 * rows * vocabulary <= LARGEST_HEAD_BYTES:
         return LARGEST_HEAD_BYTES
     return min(LARGEST_HEAD_BYTES, max(LEAST_HEAD_BYTES, 4 * hidden * (rows + vocabulary) // 8))
