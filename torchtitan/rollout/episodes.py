@@ -14,8 +14,8 @@ from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest
 from torchtitan.rollout.environments.pool import EnvironmentPool, Episode, Reply
 from torchtitan.rollout.prompts import PromptMaker
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.turns import TurnRenderer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers.process import CallFailed
 
@@ -43,7 +43,7 @@ class EpisodePlayer:
         tokenizer: Tokenizer,
     ):
         self._config, self._engines, self._environments = config, engines, environments
-        self._maker, self._tokenizer = maker, tokenizer
+        self._maker, self._tokenizer, self._renderer = maker, tokenizer, ChatRenderer(tokenizer)
         self.statistics: Counter[str] = Counter({"turns": 0, "episodes_redone": 0, "episodes_lost": 0})
 
     def counts(self) -> Counter[str]:
@@ -92,7 +92,6 @@ class EpisodePlayer:
         limit = min(self._config.training.seq_len, len(tokens) + template.sampling.max_tokens)
         begun, branches, messages = len(tokens), list[Branch](), list[dict[str, Any]]()
         chat = not isinstance(prompt.text, str) or self._config.rollout.chat_template
-        renderer = TurnRenderer(self._tokenizer, chat)
         finish_reason, rewards = "length", list[float]()
         for turn in range(self._config.environment.max_turns):
             if len(tokens) >= limit:
@@ -117,8 +116,10 @@ class EpisodePlayer:
             if reply.done:
                 finish_reason = "stop"
                 break
-            ended = bool(completion.token_ids) and completion.token_ids[-1] in self._tokenizer.eos_token_ids
-            following = renderer.tokens(reply.messages, ended)
+            if chat:
+                following = self._renderer.following(tokens, reply.messages)
+            else:
+                following = self._renderer.following_text(reply.messages)
             if len(tokens) + len(following) >= limit:
                 break
             tokens = tokens + following

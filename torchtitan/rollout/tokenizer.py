@@ -74,6 +74,12 @@ def _template_environment() -> jinja2.Environment:
     return environment
 
 
+def _ids(tokenizer: FastTokenizer, text: str) -> list[int]:
+    """Half of a character, which JSON can spell and no tokenizer reads, is a question mark."""
+    ids: list[int] = tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    return ids
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint directory, and its chat template with the values that a run gives to it."""
 
@@ -129,7 +135,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added in front or behind."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return _ids(self._tokenizer, text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that begins a sequence: behind the beginning token (BOS), where the tokenizer puts one in
@@ -147,8 +153,7 @@ class Tokenizer:
         """Token ids of a text parts of which were shielded."""
         ids: list[int] = []
         for number, part in enumerate(SHIELDS.split(text)):
-            tokenizer = self._without_added if number % 2 else self._tokenizer
-            ids += tokenizer.encode(part, add_special_tokens=False).ids
+            ids += _ids(self._without_added if number % 2 else self._tokenizer, part)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -179,7 +184,7 @@ class Tokenizer:
                 tools=list(tools) or None,
                 **{**self.special_tokens, **self._template_values},
             )
-        except jinja2.exceptions.TemplateError as error:
+        except (jinja2.exceptions.TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the chat template of {self.directory} failed: {error}") from error
 
     def apply_chat_template(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Qwen, Hermes and their kin; the call ends with the text where the last mark is missing.
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 # Llama 3 writes the call alone, sometimes behind a mark.
 ALONE = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL)
+ARGUMENTS = re.compile(r'"(arguments|parameters)"')
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """A call of a tool by its name."""
 
     name: str
@@ -22,22 +21,29 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """(the text beside the calls, the calls). A text in which a call cannot be read has none: it is all text."""
-    bodies = TAGGED.findall(text)
-    rest = TAGGED.sub("", text).strip()
-    if not bodies and (alone := ALONE.match(text)):
-        bodies, rest = [alone[1]], ""
-    calls = [_read(body) for body in bodies]
-    found = [call for call in calls if call is not None]
-    return (rest, found) if found and len(found) == len(calls) else (text, [])
+    """(the text beside the calls, the calls).
+
+    Raises:
+        ValueError: what is marked as a call cannot be read; in words for the policy.
+    """
+    if bodies := TAGGED.findall(text):
+        return TAGGED.sub("", text).strip(), [_read(body) for body in bodies]
+    if (alone := ALONE.match(text)) and ARGUMENTS.search(text):
+        try:
+            return "", [_read(alone[1])]
+        except ValueError:
+            pass  # an answer in JSON, or in braces
+    return text, []
 
 
-def _read(body: str) -> ToolCall | None:
+def _read(body: str) -> ToolCall:
     try:
         data = json.loads(body)
-    except ValueError:
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return None
-    arguments = data.get("arguments", data.get("parameters", {}))
-    return ToolCall(data["name"], arguments) if isinstance(arguments, dict) else None
+        # Half of a character, which JSON can spell, is nothing that could be sent on.
+        json.dumps(data, ensure_ascii=False).encode()
+        call = ToolCall(data["name"], data.get("arguments", data.get("parameters", {})))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        call = ToolCall("", {})
+    if not call.name or not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+        raise ValueError('a tool call must be {"name": …, "arguments": {…}} in JSON')
+    return call

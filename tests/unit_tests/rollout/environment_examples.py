@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,16 @@ class Prints(Counter):
             sys.stdout.write("x" * (1 << 20))
             os.write(1, b"y" * (1 << 10))
         return "printed"
+
+
+class Stops(Counter):
+    def bad(self, action: str) -> Any:
+        return next(iter(()))
+
+
+class Cancels(Counter):
+    def bad(self, action: str) -> Any:
+        raise asyncio.CancelledError("of its own")
 
 
 class NoText(Counter):
@@ -148,6 +159,19 @@ def weather(city: str) -> str:
     if city == "Atlantis":
         raise KeyError("it has sunk")
     return f"sunny in {city}"
+
+
+def half(number: float) -> str:
+    """Half of a number.
+
+    Args:
+        number: Which one.
+    """
+    return str(number / 2)
+
+
+def decimal_calls(text: str) -> list[tuple[str, Any]]:
+    return [("half", {"number": Decimal(text)})]
 
 
 def untyped(city) -> str:  # type: ignore[no-untyped-def]

@@ -13,8 +13,8 @@ from torchtitan.errors import UserError
 from torchtitan.preflight.agent_warm_start import INDEX, WARM_STARTS, batches
 from torchtitan.rollout.environments import calculator
 from torchtitan.rollout.environments.guess import GUESSES, LARGEST, Guess, rows
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.turns import TurnRenderer
 
 numbers = random.Random(0)
 Player = Callable[[int, int], int]
@@ -82,25 +82,25 @@ CHATML = (
 
 def test_turns_are_rendered_as_the_whole_conversation_would_be(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=CHATML))
-    renderer = TurnRenderer(tokenizer, chat=True)
+    renderer = ChatRenderer(tokenizer)
     end = tokenizer.eos_token_ids[0]
     talk = [{"role": "user", "content": "hello"}]
     ids = tokenizer.apply_chat_template(talk)
     for said, answer in (("one", "more"), ("two", "and"), ("three", "done")):
         ids = ids + tokenizer.encode(said) + [end]
         new = {"role": "tool" if said == "two" else "user", "content": answer}
-        ids = ids + renderer.tokens([new], ended=True)
+        ids = ids + renderer.following(ids, [new])
         talk += [{"role": "assistant", "content": said}, new]
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.decode(
             tokenizer.apply_chat_template(talk), skip_special=False
         )
     # A turn that ended with another stop token is closed first.
-    cut, whole = (renderer.tokens([{"role": "user", "content": "x"}], ended=ended) for ended in (False, True))
+    cut, whole = (renderer.following(held, [{"role": "user", "content": "x"}]) for held in ([ids[-1]], [end]))
     assert cut == [end, *whole]
 
 
 def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path) -> None:
     forgetful = "{% for m in messages %}{{ m.content if loop.last else '' }}<|im_end|>{% endfor %}"
-    renderer = TurnRenderer(Tokenizer(write_tokenizer(tmp_path, chat_template=forgetful)), chat=True)
+    renderer = ChatRenderer(Tokenizer(write_tokenizer(tmp_path, chat_template=forgetful)))
     with pytest.raises(UserError, match="keeps its prefixes"):
-        renderer.tokens([{"role": "user", "content": "y"}], ended=True)
+        renderer.following([0], [{"role": "user", "content": "y"}])

@@ -20,12 +20,17 @@ HERE = "tests.unit_tests.rollout.environment_examples"
 
 
 def run(
-    tmp_path: Path, work: Callable[[EnvironmentPool], Awaitable[Any]], factory: str = "", tools: tuple[str, ...] = ()
+    tmp_path: Path,
+    work: Callable[[EnvironmentPool], Awaitable[Any]],
+    factory: str = "",
+    tools: tuple[str, ...] = (),
+    parser: str = "hermes",
 ) -> Any:
     """What `work` does with a pool of two workers."""
     config = JobConfig()
     config.rollout.max_completion_tokens = 100
     config.environment.factory = f"{HERE}:{factory}" if factory else ""
+    config.environment.tool_parser = parser
     config.environment.tools = [f"{HERE}:{name}" for name in tools]
     config.environment.num_workers, config.environment.step_timeout_s = 2, 2.0
     config.environment.memory_limit_mb = 512
@@ -77,6 +82,8 @@ def test_steps_of_many_episodes_side_by_side(tmp_path: Path) -> None:
         ("Raises", "exception", "RuntimeError: no such move"),
         ("Crashes", "crash", "exit code 3"),
         ("Eats", "exception", "MemoryError"),
+        ("Stops", "exception", "StopIteration"),
+        ("Cancels", "exception", "CancelledError: of its own"),
         ("NoText", "exception", "step returned object, which is not text"),
         ("Prints", None, ""),
         ("TooMuch", None, ""),
@@ -190,6 +197,16 @@ def test_functions_alone_are_tools(tmp_path: Path) -> None:
 
     message = {"role": "tool", "name": "weather", "content": "sunny in Rome"}
     assert run(tmp_path, work, tools=("weather",)) == ([message], None)
+
+
+def test_a_parser_may_find_arguments_of_any_type(tmp_path: Path) -> None:
+    async def work(pool: EnvironmentPool) -> Any:
+        async with await pool.episode() as episode:
+            await episode.reset({})
+            return await episode.act("1.5")
+
+    reply = run(tmp_path, work, tools=("half",), parser=f"{HERE}:decimal_calls")
+    assert (reply.messages[0]["content"], reply.calls[0]["arguments"]) == ("0.75", {"number": "1.5"})
 
 
 @pytest.mark.parametrize(

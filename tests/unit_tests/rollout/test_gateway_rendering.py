@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
+from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, SamplingParameters, VersionSpan
-from torchtitan.rollout.gateway.rendering import ChatRenderer
 from torchtitan.rollout.gateway.sessions import Session, branches_from_json
 from torchtitan.rollout.gateway.wire import parse_chat, said
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
@@ -71,9 +72,8 @@ def test_names_of_special_tokens_in_texts_are_text(tokenizer: Tokenizer) -> None
         assert count(ids) == plain
         text = tokenizer.decode(ids, skip_special=False)
         assert text == tokenizer.render_chat(messages, True, TOOLS) and "Look <|im_end|> up" in text
-        more = renderer.goes_on([65, END], True, messages, [])
-        assert more is not None and more[:2] == [65, END]
-        assert tokenizer.decode(more[2:], skip_special=False).count(contents[0]) >= 1
+        more = renderer.following([65, END], messages)
+        assert tokenizer.decode(more, skip_special=False).count(contents[0]) >= 1
 
 
 def test_what_was_said_is_never_rendered_again(tokenizer: Tokenizer) -> None:
@@ -135,15 +135,24 @@ def test_rewritten_history_branches_and_nothing_is_trained_twice(tokenizer: Toke
     )
     texts = [tokenizer.decode(one.token_ids) for branch in session.branches for one in branch.sampled]
     assert texts == ["<think>hm</think>hi", "yes", "no", "maybe"]
+    # The branch that goes on last stands last, where what an episode came to is looked for.
+    turn([*dropped, {"role": "assistant", "content": "no"}, {"role": "user", "content": "sure?"}], "quite")
+    assert [len(branch.sampled) for branch in session.branches] == [2, 1, 2]
 
 
 def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) -> None:
     hides = "{{- '<|im_start|>' + messages[-1].content + '<|im_end|>' }}"
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "hides", hides)))
-    assert renderer.goes_on([65, END], True, [{"role": "user", "content": "x"}], []) is None
+    session = Session("s", SamplingParameters(8), 100)
+    session.remember(
+        [{"role": "user", "content": "x"}], [], {"role": "assistant", "content": "A"}, [], answer([65, END])
+    )
+    talk = [{"role": role, "content": text} for role, text in (("user", "x"), ("assistant", "A"), ("user", "y"))]
+    assert session.prompt(renderer, talk, []) == renderer.whole(talk, [])
     refuses = CHAT_TEMPLATE + "{%- if messages | length > 2 %}{{ raise_exception('no') }}{%- endif %}"
     renderer = ChatRenderer(Tokenizer(write_chat_tokenizer(tmp_path / "refuses", refuses)))
-    assert renderer.goes_on([65, END], True, [{"role": "user", "content": "x"}], []) is None
+    with pytest.raises(UserError, match="failed: no"):
+        renderer.following([65, END], [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize(
@@ -155,10 +164,37 @@ def test_a_template_that_hides_new_messages_is_rendered_whole(tmp_path: Path) ->
             "", [ToolCall("f", {}), ToolCall("g", {})],
         ),
         ('{"name": "f", "parameters": {"a": [1]}}', "", [ToolCall("f", {"a": [1]})]),
-        ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, []),
-        ('{"answer": 3}', '{"answer": 3}', []),
+        ('{"answer": 3}', None, []),
+        ('{"name": "Bob"}', None, []),
+        ('{"arguments": [', None, []),
+        ("<tool_call>{broken</tool_call>", None, None),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, None),
+        ('<tool_call>{"name": "f", "arguments": {"half": "\\ud800"}}</tool_call>', None, None),
+        ("<tool_call>" + "[" * 100_000, None, None),
     ],
 )  # fmt: skip
-def test_tool_calls_are_read_or_left_as_text(text: str, rest: str | None, calls: list[ToolCall]) -> None:
-    assert parse_tool_calls(text) == (text if rest is None else rest, calls)
+def test_tool_calls_are_read_or_left_as_text(text: str, rest: str | None, calls: list[ToolCall] | None) -> None:
+    if calls is not None:
+        assert parse_tool_calls(text) == (text if rest is None else rest, calls)
+        return
+    # What is marked as one and cannot be read: an environment's policy is told, an agent gets the text.
+    with pytest.raises(ValueError, match="must be"):
+        parse_tool_calls(text)
+
+
+def test_names_that_a_policy_makes_up_and_halves_of_characters_are_text(tmp_path: Path) -> None:
+    """A template that writes the tool's name, and shows results only behind calls; texts that name no character."""
+    template = """
+{%- for m in messages %}
+    {%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}
+    {{- '<|im_start|>' + m.role }}
+    {{- ((m.tool_calls | tojson) if m.tool_calls else (m.name or '') + ':' + m.content) + '<|im_end|>' }}
+{%- endfor %}
+{{- '<|im_start|>assistant' }}"""
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path, template))
+    message = {"role": "tool", "name": "<|im_end|>", "content": "half \ud800"}
+    for held, ending in (([65, END], ""), ([65], "<|im_end|>")):
+        ids = ChatRenderer(tokenizer).following(held, [message])
+        text = tokenizer.decode(ids, skip_special=False)
+        assert text == f"{ending}<|im_start|>tool<|im_end|>:half ?<|im_end|><|im_start|>assistant"
+        assert ids.count(END) == text.count("<|im_end|>") - 1

@@ -25,7 +25,7 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.programs import read_number
 from torchtitan.rollout.environments.worker import serve
-from torchtitan.rollout.workers.inside import protect, set_up
+from torchtitan.rollout.workers.inside import protect, set_up, without_stop_iteration
 from torchtitan.rollout.workers.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
@@ -76,7 +76,7 @@ def find_agent(agent: str) -> Play:
         if inspect.iscoroutinefunction(function):
             result = await function(**arguments)
         else:
-            result = await asyncio.to_thread(function, **arguments)
+            result = await asyncio.to_thread(without_stop_iteration, function, **arguments)
         return {"reward": read_number(result, agent)}
 
     return play

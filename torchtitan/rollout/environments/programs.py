@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.environments.tools import Tool, hermes_calls, make_tool, public_methods
+from torchtitan.rollout.environments.tools import Tool, make_tool, public_methods
+from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
+from torchtitan.rollout.workers.inside import without_stop_iteration
 from torchtitan.rollout.workers.loading import load_object
 
 # Of a thread: ordinary Python code needs far less.
@@ -49,7 +51,7 @@ class Program:
         if self.steps and self.tools:
             raise UserError(f"environment {factory!r}: it has step(action), so it cannot have tools beside it")
 
-        self.parse: Callable[[str], Any] = hermes_calls if parser == "hermes" else load_object(parser, "tool parser")
+        self.parse: Callable[[str], Any] = _calls if parser == "hermes" else load_object(parser, "tool parser")
 
     def _add(self, tool: Tool) -> None:
         if tool.name in self.tools:
@@ -105,7 +107,7 @@ class Instance:
             return {"messages": [message], "reward": reward, "done": done, "calls": [], "errors": 0}
         try:
             calls = [(str(name), arguments) for name, arguments in await self._run(self._program.parse, text)]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             results = [("", *self._error(error))]
             calls = []
         else:
@@ -152,7 +154,7 @@ class Instance:
     async def _run(self, function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*values, **arguments)
-        work = functools.partial(function, *values, **arguments)
+        work = functools.partial(without_stop_iteration, function, *values, **arguments)
         result = await asyncio.get_running_loop().run_in_executor(self._thread, work)
         return await result if inspect.isawaitable(result) else result
 
@@ -169,6 +171,10 @@ class Instance:
                 raise TypeError(f"{where} returned {type(value).__name__}, which is not text") from None
         # A lone surrogate is no text that could be written down or tokenised.
         return value[: self._longest].encode("utf-8", "replace").decode()
+
+
+def _calls(text: str) -> list[ToolCall]:
+    return parse_tool_calls(text)[1]
 
 
 def _read_step(result: Any) -> tuple[Any, float, bool]:

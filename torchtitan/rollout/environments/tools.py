@@ -15,7 +15,6 @@ import pydantic
 from torchtitan.errors import UserError
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # An argument in a docstring of Google's style: `    name (type): what it is`.
 ARGUMENT = re.compile(r"^\s+(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.+)$")
 
@@ -87,19 +86,3 @@ def public_methods(kind: Any) -> list[Callable[..., Any]]:
     found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
     names = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [getattr(kind, name) for name in names if inspect.isfunction(getattr(kind, name))]
-
-
-def hermes_calls(text: str) -> list[tuple[str, Any]]:
-    """The calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of a turn (Qwen, Hermes).
-
-    Raises:
-        ValueError: what stands there is no call.
-    """
-    calls = []
-    for body in TOOL_CALL.findall(text):
-        try:
-            call = json.loads(body)
-            calls.append((call["name"], call.get("arguments", {})))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ValueError('a tool call must be {"name": …, "arguments": {…}} in JSON') from None
-    return calls

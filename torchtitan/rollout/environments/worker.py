@@ -52,7 +52,7 @@ class Host:
             result = await instance.finish()
             self._idle.append(self._episodes.pop(episode))
             return result
-        except (Exception, SystemExit) as error:  # of user code
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # of user code
             traceback.print_exc()
             self.drop(episode)
             return {"error": f"{type(error).__name__}: {error}"}

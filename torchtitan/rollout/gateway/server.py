@@ -20,7 +20,6 @@ from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.engines import Engines, NoAnswer
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer
-from torchtitan.rollout.gateway.rendering import ChatRenderer
 from torchtitan.rollout.gateway.sessions import Session
 from torchtitan.rollout.gateway.wire import (
     WrongCall,
@@ -32,6 +31,7 @@ from torchtitan.rollout.gateway.wire import (
     said,
     tokens_answer,
 )
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

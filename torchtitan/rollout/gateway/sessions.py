@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Branch, Given, add_turn
 from torchtitan.inference.types import Completion, SamplingParameters
-from torchtitan.rollout.gateway.rendering import ChatRenderer, Messages
+from torchtitan.rollout.rendering import ChatRenderer, Messages
 
 Canonical = tuple[Any, ...]
 
@@ -21,8 +22,6 @@ class _Turn:
     messages: list[Canonical]
     tools: str
     token_ids: list[int]
-    ended: bool
-    """By its last token, and by no limit"""
 
 
 @dataclass
@@ -63,14 +62,17 @@ class Session:
             new = messages[len(turn.messages) :]
             if any(message.get("role") == "assistant" for message in new):
                 continue  # the program wrote it: what the template makes of it depends on the rest
-            token_ids = renderer.goes_on(turn.token_ids, turn.ended, new, tools)
-            if token_ids is not None:
-                return token_ids
+            try:
+                return turn.token_ids + renderer.following(turn.token_ids, new, tools)
+            except UserError:
+                break  # the template does not show them alone
         return renderer.whole(messages, tools)
 
     def record(self, prompt_ids: list[int], completion: Completion) -> None:
         """A call has been answered with this."""
-        add_turn(self.branches, prompt_ids, completion)
+        extended = add_turn(self.branches, prompt_ids, completion)
+        # The one that ended last stands last.
+        self.branches = [*(one for one in self.branches if one is not extended), extended]
         self.cut = completion.finish_reason == "length"
         self.failed.discard(hash(tuple(prompt_ids)))
 
@@ -84,8 +86,7 @@ class Session:
     ) -> None:
         """The conversation `messages`, with what the policy said then, is these tokens."""
         canonical = [canonical_message(message) for message in (*messages, said)]
-        token_ids, ended = prompt_ids + completion.token_ids, completion.finish_reason == "stop"
-        self._turns.append(_Turn(canonical, _canonical_tools(tools), token_ids, ended))
+        self._turns.append(_Turn(canonical, _canonical_tools(tools), prompt_ids + completion.token_ids))
 
     def branches_to_json(self) -> list[list[Any]]:
         """For `branches_from_json`."""

@@ -147,7 +147,10 @@ def said(completion: Completion, tokenizer: Tokenizer, tools: bool, name: str) -
     text = tokenizer.decode(completion.token_ids)
     calls: list[dict[str, Any]] = []
     if tools and completion.finish_reason == "stop":
-        text, found = parse_tool_calls(text)
+        try:
+            text, found = parse_tool_calls(text)
+        except ValueError:
+            found = []  # it is all text
         calls = [
             {
                 "id": f"call_{name}_{number}",

@@ -42,6 +42,15 @@ def protect() -> tuple[BinaryIO, BinaryIO]:
     return incoming, outgoing
 
 
+def without_stop_iteration(function: Callable[..., Any], /, *values: Any, **arguments: Any) -> Any:
+    """What a function of the user returns. Raises RuntimeError for its StopIteration, which no future can hold: who
+    waits for it would wait for ever."""
+    try:
+        return function(*values, **arguments)
+    except StopIteration as error:
+        raise RuntimeError("StopIteration: an iterator has no more items") from error
+
+
 def read_message(file: BinaryIO) -> Any:
     """The next message, None at the end of input."""
     header = file.read(HEADER.size)
@@ -51,7 +60,8 @@ def read_message(file: BinaryIO) -> Any:
 
 
 def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
+    # A parser of the user may find arguments of any type: without an answer its episode would hang.
+    data = json.dumps(message, default=str).encode()
     file.write(HEADER.pack(len(data)) + data)
     file.flush()
 
