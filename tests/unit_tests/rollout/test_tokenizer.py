@@ -12,9 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.gateway.rendering import ChatRenderer
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.rollout.turns import TurnRenderer
 
 TEMPLATE = (
     "{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
@@ -111,9 +110,8 @@ def test_variables_of_the_template_reach_every_prompt(tmp_path: Path) -> None:
         ours = Tokenizer(tmp_path, values)
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False, **values)
         assert ours.apply_chat_template(MESSAGES) == ChatRenderer(ours).whole(MESSAGES, []) == expected
-        follows = TurnRenderer(ours, chat=True).tokens(MESSAGES[1:], ended=True)
-        goes_on = ChatRenderer(ours).goes_on([2], True, MESSAGES[1:], [])
-        for tokens in (expected, follows, goes_on or []):
+        follows = ChatRenderer(ours).following([2], MESSAGES[1:])
+        for tokens in (expected, follows):
             assert ours.decode(tokens, skip_special=False).endswith(ends)
     with pytest.raises(UserError, match="names enable_thinkin, which the chat template of .* reads add_gen"):
         Tokenizer(tmp_path, {"enable_thinkin": False})
