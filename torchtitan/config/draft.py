@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from torchtitan.config.device_defaults import device_defaults
 from torchtitan.config.engine_args import PREFIX, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.toml import read_toml, show
@@ -112,11 +113,13 @@ class Draft:
             self.written.setdefault(table, (place, ""))
 
     def build(self) -> tuple[JobConfig, list[Problem]]:
-        """The configuration, with defaults for what is wrong, and all problems so far."""
+        """The configuration, with defaults (this machine's device_defaults, too) for what is missing or wrong, and all
+        problems so far."""
         problems = list(self.problems)
         tables = {}
+        chosen = self.values | device_defaults(self.values)
         for table, kind in table_types().items():
-            values = {key.partition(".")[2]: value for key, value in self.values.items() if key.startswith(f"{table}.")}
+            values = {key.partition(".")[2]: value for key, value in chosen.items() if key.startswith(f"{table}.")}
             try:
                 tables[table] = kind(**values)
             except ValidationError as error:

@@ -13,6 +13,7 @@ from torchtitan.config.derived import (
     shard_degree,
     shares_devices,
 )
+from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
@@ -82,6 +83,8 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
     plan = make_plan(config, world_size)
     context = f"{plan.context} context × " if plan.context > 1 else ""
     lines = [
+        *([f"WARNING: {rounded}"] if (rounded := without_masters(config)) else []),
+        f"device: {_device(config)}",
         f"ranks: {plan.ranks}",
         f"mesh: {plan.replicate} replicate × {plan.shard} shard × {context}{plan.tensor} tensor parallel"
         f"{_experts(config)}",
@@ -104,6 +107,14 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         if is_colocated(config) or shares_devices(config):
             lines += _describe_shared(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _device(config: JobConfig) -> str:
+    training = config.training
+    types = f"{training.mixed_precision_param} products, {training.dtype} masters"
+    name = "GPU" if trains_on_gpu() else "CPU (TORCHTITAN_DEVICE=cuda plans with the defaults for GPUs)"
+    optimizer = f"{config.optimizer.implementation} {config.optimizer.name}"
+    return f"{name}: {types}, {training.mixed_precision_reduce} reduction, {optimizer}"
 
 
 def _experts(config: JobConfig) -> str:

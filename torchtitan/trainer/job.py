@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchtitan.config.derived import has_engines, has_reference, sleeps_between_batches
+from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
@@ -260,6 +261,13 @@ class Job:
         facts = self._agree_on_facts()
         self.run_dir, epoch, token = Path(facts["run_dir"]), facts["epoch"], facts["token"]
         set_up_logging(self.run_dir, rank)
+        if rank == 0 and (rounded := without_masters(config)) is not None:
+            logger.warning(rounded)
+        if rank == 0 and device.device().type == "cuda" and not trains_on_gpu():
+            logger.warning(
+                "torch has a GPU that neither nvidia-smi nor /dev shows: defaults are those of a CPU. Set "
+                "TORCHTITAN_DEVICE=cuda for those of a GPU"
+            )
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
         injection = config.fault_injection

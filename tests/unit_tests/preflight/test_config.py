@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
+from torchtitan.config import device_defaults
 from torchtitan.config.derived import verification
 from torchtitan.config.draft import OLD_NAMES, Draft
 from torchtitan.config.engine_args import command_line
@@ -996,6 +997,42 @@ def test_shipped_configurations_for_gpus_are_planned_without_their_files(
     # Without its files nothing but planning is possible, and what is missing is said.
     assert main(["--job.config_file", str(file)]) == 2
     assert "model.hf_assets_path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_defaults_are_those_of_the_device_where_no_value_is_given(
+    on_gpu: bool,
+    engine: str,
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*write_config(), "--inference.backend", engine, "--dry-run"]
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda" if on_gpu else "cpu")
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    computed, budget = ("bfloat16", 1024) if on_gpu else ("float32", 0)
+    assert f'mixed_precision_param = "{computed}"' in said and f"logprob_head_budget_mb = {budget}\n" in said
+    assert f"{computed} products, float32 masters, float32 reduction, fused AdamW" in said
+    config = load_config(arguments)
+    assert config.inference.dtype == (computed if engine == "vllm" else "float32")
+    # What is named wins, and master weights that lose updates are not passed over in silence.
+    config = load_config([*arguments, "--training.mixed_precision_param", "float32"])
+    assert config.training.mixed_precision_param == "float32"
+    assert "WARNING" not in said and main([*arguments, "--training.dtype", "bfloat16"]) == 0
+    assert "WARNING: training.dtype" in capsys.readouterr().out
+
+
+def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
+    monkeypatch.setattr(device_defaults.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(device_defaults, "count_gpus", lambda: 8)
+    for listed, hidden in ((0, None), (2, None), (2, "")):
+        monkeypatch.setattr(device_defaults, "gpus_of_driver", lambda listed=listed: listed)
+        if hidden is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert device_defaults.trains_on_gpu() is (listed > 0 and hidden is None)
 
 
 DEBUG = sorted(file for file in (ROOT / "train_configs").glob("*.toml") if file.stem not in FOR_GPUS)

@@ -64,7 +64,8 @@ class Inference:
     """Sequences that one actor generates at a time"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the actors hold weights and compute"""
+    """Type in which the actors hold weights and compute; not named, it is bfloat16 for vllm and sglang where the ranks
+    have GPUs"""
 
     exact: bool = False
     """Rescore every completion with the trainer's own forward: mismatch 0 where one version sampled it, slower"""

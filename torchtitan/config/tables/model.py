@@ -26,7 +26,8 @@ class Model:
     (else two_pass), or always two_pass; full holds all logits, to compare with"""
 
     logprob_head_budget_mb: CountOrZero = 0
-    """Memory for logits at a time, in MiB; more is faster on a GPU. 0: an eighth of the head's gradients, 8 to 36"""
+    """Memory for logits at a time, in MiB; a GPU takes as much again beside it. Not named, it is 1024 where the ranks
+    have GPUs; 0 is 1024 for tensors on a GPU, else an eighth of the head's gradients, 8 to 36"""
 
 
 @dataclass(config=TABLE)

@@ -33,10 +33,11 @@ class Training:
     """The run stops after this many consecutive optimizer steps with a non-finite loss or gradient"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the master weights"""
+    """Type of the master weights. bfloat16 loses small updates: for float32 masters with products in bfloat16 set
+    mixed_precision_param"""
 
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-    """Type in which FSDP gathers parameters and computes"""
+    """Type in which FSDP gathers parameters and computes; not named, it is bfloat16 where the ranks have GPUs"""
 
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which FSDP reduces gradients"""
