@@ -279,8 +279,8 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
 
 
-def sync_sharded_model(run_dir: str) -> dict[str, Any]:
-    """On each of four ranks: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor().
+def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
+    """On each rank: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor().
 
     One actor holds everything, two hold halves of it that are cut otherwise.
     """
@@ -288,11 +288,11 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.manual_seed(0)
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     model = nn.Sequential()
     model.add_module("rows", nn.Linear(6, 10, bias=True))  # 10 rows over tp × dp: 5 over 2 is uneven
@@ -305,11 +305,17 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
         setattr(owner, name.split(".")[1], nn.Parameter(sharded))
     fully_shard(model, mesh=mesh["dp"])
     address: list[Any] = [None]
-    options: dict[str, Any] = {"epoch": "1-e", "token": "t", "run_dir": Path(run_dir), "rank": rank, "world_size": 4}
+    options: dict[str, Any] = {
+        "epoch": "1-e",
+        "token": "t",
+        "run_dir": Path(run_dir),
+        "rank": rank,
+        "world_size": ranks,
+    }
     parameters = dict(model.named_parameters())
     config = quick_config()
     # Smaller than a configuration may say, so that small tensors have several.
-    config.bucket_bytes = 64
+    config.bucket_bytes, config.transport = 64, transport
     if rank == 0:
         sync = WeightSync(config, parameters, **options)
         address = [sync.registry_address]
@@ -335,9 +341,9 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
             actors[-1].start()
     equal = []
     for version in range(3):
-        full = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in parameters.items()}
-        # On version 1 rank 3 has no slot: all ranks must skip it.
-        votes = torch.tensor([0 if sync.reserve() and not (version == 1 and rank == 3) else 1])
+        full = {name: p.full_tensor().clone() for name, p in parameters.items()}
+        # On version 1 the last rank has no slot: all ranks must skip it.
+        votes = torch.tensor([0 if sync.reserve() and not (version == 1 and rank == ranks - 1) else 1])
         dist.all_reduce(votes)
         outcome = sync.commit(version, int(votes.item()))
         sync.fence()
@@ -363,9 +369,11 @@ def sync_sharded_model(run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_shards_of_four_ranks_become_the_full_tensors(tmp_path: Path) -> None:
-    results = run_distributed("tests.integration_tests.test_weight_sync:sync_sharded_model", 4, run_dir=str(tmp_path))
+@pytest.mark.parametrize(("ranks", "transport"), [(4, "tcp"), (2, "nccl")])
+def test_shards_of_all_ranks_become_the_full_tensors(tmp_path: Path, ranks: int, transport: str) -> None:
+    job = "tests.integration_tests.test_weight_sync:sync_sharded_model"
+    results = run_distributed(job, ranks, run_dir=str(tmp_path), transport=transport)
     assert results[0]["equal"] == [True] * 6
-    assert [result["skipped"] for result in results] == [1, 1, 1, 1], "all ranks skip the same versions"
+    assert [result["skipped"] for result in results] == [1] * ranks, "all ranks skip the same versions"
     assert sum(result["elements"] for result in results) == 10 * 6 + 10 + 3 * 7 + 5 + 5
     assert max(result["elements"] for result in results) < 60, "no rank sends the whole model"
