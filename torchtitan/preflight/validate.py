@@ -29,6 +29,7 @@ from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
+from torchtitan.errors import UserError
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.lora import check_lora
@@ -38,6 +39,7 @@ from torchtitan.preflight.user_names import name_problem, reward_problem
 from torchtitan.rollout.agents.worker import FUNCTION
 from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
+from torchtitan.rollout.workers.isolation import isolation_command
 from torchtitan.weight_sync.faults import Fault, FaultError
 
 FILE_ENDINGS = (".jsonl", ".parquet")
@@ -218,6 +220,11 @@ def _check_rewards(check: Check) -> None:
     check.refuse(key, len(set(functions)) < len(functions), "every function may be named once")
     text = f"must be empty, or have one weight for each of {key} = {show(functions)}"
     check.refuse("rewards.weights", rewards.weights and len(rewards.weights) != len(functions), text)
+    if rewards.isolate and not check.planning:
+        try:
+            isolation_command()
+        except UserError as error:
+            check.refuse("rewards.isolate", True, str(error))
     judge = evaluation.reward_function if evaluation.enable else ""
     if judge not in ("", environment_name(check.config)) and (problem := reward_problem(judge)):
         check.say("eval.reward_function", f"eval.reward_function: {problem}")

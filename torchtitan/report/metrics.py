@@ -127,6 +127,7 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder)
         "completion": tokenizer.decode(sample.completion_ids, skip_special=False),
         "reward": finite(sample.reward),
         "rewards": {name: finite(value) for name, value in sample.rewards.items()},
+        **({"extra": sample.extra} if sample.extra else {}),
         "advantage": finite(sample.advantage),
         "versions": [{"version": span.version, "tokens": span.end - span.start} for span in sample.spans],
         "finish_reason": sample.finish_reason,

@@ -69,6 +69,8 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         data["advantages"] = [sample.advantage for sample in samples]
     if any(sample.turn_rewards for sample in samples):
         data["turn_rewards"] = [sample.turn_rewards for sample in samples]
+    if any(sample.extra for sample in samples):
+        data["extra"] = [sample.extra for sample in samples]
     if any(one.kept_token_ids is not None for one in completions):
         data["kept"] = [None if one.kept_token_ids is None else _pack_kept(one.kept_token_ids) for one in completions]
     if any(one.routes is not None for one in completions):
@@ -95,6 +97,7 @@ def batch_from_json(data: dict[str, Any]) -> Batch:
             rewards=data["rewards"][i],
             advantage=data["advantages"][i] if data.get("advantages") else 0.0,
             turn_rewards=data["turn_rewards"][i] if data.get("turn_rewards") else [],
+            extra=data["extra"][i] if data.get("extra") else {},
         )
         for i, branches in enumerate(data["branches"])
     )

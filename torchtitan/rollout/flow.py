@@ -67,6 +67,7 @@ class RolloutFlow:
         """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""
         self._running = True
         self._pace.version, self._pace.handed_out = version, False
+        self._groups.rewards.set_step(version)
         self._fill()
 
     async def next_batch(self, version: int, timeout_s: float) -> Batch | None:
@@ -225,6 +226,7 @@ class RolloutFlow:
             "rollout/groups_in_flight": float(len(self._in_flight)),
             "rollout/prompts_too_long": float(self._stream.dropped),
             **self._groups.counters(),
+            **self._groups.rewards.take_logged(),
         }
 
     def _count_wait(self, seconds: float) -> None:

@@ -114,4 +114,7 @@ class GroupMaker:
 
 
 def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float | None]) -> Sample:
-    return Sample(trajectory.branches, trajectory.finish_reason, reward, rewards, turn_rewards=trajectory.turn_rewards)
+    return Sample(
+        trajectory.branches, trajectory.finish_reason, reward, rewards,
+        turn_rewards=trajectory.turn_rewards, extra=trajectory.extra,
+    )  # fmt: skip

@@ -38,6 +38,8 @@ class Trajectory:
     """The environment's public attributes at the end"""
     turn_rewards: list[float] = field(default_factory=list)
     """What each turn has added to `reward`; empty where that is not known"""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What reward functions have noted beside it (log_extra), by column"""
 
     @property
     def completion_ids(self) -> list[int]:
@@ -65,6 +67,8 @@ class Sample:
     """Parts of `reward` that single turns have brought, in the order of sampled_segments; empty: none is known"""
     turn_advantages: list[float] = field(default_factory=list)
     """In the place of `advantage`, one for each turn; empty where that holds for all of them"""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further columns of completions.jsonl"""
 
     @property
     def prompt_ids(self) -> list[int]:

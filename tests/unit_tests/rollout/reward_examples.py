@@ -7,8 +7,11 @@ import ctypes
 import mmap
 import os
 import re
+import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -127,6 +130,48 @@ def native_hang(completions: list[str], **kwargs: Any) -> list[float]:
     return [0.0 if text == "bad" and re.match("(a+)+$", "a" * 60 + "b") else 1.0 for text in completions]
 
 
+async def async_block(completions: list[str], **kwargs: Any) -> list[float]:
+    return hang(completions)
+
+
+waiting: list[asyncio.Event] = []
+begun: list[int] = []
+
+
+async def in_pairs(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float]:
+    """Every call waits for a second one that is under way."""
+    begun.append(1)
+    if waiting:
+        waiting.pop().set()
+    else:
+        waiting.append(other := asyncio.Event())
+        await other.wait()
+    log_metric("begun", len(begun))
+    log_metric("nothing", float("nan"))
+    return [float(text) for text in completions]
+
+
+def reaches(completions: list[str], **kwargs: Any) -> list[float]:
+    """1 for what can be done: write to a file, connect to a port, see a process, undo the isolation."""
+    return [float(_does(*text.split())) for text in completions]
+
+
+def _does(action: str, target: str) -> bool:
+    try:
+        if action == "write":
+            Path(target if target != "own" else f"{os.environ['TMPDIR']}/own").write_text("x")
+        elif action == "connect":
+            socket.create_connection(("127.0.0.1", int(target)), timeout=5).close()
+        elif action == "signal":
+            os.kill(int(target), 0)
+        else:
+            again = subprocess.run(["unshare", "-rm", "mount", "-o", "remount,bind,rw", target], capture_output=True)
+            return not again.returncode
+    except OSError:
+        return False
+    return True
+
+
 async def async_hang(completions: list[str], **kwargs: Any) -> list[float]:
     await asyncio.sleep(3600 if "bad" in completions else 0)
     return [1.0] * len(completions)
@@ -153,6 +198,9 @@ def seen(**kwargs: Any) -> list[float]:
         "level": [3, 3],
         "answer": ["x", "x"],
     }
+    state, log_extra, log_metric = (kwargs.pop(name) for name in ("trainer_state", "log_extra", "log_metric"))
+    log_extra("why", ["short", {"of": 2}])
+    log_metric("steps_left", state.max_steps - state.global_step)
     return [float(kwargs == expected)] * 2
 
 

@@ -53,6 +53,7 @@ def samples(draw: st.DrawFn, prompt: list[int]) -> Sample:
         rewards=draw(st.dictionaries(st.text(max_size=4), st.none() | finite, max_size=3)),
         advantage=draw(st.just(0.0) | finite),
         turn_rewards=draw(st.lists(finite, max_size=3)),
+        extra=draw(st.dictionaries(st.text(max_size=3), finite | st.text(max_size=3) | st.none(), max_size=2)),
     )
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import os
+import shutil
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.preflight.loading import draft_of, ready
+from torchtitan.rollout.rewards import pool as pool_module
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.workers import isolation
+
+Result = TypeVar("Result")
 
 HERE = "tests.unit_tests.rollout.reward_examples"
 
@@ -30,16 +40,23 @@ def completions_of(*said: Any) -> list[Trajectory]:
     return [answer([i, 7], one) for i, one in enumerate(said)]
 
 
-def score(config: JobConfig, *calls: tuple[Prompt, list[Trajectory]]) -> tuple[list[Any], dict[str, int]]:
-    async def run() -> tuple[list[Any], dict[str, int]]:
+def in_pool(config: JobConfig, run: Callable[[RewardPool], Awaitable[Result]]) -> Result:
+    async def opened() -> Result:
         pool = RewardPool(config)
         await pool.start()
         try:
-            return [await pool.score(*call) for call in calls], dict(pool.statistics)
+            return await run(pool)
         finally:
             await pool.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(opened(), 60))
+
+
+def score(config: JobConfig, *calls: tuple[Prompt, list[Trajectory]]) -> tuple[list[Any], dict[str, int]]:
+    async def run(pool: RewardPool) -> tuple[list[Any], dict[str, int]]:
+        return [await pool.score(*call) for call in calls], dict(pool.statistics)
+
+    return in_pool(config, run)
 
 
 PROMPT = Prompt(0, "2+2", [1], {"answer": "4"})
@@ -71,8 +88,51 @@ def test_a_function_that_is_slow_for_every_sample_keeps_its_rewards() -> None:
 def test_arguments_follow_trl() -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], [1], {"level": 3, "answer": "x"})
     said = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
-    results, _ = score(make_config("seen"), (prompt, completions_of(*said)))
-    assert totals(results[0]) == [1.0, 1.0]
+    config, completions = make_config("seen"), completions_of(*said)
+    config.training.steps = 30
+
+    async def run(pool: RewardPool) -> None:
+        for step in (10, 20):
+            pool.set_step(step)
+            assert totals(await pool.score(prompt, completions)) == [1.0, 1.0]
+            await pool.score(prompt, completions, config.rewards.functions)  # an evaluation's
+        assert pool.take_logged() == {"logged/steps_left": 15.0} and pool.take_logged() == {}
+
+    in_pool(config, run)
+    assert [one.extra for one in completions] == [{"why": "short"}, {"why": "{'of': 2}"}]
+
+
+def test_async_functions_run_side_by_side_and_not_more_than_allowed() -> None:
+    async def run(pool: RewardPool) -> None:
+        calls = [pool.score(PROMPT, completions_of(str(number))) for number in range(6)]
+        assert [totals(one) for one in await asyncio.gather(*calls)] == [[float(number)] for number in range(6)]
+        # With two at a time, every pair has seen itself and those before alone: 2, 2, 4, 4, 6, 6.
+        assert pool.take_logged() == {"logged/begun": 4.0}
+
+    in_pool(make_config("in_pairs", async_calls=2), run)
+
+
+@pytest.mark.parametrize("words", [isolation.BUBBLEWRAP, isolation.NAMESPACES], ids=lambda words: words[0])
+def test_isolated_functions_reach_nothing(words: tuple[str, ...], tmp_path: Path, monkeypatch: Any) -> None:
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"{words[0]} is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        attempts = [f"write {tmp_path}/x", f"connect {server.getsockname()[1]}", f"signal {os.getpid()}", "undo /"]
+        results, _ = score(make_config("reaches"), (PROMPT, completions_of(*attempts[:3])))
+        assert totals(results[0]) == [1.0, 1.0, 1.0]
+        monkeypatch.setattr(pool_module, "isolation_command", lambda: words)
+        results, _ = score(make_config("reaches", isolate=True), (PROMPT, completions_of(*attempts, "write own")))
+    assert totals(results[0]) == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    isolation.isolation_command.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="rewards.isolate.*bwrap is not installed; unshare is not installed"):
+            ready(draft_of({}, {"rewards.isolate": True}))
+    finally:
+        isolation.isolation_command.cache_clear()
 
 
 DIE = ("crash", "segfault", "interrupt")
@@ -90,13 +150,14 @@ def test_only_the_bad_sample_is_lost(function: str) -> None:
     assert statistics["worker_restarts"] == (2 if function in DIE else 0)
 
 
-@pytest.mark.parametrize("function", ["hang", "native_hang", "async_hang", "stubborn_bomb"])
+@pytest.mark.parametrize("function", ["hang", "native_hang", "async_hang", "async_block", "stubborn_bomb"])
 def test_a_hang_ends_at_the_time_limit(function: str) -> None:
     config = make_config(function, timeout_s=1.0, memory_limit_mb=256)
     results, statistics = score(config, (PROMPT, completions_of("bad", "fine")), (PROMPT, completions_of("fine")))
     assert totals(results[0]) == [None, 1.0]
     assert totals(results[1]) == [1.0]
-    assert statistics == {"failures": 1, "timeouts": 2, "worker_restarts": 2}
+    # An async function that only waits is broken off without its worker, but where it is tried alone.
+    assert statistics == {"failures": 1, "timeouts": 2, "worker_restarts": 1 if function == "async_hang" else 2}
 
 
 @pytest.mark.parametrize("text", ["bad", "worse"])

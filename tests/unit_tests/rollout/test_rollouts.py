@@ -84,6 +84,12 @@ class FakeRewards:
     async def close(self) -> None:
         pass
 
+    def set_step(self, step: int) -> None:
+        pass
+
+    def take_logged(self) -> dict[str, float]:
+        return {}
+
     async def score(
         self, prompt: Prompt, completions: Sequence[Trajectory], functions: Sequence[str] | None = None
     ) -> list[Score]:

@@ -96,13 +96,20 @@ class Rewards:
     """Column that holds the reference answer; passed to the functions under this name and as `answer`"""
 
     num_workers: Count = 1
-    """Reward worker processes"""
+    """Reward worker processes; async functions have one more"""
+
+    async_calls: Count = 16
+    """Calls of async functions, each over one group, that run side by side"""
 
     timeout_s: Positive = 10.0
     """A reward call over one group's completions is cut off after this time"""
 
     memory_limit_mb: Annotated[int, Range(16)] = 2048
     """Address space that a reward worker may use beyond what it has at start"""
+
+    isolate: bool = False
+    """Run the functions without a network, without a view of other processes, and with files that they can only read
+    (Linux: bubblewrap, or user namespaces)"""
 
 
 @dataclass(config=TABLE)

@@ -11,8 +11,7 @@ import os
 from typing import Any
 
 from torchtitan.rollout.agents.worker import Agents
-from torchtitan.rollout.environments.worker import serve
-from torchtitan.rollout.workers.inside import protect, set_up
+from torchtitan.rollout.workers.inside import protect, serve, set_up
 
 
 class Taskset:
@@ -66,7 +65,7 @@ def main() -> None:
         return {"tools": [], "rewards": True}
 
     if set_up(incoming, outgoing, load):
-        asyncio.run(serve(agents[0], incoming, outgoing))
+        asyncio.run(serve(incoming, outgoing, agents[0].answer, agents[0].drop))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.programs import read_number
-from torchtitan.rollout.environments.worker import serve
-from torchtitan.rollout.workers.inside import protect, set_up, without_stop_iteration
+from torchtitan.rollout.workers.inside import protect, serve, set_up, without_stop_iteration
 from torchtitan.rollout.workers.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
@@ -120,7 +119,7 @@ def main() -> None:
         return {"tools": [], "rewards": True}
 
     if set_up(incoming, outgoing, load):
-        asyncio.run(serve(agents[0], incoming, outgoing))
+        asyncio.run(serve(incoming, outgoing, agents[0].answer, agents[0].drop))
 
 
 if __name__ == "__main__":

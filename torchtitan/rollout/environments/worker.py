@@ -14,21 +14,11 @@ and every reply may be {"error": text} instead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import traceback
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 from torchtitan.rollout.environments.programs import Instance, Program
-from torchtitan.rollout.workers.inside import HEADER, protect, set_up, write_message
-
-
-class Episodes(Protocol):
-    """Those of a worker process."""
-
-    async def answer(self, message: dict[str, Any]) -> dict[str, Any]: ...
-
-    def drop(self, episode: int) -> None: ...
+from torchtitan.rollout.workers.inside import protect, serve, set_up
 
 
 class Host:
@@ -63,28 +53,6 @@ class Host:
             instance.close()
 
 
-async def serve(host: Episodes, incoming: BinaryIO, outgoing: BinaryIO) -> None:
-    """Answer messages until there are no more."""
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), incoming)
-    working: set[asyncio.Task[None]] = set()
-
-    async def work(message: dict[str, Any]) -> None:
-        write_message(outgoing, {**await host.answer(message), "id": message["id"]})
-
-    with contextlib.suppress(asyncio.IncompleteReadError):  # our parent has closed it
-        while True:
-            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-            message = json.loads(await reader.readexactly(length))
-            if message["do"] == "drop":
-                host.drop(message["episode"])
-                continue
-            task = asyncio.create_task(work(message))
-            working.add(task)
-            task.add_done_callback(working.discard)
-
-
 def main() -> None:
     incoming, outgoing = protect()
     hosts: list[Host] = []
@@ -95,7 +63,7 @@ def main() -> None:
         return program.about
 
     if set_up(incoming, outgoing, load):
-        asyncio.run(serve(hosts[0], incoming, outgoing))
+        asyncio.run(serve(incoming, outgoing, hosts[0].answer, hosts[0].drop))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.types import Prompt, Trajectory
+from torchtitan.rollout.workers.isolation import isolation_command
 from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -23,31 +26,45 @@ Score = tuple[float | None, dict[str, float | None]]
 # After a group's call timed out, its samples get this many times the group's limit, shared equally.
 RETRY_SHARE = 2.0
 LOGGED_FAILURES = 10
+# An async function keeps to its limit in the worker, unless it blocks the process: then its parent's limit, later by so
+# many seconds, ends that.
+BLOCKED_S = 2.0
 
 
 class RewardPool:
     """Runs config.rewards.functions (and `extra_functions`, which only count where they are asked for by name).
+
+    Calls of async functions run side by side in a worker of their own, at most rewards.async_calls of them. Any other
+    call has a worker to itself, and so has every second try, in which the samples that break a function are found.
 
     All methods belong to one asyncio loop. `statistics` counts samples that lost a reward to a failure, calls that ran
     into the time limit and workers that were replaced.
     """
 
     def __init__(self, config: JobConfig, extra_functions: Sequence[str] = (), log_file: Path | None = None):
-        """Raises UserError for an unknown function."""
+        """Raises UserError for an unknown function, or where rewards.isolate cannot be had."""
         rewards = config.rewards
         self.functions = list(rewards.functions)
         self._weights = dict(zip(self.functions, rewards.weights or [1.0] * len(self.functions), strict=True))
         self._all_functions = list(dict.fromkeys([*self.functions, *extra_functions]))
-        for name in self._all_functions:
-            load_reward(name)
+        self._async = {name for name in self._all_functions if inspect.iscoroutinefunction(load_reward(name))}
         self._timeout_s = rewards.timeout_s
         self._max_completion_tokens = config.rollout.max_completion_tokens
-        setup = {"functions": self._all_functions, "memory_limit_mb": rewards.memory_limit_mb}
-        self._workers = [
-            WorkerProcess("the reward worker", "torchtitan.rollout.rewards.worker", setup, log_file)
-            for _ in range(rewards.num_workers)
-        ]
+        isolated_by = isolation_command() if rewards.isolate else ()
+
+        def new_worker(functions: Sequence[str], side_by_side: bool) -> WorkerProcess:
+            limit = rewards.memory_limit_mb
+            setup = {"functions": functions, "side_by_side": side_by_side, "memory_limit_mb": limit}
+            module = "torchtitan.rollout.rewards.worker"
+            return WorkerProcess("the reward worker", module, setup, log_file, isolated_by=isolated_by)
+
+        self._workers = [new_worker(self._all_functions, False) for _ in range(rewards.num_workers)]
+        self._shared = new_worker(sorted(self._async), True) if self._async else None
+        self._restarting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(rewards.async_calls)
         self._free: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        self._state = {"global_step": 0, "max_steps": config.training.steps}
+        self._metrics: dict[str, list[float]] = defaultdict(list)
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """The latest failure in words, for messages"""
@@ -55,12 +72,25 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start all workers. Raises UserError where they cannot start."""
-        await asyncio.gather(*(worker.start() for worker in self._workers))
+        await asyncio.gather(*(worker.start() for worker in self._every_worker()))
         for worker in self._workers:
             self._free.put_nowait(worker)
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
+        await asyncio.gather(*(worker.stop() for worker in self._every_worker()))
+
+    def _every_worker(self) -> list[WorkerProcess]:
+        return self._workers + ([] if self._shared is None else [self._shared])
+
+    def set_step(self, step: int) -> None:
+        """What reward functions find as trainer_state.global_step from now on."""
+        self._state["global_step"] = step
+
+    def take_logged(self) -> dict[str, float]:
+        """The means of what log_metric was given for training groups since the last time, as metrics.jsonl has them."""
+        means = {f"logged/{name}": sum(values) / len(values) for name, values in sorted(self._metrics.items())}
+        self._metrics.clear()
+        return means
 
     async def score(
         self,
@@ -68,7 +98,8 @@ class RewardPool:
         completions: Sequence[Trajectory],
         functions: Sequence[str] | None = None,
     ) -> list[Score]:
-        """Rewards of one prompt's completions; `functions` replaces the configured ones.
+        """Rewards of one prompt's completions; `functions` replaces the configured ones (an evaluation's, from which
+        log_metric is given nothing to take_logged). What log_extra is given goes into the completions' `extra`.
 
         Raises:
             UserError: a worker died and no new one could be started.
@@ -76,11 +107,8 @@ class RewardPool:
         names = self.functions if functions is None else list(functions)
         if not names:
             return [(None, {}) for _ in completions]
-        worker = await self._free.get()
-        try:
-            columns = [await self._run(worker, name, prompt, completions) for name in names]
-        finally:
-            self._free.put_nowait(worker)
+        logged = self._metrics if functions is None else defaultdict(list)
+        columns = await asyncio.gather(*(self._run(name, prompt, completions, logged) for name in names))
         return [self._combine(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
     def _combine(self, rewards: dict[str, float | None]) -> Score:
@@ -88,12 +116,14 @@ class RewardPool:
         return (sum(given) if given else None), rewards
 
     async def _run(
-        self, worker: WorkerProcess, name: str, prompt: Prompt, completions: Sequence[Trajectory]
+        self, name: str, prompt: Prompt, completions: Sequence[Trajectory], logged: dict[str, list[float]]
     ) -> list[float | None]:
         """One function over one group. Where that fails, each sample is tried alone to find the bad ones; the others
         are then scored together, since a reward may compare the completions of its group."""
         try:
-            return self._accept(name, await self._call(worker, name, prompt, completions, self._timeout_s))
+            async with self._worker_for(name) as worker:
+                reply = await self._call(worker, name, prompt, completions, self._timeout_s)
+            return self._accept(name, reply, completions, logged)
         except CallFailed as failure:
             if len(completions) == 1:
                 self._lost(name, failure)
@@ -102,23 +132,43 @@ class RewardPool:
         values: list[float | None] = [None] * len(completions)
         good = []
         begun = time.monotonic()
-        for i, completion in enumerate(completions):
-            try:
-                await self._call(worker, name, prompt, [completion], limit)
-                good.append(i)
-            except CallFailed as failure:
-                self._lost(name, failure)
-        if good:
-            try:
-                # What needs its time for every sample needs as much again for all of them.
-                together = self._timeout_s + time.monotonic() - begun
-                reply = await self._call(worker, name, prompt, [completions[i] for i in good], together)
-                for i, value in zip(good, self._accept(name, reply), strict=True):
-                    values[i] = value
-            except CallFailed as failure:
-                for _ in good:
+        async with self._worker() as worker:
+            for i, completion in enumerate(completions):
+                try:
+                    await self._call(worker, name, prompt, [completion], limit)
+                    good.append(i)
+                except CallFailed as failure:
                     self._lost(name, failure)
+            if good:
+                members = [completions[i] for i in good]
+                try:
+                    # What needs its time for every sample needs as much again for all of them.
+                    together = self._timeout_s + time.monotonic() - begun
+                    reply = await self._call(worker, name, prompt, members, together)
+                    for i, value in zip(good, self._accept(name, reply, members, logged), strict=True):
+                        values[i] = value
+                except CallFailed as failure:
+                    for _ in good:
+                        self._lost(name, failure)
         return values
+
+    @contextlib.asynccontextmanager
+    async def _worker(self) -> AsyncIterator[WorkerProcess]:
+        """A worker that nothing else uses meanwhile."""
+        worker = await self._free.get()
+        try:
+            yield worker
+        finally:
+            self._free.put_nowait(worker)
+
+    @contextlib.asynccontextmanager
+    async def _worker_for(self, name: str) -> AsyncIterator[WorkerProcess]:
+        if self._shared is None or name not in self._async:
+            async with self._worker() as worker:
+                yield worker
+        else:
+            async with self._turns:
+                yield self._shared
 
     def _lost(self, name: str, failure: CallFailed) -> None:
         """Count a sample's lost reward."""
@@ -129,9 +179,16 @@ class RewardPool:
             silence = "; further ones are only counted" if self._logged == LOGGED_FAILURES else ""
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
 
-    def _accept(self, name: str, reply: dict[str, Any]) -> list[float | None]:
+    def _accept(
+        self, name: str, reply: dict[str, Any], completions: Sequence[Trajectory], logged: dict[str, list[float]]
+    ) -> list[float | None]:
         for _ in reply["invalid"]:
             self._lost(name, CallFailed("invalid", "a reward must be a finite number or None"))
+        for column, values in reply["extra"].items():
+            for completion, value in zip(completions, values, strict=True):
+                completion.extra[column] = value
+        for metric, values in reply["metrics"].items():
+            logged[metric] += values
         return reply["values"]
 
     async def _call(
@@ -144,6 +201,8 @@ class RewardPool:
     ) -> dict[str, Any]:
         message = {
             "function": name,
+            "state": self._state,
+            "timeout_s": timeout_s,
             "samples": {
                 "prompt": prompt.text,
                 "columns": prompt.columns,
@@ -155,17 +214,28 @@ class RewardPool:
                 "prefill": prompt.prefill,
             },
         }
-        if not worker.alive:
-            await worker.start()
+        shared = worker is self._shared
+        async with self._restarting:
+            if not worker.alive:
+                await worker.start()
+        starts = worker.starts
         try:
-            return await worker.call(message, timeout_s)
+            reply = await worker.call(message, timeout_s + BLOCKED_S * shared)
         except CallFailed as failure:
             if failure.kind != "exception":
                 self.statistics["timeouts"] += failure.kind == "timeout"
-                self.statistics["worker_restarts"] += 1
-                await worker.start()
+                async with self._restarting:
+                    # Of the calls that have ended with it, the first starts it anew.
+                    if worker.starts == starts:
+                        self.statistics["worker_restarts"] += 1
+                        await worker.start()
             raise
         except asyncio.CancelledError:
             # The next call would have to wait for this one.
-            await worker.stop()
+            if not shared:
+                await worker.stop()
             raise
+        if "late" in reply:
+            self.statistics["timeouts"] += 1
+            raise CallFailed("timeout", f"no answer within {timeout_s:g} s")
+        return reply

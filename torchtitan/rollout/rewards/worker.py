@@ -1,8 +1,12 @@
-"""A reward worker process: messages as in workers/inside.py, one call after the other.
+"""A reward worker process: messages as in workers/inside.py.
 
-The set-up has {"functions": [names]}. A call is {"function": name, "samples": {…}}, its reply
-{"values": [number or null], "invalid": [indices]} or {"error": text}. Functions run in the main thread, where
-signal-based time limits work.
+The set-up has {"functions": [names], "side_by_side": boolean}. A call is {"function": name, "samples": {…},
+"state": {…}, "timeout_s": seconds}, its reply {"values": [number or null], "invalid": [indices],
+"extra": {column: [values]}, "metrics": {name: [values]}}, {"late": true} or {"error": text}.
+
+Side by side, all calls are those of async functions, each of which keeps to its time limit here. Otherwise a worker has
+one call at a time, which its parent ends, in the main thread and outside of any loop: there signal-based time limits
+work, and so does a function's own asyncio.run.
 """
 
 from __future__ import annotations
@@ -13,35 +17,106 @@ import math
 import numbers
 import signal
 import traceback
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward, math_check
-from torchtitan.rollout.workers.inside import protect, read_message, set_up, write_message
+from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
+
+# Characters of a value in a column of completions.jsonl.
+LONGEST_EXTRA = 4000
 
 
-def call(function: Callable[..., Any], samples: dict[str, Any]) -> dict[str, Any]:
-    """Call a reward function in TRL's convention. `samples` has completions, completion_ids, finish_reasons and
-    environments (one entry per completion), prompt, columns, prefill and max_completion_tokens (once)."""
+class Log:
+    """What a call notes down through TRL's log_extra and log_metric."""
+
+    def __init__(self, samples: int):
+        self.samples = samples
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+
+    def extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column of completions.jsonl: one value for each completion. Raises ValueError for another number."""
+        if len(values) != self.samples:
+            raise ValueError(f"log_extra({column!r}, …): {len(values)} values for {self.samples} completions")
+        self.columns[str(column)] = [_plain(value) for value in values]
+
+    def metric(self, name: str, value: float) -> None:
+        """A figure of metrics.jsonl, the mean over the calls of a step; what is not finite is left out of it."""
+        if math.isfinite(value):
+            self.metrics[str(name)].append(float(value))
+
+
+def _plain(value: Any) -> Any:
+    """The value where JSON holds it, else its text."""
+    value = value.item() if hasattr(value, "item") else value
+    if value is None or isinstance(value, (bool, int)) or _is_finite_number(value):
+        return value
+    return str(value)[:LONGEST_EXTRA]
+
+
+def begin(function: Callable[..., Any], message: dict[str, Any]) -> tuple[Any, Log]:
+    """Call a reward function in TRL's convention: what it returns, and its log. message["samples"] has completions,
+    completion_ids, finish_reasons and environments (one entry per completion), prompt, columns, prefill and
+    max_completion_tokens (once)."""
+    samples = message["samples"]
     count = len(samples["completions"])
-    arguments = {name: [value] * count for name, value in samples["columns"].items()}
-    arguments["prompts"] = [samples["prompt"]] * count
+    log = Log(count)
+    arguments: dict[str, Any] = {name: [value] * count for name, value in samples["columns"].items()}
+    arguments |= {"prompts": [samples["prompt"]] * count, "trainer_state": SimpleNamespace(**message["state"])}
+    arguments |= {"log_extra": log.extra, "log_metric": log.metric}
     for name in ("completions", "completion_ids", "finish_reasons", "max_completion_tokens", "prefill"):
         arguments[name] = samples[name]
     if any(samples["environments"]):
         arguments["environments"] = [SimpleNamespace(**attributes) for attributes in samples["environments"]]
-    result = function(**arguments)
-    if inspect.isawaitable(result):
-        result = asyncio.run(_finish(result))
+    return function(**arguments), log
+
+
+def reply(result: Any, log: Log) -> dict[str, Any]:
+    """The reply of a call that has returned this."""
     values = [value.item() if hasattr(value, "item") else value for value in result]
-    if len(values) != count:
-        return {"error": f"returned {len(values)} rewards for {count} completions"}
+    if len(values) != log.samples:
+        return {"error": f"returned {len(values)} rewards for {log.samples} completions"}
     invalid = [i for i, value in enumerate(values) if value is not None and not _is_finite_number(value)]
     return {
         "values": [None if value is None or i in invalid else float(value) for i, value in enumerate(values)],
         "invalid": invalid,
+        "extra": log.columns,
+        "metrics": log.metrics,
     }
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The reply of a call that has raised this."""
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def answer(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, Any]:
+    """The reply to a call that has the process to itself."""
+    try:
+        result, log = begin(function, message)
+        return reply(asyncio.run(_finish(result)) if inspect.isawaitable(result) else result, log)
+    except (Exception, SystemExit) as error:
+        return failure(error)
+    finally:
+        signal.alarm(0)
+
+
+async def answer_beside_others(function: Callable[..., Any], message: dict[str, Any]) -> dict[str, Any]:
+    """The reply to a call of an async function, within its time limit unless it blocks the process."""
+    try:
+        result, log = begin(function, message)
+        task = asyncio.ensure_future(result)
+        done, _ = await asyncio.wait([task], timeout=message["timeout_s"])
+        if not done:
+            task.cancel()
+            return {"late": True}
+        return reply(task.result(), log)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return failure(error)
 
 
 async def _finish(awaitable: Any) -> Any:
@@ -55,8 +130,11 @@ def _is_finite_number(value: Any) -> bool:
 def main() -> None:
     incoming, outgoing = protect()
     functions: dict[str, Callable[..., Any]] = {}
+    side_by_side = False
 
     def load(setup: dict[str, Any]) -> dict[str, Any]:
+        nonlocal side_by_side
+        side_by_side = setup["side_by_side"]
         functions.update((name, load_reward(name)) for name in setup["functions"])
         if not CHECKS_MATHEMATICS.isdisjoint(functions):
             math_check.checker()  # no call's time limit pays for loading it
@@ -64,14 +142,11 @@ def main() -> None:
 
     if not set_up(incoming, outgoing, load):
         return
+    if side_by_side:
+        asyncio.run(serve(incoming, outgoing, lambda one: answer_beside_others(functions[one["function"]], one)))
+        return
     while (message := read_message(incoming)) is not None:
-        try:
-            reply = call(functions[message["function"]], message["samples"])
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        signal.alarm(0)
-        write_message(outgoing, {**reply, "id": message["id"]})
+        write_message(outgoing, {**answer(functions[message["function"]], message), "id": message["id"]})
 
 
 if __name__ == "__main__":

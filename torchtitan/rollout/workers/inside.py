@@ -6,6 +6,8 @@ A message is a JSON object behind its length. The first one sets the worker up a
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -13,7 +15,7 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, BinaryIO
 
 from torchtitan.errors import UserError
@@ -84,6 +86,33 @@ def set_up(incoming: BinaryIO, outgoing: BinaryIO, load: Callable[[dict[str, Any
     limit_memory(setup["memory_limit_mb"])
     write_message(outgoing, {"ready": True, **about})
     return True
+
+
+async def serve(
+    incoming: BinaryIO,
+    outgoing: BinaryIO,
+    answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+    drop: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Answer messages, side by side, until there are no more; {"do": "drop", "episode": number} goes to `drop`."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), incoming)
+    working: set[asyncio.Task[None]] = set()
+
+    async def work(message: dict[str, Any]) -> None:
+        write_message(outgoing, {**await answer(message), "id": message["id"]})
+
+    with contextlib.suppress(asyncio.IncompleteReadError):  # our parent has closed it
+        while True:
+            (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            message = json.loads(await reader.readexactly(length))
+            if message.get("do") == "drop":
+                drop(message["episode"])
+                continue
+            task = asyncio.create_task(work(message))
+            working.add(task)
+            task.add_done_callback(working.discard)
 
 
 def limit_memory(megabytes: int) -> None:

@@ -47,6 +47,7 @@ class WorkerProcess:
         log_file: what it prints is appended there, up to a limit.
         flooded: called once when it has printed more than that.
         python: that runs it, if not ours.
+        isolated_by: the words in front of its command that isolate it (isolation.py).
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class WorkerProcess:
         log_file: Path | None = None,
         flooded: Callable[[], None] = lambda: None,
         python: str | None = None,
+        isolated_by: Sequence[str] = (),
     ):
-        self._python = python or sys.executable
-        self._what, self._module, self._log_file, self._flooded = what, module, log_file, flooded
+        self._command = [*isolated_by, python or sys.executable, "-m", module]
+        self._what, self._log_file, self._flooded = what, log_file, flooded
         self._setup = {"path": sys.path, **setup}
         self._process = ChildProcess(what, log_file)
         self._numbers = itertools.count()
@@ -67,6 +69,8 @@ class WorkerProcess:
         self._readers: list[asyncio.Task[None]] = []
         self.about: dict[str, Any] = {}
         """What it said of itself when it was ready"""
+        self.starts = 0
+        """How often it has been started"""
 
     @property
     def alive(self) -> bool:
@@ -77,8 +81,8 @@ class WorkerProcess:
         reason = ""
         for _ in range(MAX_START_ATTEMPTS):
             await self.stop()
-            command: Sequence[str] = [self._python, "-m", self._module]
-            await self._process.launch(command, child_environment(threads=1), pipes=True)
+            self.starts += 1
+            await self._process.launch(self._command, child_environment(threads=1), pipes=True)
             self._readers = [asyncio.create_task(self._read_output())]
             try:
                 reply = await asyncio.wait_for(self._introduce(), START_TIMEOUT_S)
