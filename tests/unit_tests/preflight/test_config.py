@@ -360,6 +360,28 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
     ("server elsewhere", "", ["--inference.servers", "http://10.0.0.5:8000"], ["http://10.0.0.5:8000", "this machine"]),
     ("server by its name", "", ["--inference.servers", "https://node7"], ['"https://node7"', "this machine"]),
     ("replay", "", ["--rollout.replay", "runs/1"], ['rollout.replay = "runs/1"', "journal.jsonl"]),
+    *(
+        (f"stage: {key}", "", words.split(), [key, says])
+        for words, key, says in (
+            ("--job.stage sft --grpo.recompute_old_log_probs", "grpo.recompute_old_log_probs = true", "stage = sft"),
+            ("--job.stage sft --rollout.temperature 0.7", "rollout.temperature = 0.7", "must be 1"),
+            ("--sft.epochs 2", "sft.epochs = 2", "needs job.stage = sft"),
+            ("--distill.teacher checkpoint", "distill.teacher", "needs job.stage = distill"),
+            ("--job.stage distill", 'distill.teacher = ""', "only one"),
+            (
+                "--job.stage distill --distill.teacher checkpoint --distill.teacher_url http://a:1",
+                "teacher",
+                "only one",
+            ),
+            ("--job.stage distill --distill.teacher nowhere", "distill.teacher", "no config.json"),
+            (
+                "--job.stage distill --distill.teacher checkpoint --grpo.kl_coefficient 1",
+                "grpo.kl_coefficient",
+                "place",
+            ),
+            ("--job.stage sft --eval.stop_at 0.5", "eval.stop_at = 0.5", "sft.sample = true"),
+        )
+    ),
     ("resume", "", ["--checkpoint.resume", "runs/1"], ['checkpoint.resume = "runs/1"', "no run folder"]),
     ("resume the latest", "", ["--checkpoint.resume", "latest"], ["outputs/latest"]),
     (

@@ -1,0 +1,92 @@
+"""What of a row is said to the policy, and what it is to say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chat_models import CHAT_TEMPLATE, write_chat_tokenizer
+from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
+from torchtitan.rollout.datasets import load_datasets
+from torchtitan.rollout.demonstration_maker import Demonstration, DemonstrationMaker
+from torchtitan.rollout.tokenizer import Tokenizer
+
+ASK = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+HI, YES, MORE = (
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "?"))
+)
+# As Qwen3's: of what was said before the last question, the thoughts are left out.
+FORGETS = "if '</think>' in said and not loop.last"
+
+
+def make(folder: Path, row: dict[str, Any], template: str = CHAT_TEMPLATE, **sft: Any) -> list[list[tuple[str, bool]]]:
+    """Of every branch, its parts and whether they are trained."""
+    tokenizer = Tokenizer(write_chat_tokenizer(folder, template))
+    config = JobConfig()
+    config.rollout.prompt_column = "messages" if "messages" in row else "prompt"
+    for name, value in sft.items():
+        setattr(config.sft, name, value)
+    made: Demonstration = DemonstrationMaker(config, tokenizer).make(row, 0)
+    branches = made.branches
+    for branch in branches:
+        assert all(len(one.log_probs) == len(one.token_ids) for one in branch.sampled)
+    return [
+        [(tokenizer.decode(one.token_ids, skip_special=False), one in branch.sampled) for one in branch.segments]
+        for branch in branches
+    ]
+
+
+def test_text_ends_with_the_end_token_and_prompts_are_given(tmp_path: Path) -> None:
+    row = {"prompt": "2+2=", "completion": "4"}
+    assert make(tmp_path, row) == [[("2+2=", False), ("4<|im_end|>", True)]]
+    assert make(tmp_path, row, loss_on="all") == [[("2", False), ("+2=4<|im_end|>", True)]]
+
+
+@pytest.mark.parametrize("said", ["Yes", [YES]])
+def test_of_a_chat_with_a_completion_that_is_trained(tmp_path: Path, said: Any) -> None:
+    row = {"prompt": [HI, YES, MORE], "completion": said}
+    ((given, answer),) = make(tmp_path, row)
+    assert given == (ASK + "Yes<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n", False)
+    assert answer == ("Yes<|im_end|>", True)
+
+
+def test_of_a_conversation_all_that_the_assistant_says_is_trained(tmp_path: Path) -> None:
+    between = "\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    expected = [(ASK, False), ("Yes<|im_end|>", True), (between, False), ("Yes<|im_end|>", True)]
+    assert make(tmp_path, {"messages": [HI, YES, MORE, YES, MORE]}) == [expected]
+
+
+def test_turns_whose_past_the_template_rewrites_are_branches(tmp_path: Path) -> None:
+    template = CHAT_TEMPLATE.replace("if '</think>' in said", FORGETS)
+    thought = {"role": "assistant", "content": "<think>so</think>Yes"}
+    first, second = make(tmp_path, {"messages": [HI, thought, MORE, thought]}, template)
+    assert first == [(ASK, False), ("<think>so</think>Yes<|im_end|>", True)]
+    assert second[0][0].startswith(ASK + "Yes<|im_end|>") and second[1] == ("<think>so</think>Yes<|im_end|>", True)
+
+
+def test_a_template_that_opens_a_thought_must_find_one(tmp_path: Path) -> None:
+    opens = CHAT_TEMPLATE.replace("{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>A' }}{%- endif %}")
+    with pytest.raises(UserError, match=r"demonstration 0: the chat template .*<\|im_start\|>A"):
+        make(tmp_path, {"messages": [HI, YES]}, opens)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "a"}, "row 1: no column 'completion' .sft.completion_column.*there are 'prompt'"),
+        ({"prompt": "a", "completion": ""}, "row 1: column 'completion': it is empty"),
+        ({"prompt": "a", "completion": 3}, "a completion must be text or a list of chat messages, found int"),
+        ({"prompt": [HI]}, "no chat with answers in it"),
+    ],
+)
+def test_rows_without_a_demonstration_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    config = JobConfig()
+    config.job.stage = "sft"
+    config.rollout.dataset, config.eval.dataset = str(tmp_path / "rows.jsonl"), "arithmetic"
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=said):
+        load_datasets(config)
