@@ -12,40 +12,27 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from torchtitan.inference.embedded.cache import DecodeAttention, ExtensionAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.cache import KeyValueCache
+from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, packs
 from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
 from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
-from torchtitan.inference.embedded.routing import RouteRecorder, told, write_rows
+from torchtitan.inference.embedded.routing import RouteRecorder, begin_rows, known_rows, told
+from torchtitan.inference.embedded.rows import Rows
 from torchtitan.inference.embedded.sampler import BatchSampler
 from torchtitan.inference.embedded.weights import EngineWeights
-from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag, VersionSpan
-from torchtitan.models.attention import PackedLayout
+from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_projections
-from torchtitan.models.rotary import RotaryTables, rotary_tables
 from torchtitan.utils.machine import return_freed_memory
 from torchtitan.weight_sync.staging import WeightsRefused
 
-# Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
-PREFILL_TOKENS = 8192
-
 Finished = list[tuple[str, list[Completion]]]
-
-
-class Part(NamedTuple):
-    """Tokens of a sequence whose keys and values a forward adds to its row, which has those before `start`."""
-
-    token_ids: np.ndarray
-    """[tokens] int64, the whole sequence"""
-    row: int
-    start: int = 0
 
 
 class Poisoned(Exception):
@@ -142,17 +129,8 @@ class Engine:
             if exact:
                 for layer in policy.model.layers:
                     layer.register_forward_pre_hook(self._progress)
-            positions = torch.arange(max_length, device=self.device)
-            self._rotary_tables = rotary_tables(self.args, positions, self.dtype)
-        # Of rows [0, B): tokens in the cache, tokens generated, last token, most tokens, and what was generated.
-        rows = self._cache.whole_rows(max_sequences)
-        self._lengths = np.zeros(rows, np.int64)
-        self._generated = np.zeros(rows, np.int64)
-        self._limits = np.zeros(rows, np.int64)
-        self._last = np.zeros(rows, np.int64)
-        self._keys = np.zeros(rows, np.uint64)
-        self._tokens = np.zeros((rows, 64), np.int64)
-        self._log_probs = np.zeros((rows, 64), np.float32)
+            self._forwards = Forwards(policy, self._cache, max_length)
+        self._rows = Rows(self._cache.whole_rows(max_sequences))
         self._sampler: BatchSampler | None = None
 
     # Requests
@@ -323,16 +301,16 @@ class Engine:
         for prefills in (whole, extended):
             if prefills:
                 logits = self._forward_prompts([part for _, part in prefills])
-                self._note_routes([(part.row, part.start, len(part.token_ids) - part.start) for _, part in prefills])
+                if self._recorder is not None:
+                    self._recorder.note([(self._sequences[one.row], one.start, one.tokens) for _, one in prefills])
                 for (running, _), row_logits in zip(prefills, logits, strict=True):
                     running.prompt_logits = row_logits
         for prefix in begun:
             prefix.computed = True
-        for copy in copies:
-            self._cache.copy_row(*copy)
-            row, target, count, length = copy
+        for row, target, count, length in copies:
+            self._cache.copy_row(row, target, count, length)
             for one in self._sequences[target : target + count]:
-                self._share_routes(one, self._sequences[row], length)
+                begin_rows(one, known_rows(self._sequences[row]), length)
         new_logits = []
         for running, count in origins:
             assert running.prompt_logits is not None
@@ -347,40 +325,20 @@ class Engine:
         """Put so many tokens of another sequence's beginning into a row."""
         if source.sequence is not None:
             self._cache.copy_row(source.sequence.row, row, 1, tokens)
-            self._share_routes(self._sequences[row], source.sequence, tokens)
+            begin_rows(self._sequences[row], known_rows(source.sequence), tokens)
         else:
             self._cache.write_row(row, source.copy, tokens)
-            known = None if source.routes is None else source.routes[:tokens]
-            write_rows(self._sequences[row], 0 if known is not None else tokens, known)
+            begin_rows(self._sequences[row], source.routes, tokens)
         self.statistics.reused_tokens += tokens
-
-    def _share_routes(self, sequence: Sequence, source: Sequence, tokens: int) -> None:
-        """A sequence begins with so many tokens of another one."""
-        known = source.routes is not None and source.routes_from == 0
-        write_rows(sequence, 0 if known else tokens, source.routes[:tokens] if known else None)  # type: ignore[index]
-
-    def _note_routes(self, parts: list[tuple[int, int, int]]) -> None:
-        """Of the last forward: (row, first token, tokens) of what it computed, one after another."""
-        if self._recorder is None or all(self._sequences[row].routes is None for row, _, _ in parts):
-            return
-        rows = self._recorder.rows(sum(tokens for _, _, tokens in parts))
-        begin = 0
-        for row, first, tokens in parts:
-            write_rows(self._sequences[row], first, rows[begin : begin + tokens])
-            begin += tokens
 
     def _start_rows(self, running: Running, count: int) -> None:
         """The next `count` samples of a request take the rows after the last one in use."""
         sampling, length = running.request.sampling, len(running.request.prompt_ids)
         begin = len(self._sequences)
-        rows = slice(begin, begin + count)
         self.waiting -= count
         self._cache.start_rows(begin, count, length)
-        self._lengths[rows], self._generated[rows], self._limits[rows] = length, 0, sampling.max_tokens
-        self._keys[rows] = running.keys[running.next_sample : running.next_sample + count]
-        if sampling.max_tokens > self._tokens.shape[1]:
-            wider = ((0, 0), (0, sampling.max_tokens - self._tokens.shape[1]))
-            self._tokens, self._log_probs = np.pad(self._tokens, wider), np.pad(self._log_probs, wider)
+        keys = running.keys[running.next_sample : running.next_sample + count]
+        self._rows.start(slice(begin, begin + count), length, sampling.max_tokens, keys)
         for row in range(begin, begin + count):
             marks = [(self.epoch, self.version, 0)]
             sequence = Sequence(
@@ -394,67 +352,32 @@ class Engine:
             self._sequences.append(sequence)
 
     def _forward_prompts(self, parts: list[Part]) -> torch.Tensor:
-        """Fill the cache rows of sequences in one packed forward -> logits after each [N, V].
-
-        Either all of them are whole, or their rows hold something already.
-        """
-        layout = PackedLayout([len(part.token_ids) - part.start for part in parts], self.device)
-        padding = self.sizes.padding(layout.total)
-        attention: PrefillAttention | ExtensionAttention
-        positions = layout.positions
-        if parts[0].start == 0:
-            attention = PrefillAttention(self._cache, layout, [part.row for part in parts])
-        else:
-            ends = [(part.row, part.start, len(part.token_ids)) for part in parts]
-            attention = ExtensionAttention(self._cache, ends, padding)
-            starts = np.repeat([part.start for part in parts], layout.lengths)
-            positions = positions + torch.from_numpy(starts).to(self.device)
-        token_ids = np.concatenate([part.token_ids[part.start :] for part in parts])
-        positions = F.pad(positions, (0, padding))
-        hidden = self.policy.model(
-            F.pad(torch.from_numpy(token_ids).to(self.device), (0, padding)),
-            positions,
-            attention,
-            self._rotary(positions),
-        )
-        self.statistics.prefilled_tokens += layout.total
-        last = layout.cumulative[1:].long() - 1
-        return self.policy.lm_head(hidden[F.pad(last, (0, self.sizes.padding(len(last))))])[: len(parts)]
-
-    def _rotary(self, positions: torch.Tensor) -> list[RotaryTables]:
-        return [(c.index_select(0, positions), s.index_select(0, positions)) for c, s in self._rotary_tables]
+        self.statistics.prefilled_tokens += sum(part.tokens for part in parts)
+        return self._forwards.prompts(parts)
 
     def _decode(self) -> None:
         """One more token for every row."""
-        used = len(self._sequences)
+        used, rows = len(self._sequences), self._rows
         if self._sampler is None:
             self._sampler = self._make_sampler(0)
         width = self._cache.whole_rows(used)
         # Dummies begin a sequence of token 0 in rows that nobody uses.
-        self._lengths[used:width] = self._last[used:width] = 0
-        positions = torch.from_numpy(self._lengths[:width].copy()).to(self.device)
-        token_ids = torch.from_numpy(self._last[:width]).to(self.device)
-        attention = DecodeAttention(self._cache, positions, int(self._lengths[:used].max()) + 1)
-        hidden = self.policy.model(token_ids, positions, attention, self._rotary(positions))
-        logits = self.policy.lm_head(hidden)[:used]
-        self._note_routes([(row, int(self._lengths[row]), 1) for row in range(used)])
-        self._lengths[:used] += 1
+        rows.lengths[used:width] = rows.last[used:width] = 0
+        logits = self._forwards.next_tokens(rows.lengths[:width], rows.last[:width], used)
+        if self._recorder is not None:
+            self._recorder.note([(one, int(rows.lengths[one.row]), 1) for one in self._sequences])
+        rows.lengths[:used] += 1
         self._emit(0, self._sampler, logits)
 
     def _make_sampler(self, first: int) -> BatchSampler:
         parameters = [one.owner.request.sampling for one in self._sequences[first:]]
-        return BatchSampler(parameters, self._keys[first : len(self._sequences)].copy(), self.device)
+        return BatchSampler(parameters, self._rows.keys[first : len(self._sequences)].copy(), self.device)
 
     def _emit(self, first: int, sampler: BatchSampler, logits: torch.Tensor) -> None:
         """Sample rows [first, B) from logits, record the tokens, and release the rows that are finished."""
         used = len(self._sequences)
-        generated = self._generated[first:used]
-        choice = sampler(logits, generated)
-        rows = np.arange(first, used)
-        self._tokens[rows, generated] = choice.token_ids
-        self._log_probs[rows, generated] = choice.log_probs
-        self._last[first:used] = choice.token_ids
-        generated += 1
+        choice = sampler(logits, self._rows.generated[first:used])
+        self._rows.add(first, choice.token_ids, choice.log_probs)
         self.statistics.generated_tokens += used - first
         sequences = self._sequences[first:]
         if choice.kept is not None:
@@ -466,12 +389,11 @@ class Engine:
             self._fail(broken)
             # What failed may have been released from rows before `first`, and new rows have taken their places.
             first, sequences = 0, list(self._sequences)
-        stopped = [one for one in sequences if int(self._last[one.row]) in one.owner.stops]
+        stopped = [one for one in sequences if int(self._rows.last[one.row]) in one.owner.stops]
         for sequence in stopped:
             self._release(sequence, "stop")
-        full = np.nonzero(self._generated[first : len(self._sequences)] >= self._limits[first : len(self._sequences)])[
-            0
-        ]
+        left = slice(first, len(self._sequences))
+        full = np.flatnonzero(self._rows.generated[left] >= self._rows.limits[left])
         # From the end, so that no row that is still to be released is moved.
         for row in full[::-1]:
             self._release(self._sequences[first + row], "length")
@@ -487,17 +409,13 @@ class Engine:
     def _release(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sample is over: make its completion, and let the last row take its row's place."""
         row, last, running = sequence.row, len(self._sequences) - 1, sequence.owner
-        count = int(self._generated[row])
-        starts = [start for _, _, start in sequence.marks] + [count]
+        token_ids = self._rows.tokens(row).tolist()
+        count = len(token_ids)
         completion = Completion(
-            token_ids=self._tokens[row, :count].tolist(),
-            log_probs=self._log_probs[row, :count].tolist(),
+            token_ids=token_ids,
+            log_probs=self._rows.log_probs(row).tolist(),
             finish_reason=reason,
-            spans=[
-                VersionSpan(epoch, version, start, end)
-                for (epoch, version, start), end in zip(sequence.marks, starts[1:], strict=True)
-                if end > start
-            ],
+            spans=sequence.spans(count),
             kept_token_ids=sequence.kept,
             routes=told(sequence, len(running.request.prompt_ids) + count),
         )
@@ -506,10 +424,8 @@ class Engine:
         self._end_prefix(sequence, reason)
         if row != last:
             moved = self._sequences[last]
-            self._cache.move_row(last, row, int(self._lengths[last]))
-            for state in (self._lengths, self._generated, self._limits, self._last, self._keys, self._tokens):
-                state[row] = state[last]
-            self._log_probs[row] = self._log_probs[last]
+            self._cache.move_row(last, row, int(self._rows.lengths[last]))
+            self._rows.move(last, row)
             moved.row = row
             self._sequences[row] = moved
         self._sequences.pop()
@@ -529,16 +445,14 @@ class Engine:
             self._prefixes.drop(sequence.prefix)
         if reason == "abort" or sequence.computed_under != self._updates:
             return
-        length = int(self._lengths[sequence.row])
-        known = None
-        if sequence.routes is not None and sequence.routes_from == 0:
-            known = sequence.routes[:length].copy()
-        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length), known)
+        length = int(self._rows.lengths[sequence.row])
+        routes = None if (known := known_rows(sequence)) is None else known[:length].copy()
+        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length), routes)
         self._prefixes.trim(self._cache.spare_bytes(0, 0, 0))
 
     def _tokens_of(self, sequence: Sequence) -> np.ndarray:
         """[tokens] prompt and what was generated."""
-        return np.concatenate((sequence.owner.prompt, self._tokens[sequence.row, : self._generated[sequence.row]]))
+        return np.concatenate((sequence.owner.prompt, self._rows.tokens(sequence.row)))
 
     def _rescore(self) -> None:
         ended, self._ended = self._ended, []
@@ -596,7 +510,7 @@ class Engine:
         self.epoch, self.version = epoch, version
         self._updates += 1
         for sequence in self._sequences:
-            generated = int(self._generated[sequence.row])
+            generated = int(self._rows.generated[sequence.row])
             sequence.marks = [mark for mark in sequence.marks if mark[2] < generated]
             sequence.marks.append((epoch, version, generated))
         if self.in_flight_kv == "recompute":
@@ -610,16 +524,9 @@ class Engine:
     @torch.inference_mode()
     def _recompute(self) -> None:
         """Keys and values of all rows anew, under the weights in use."""
-        batch: list[Part] = []
-        total = 0
+        # The last token is not in the cache yet: the next step puts it there.
+        parts = [Part(self._tokens_of(sequence)[:-1], sequence.row) for sequence in self._sequences]
+        for pack in packs(parts):
+            self._forward_prompts(pack)
         for sequence in self._sequences:
-            # The last token is not in the cache yet: the next step puts it there.
-            tokens = self._tokens_of(sequence)[:-1]
-            if batch and total + len(tokens) > PREFILL_TOKENS:
-                self._forward_prompts(batch)
-                batch, total = [], 0
-            batch.append(Part(tokens, sequence.row))
-            total += len(tokens)
             sequence.computed_under = self._updates
-        if batch:
-            self._forward_prompts(batch)

@@ -12,7 +12,7 @@ import torch
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.prefixes import Prefix
 from torchtitan.inference.embedded.sampler import stream_keys
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
 
 # Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4
@@ -179,8 +179,17 @@ class Sequence:
     """The same of everything in its row; older than the engine's count where some of it is of older weights"""
     kept: list[list[int]] | None
     prefix: Prefix | None = None
+    """Of the first sample of a prompt that was computed in its row: what others may begin with"""
     routes: np.ndarray | None = None
     """[tokens, layers, k], where the request wants the experts of each token"""
     routes_from: int = 0
     """The first token whose experts are known"""
-    """Of the first sample of a prompt that was computed in its row: what others may begin with"""
+
+    def spans(self, tokens: int) -> list[VersionSpan]:
+        """Of its first `tokens` sampled tokens."""
+        ends = [start for _, _, start in self.marks[1:]] + [tokens]
+        return [
+            VersionSpan(epoch, version, start, end)
+            for (epoch, version, start), end in zip(self.marks, ends, strict=True)
+            if end > start
+        ]

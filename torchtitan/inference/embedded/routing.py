@@ -28,23 +28,38 @@ class RouteRecorder:
         """Make room for the rows of a sequence of at most so many tokens."""
         sequence.routes = np.zeros((tokens, *self._shape), self._dtype)
 
-    def rows(self, tokens: int) -> np.ndarray:
-        """What the last forward has chosen for its first `tokens` tokens."""
+    def note(self, parts: list[tuple[Sequence, int, int]]) -> None:
+        """Of the last forward: (sequence, first token, tokens) of what it computed, one after another."""
+        if all(sequence.routes is None for sequence, _, _ in parts):
+            return
+        rows = self._rows(sum(tokens for _, _, tokens in parts))
+        begin = 0
+        for sequence, first, tokens in parts:
+            if sequence.routes is not None:
+                sequence.routes[first : first + tokens] = rows[begin : begin + tokens]
+            begin += tokens
+
+    def _rows(self, tokens: int) -> np.ndarray:
         rows = np.zeros((tokens, *self._shape), self._dtype)
         for layer, experts in self._chosen.items():
             rows[:, layer] = experts[:tokens].cpu().numpy()
         return rows
 
 
-def write_rows(sequence: Sequence, first: int, rows: np.ndarray | None) -> None:
-    """Note the rows of a sequence's tokens from number `first` on; None: nobody knows, so what comes before the next
-    known one is left out of what is told."""
+def known_rows(sequence: Sequence) -> np.ndarray | None:
+    """Those of a sequence, where they are known from its first token on."""
+    return sequence.routes if sequence.routes_from == 0 else None
+
+
+def begin_rows(sequence: Sequence, rows: np.ndarray | None, tokens: int) -> None:
+    """A sequence begins with so many tokens of another one, which has these rows; None: they are not known, so that
+    what comes before the next one is left out of what is told."""
     if sequence.routes is None:
         return
     if rows is None:
-        sequence.routes_from = max(sequence.routes_from, first)
+        sequence.routes_from = max(sequence.routes_from, tokens)
     else:
-        sequence.routes[first : first + len(rows)] = rows
+        sequence.routes[:tokens] = rows[:tokens]
 
 
 def told(sequence: Sequence, tokens: int) -> Routes | None:

@@ -1,0 +1,97 @@
+"""The engine's forwards over the trainer's decoder: prompts into rows of the cache, and one more token for all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from torchtitan.inference.embedded.cache import DecodeAttention, ExtensionAttention, KeyValueCache, PrefillAttention
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.rotary import RotaryTables, rotary_tables
+
+# Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
+PREFILL_TOKENS = 8192
+
+
+class Part(NamedTuple):
+    """Tokens of a sequence whose keys and values a forward adds to its row, which has those before `start`."""
+
+    token_ids: np.ndarray
+    """[tokens] int64, the whole sequence"""
+    row: int
+    start: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many are computed."""
+        return len(self.token_ids) - self.start
+
+
+def packs(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """The parts in order, as many in a forward as are PREFILL_TOKENS, or one that is longer."""
+    pack: list[Part] = []
+    for part in parts:
+        if pack and sum(one.tokens for one in pack) + part.tokens > PREFILL_TOKENS:
+            yield pack
+            pack = []
+        pack.append(part)
+    if pack:
+        yield pack
+
+
+class Forwards:
+    """Runs `policy` with `cache`, for sequences of at most `max_length` tokens."""
+
+    def __init__(self, policy: Decoder, cache: KeyValueCache, max_length: int):
+        self._policy, self._cache = policy, cache
+        positions = torch.arange(max_length, device=cache.device)
+        self._rotary_tables = rotary_tables(policy.args, positions, cache.dtype)
+
+    def prompts(self, parts: list[Part]) -> torch.Tensor:
+        """Fill the cache rows of sequences in one packed forward -> logits after each [N, V].
+
+        Either all of them are whole, or their rows hold something already.
+        """
+        cache = self._cache
+        layout = PackedLayout([part.tokens for part in parts], cache.device)
+        padding = cache.sizes.padding(layout.total)
+        attention: PrefillAttention | ExtensionAttention
+        positions = layout.positions
+        if parts[0].start == 0:
+            attention = PrefillAttention(cache, layout, [part.row for part in parts])
+        else:
+            ends = [(part.row, part.start, len(part.token_ids)) for part in parts]
+            attention = ExtensionAttention(cache, ends, padding)
+            starts = np.repeat([part.start for part in parts], layout.lengths)
+            positions = positions + torch.from_numpy(starts).to(cache.device)
+        token_ids = np.concatenate([part.token_ids[part.start :] for part in parts])
+        positions = F.pad(positions, (0, padding))
+        hidden = self._policy.model(
+            F.pad(torch.from_numpy(token_ids).to(cache.device), (0, padding)),
+            positions,
+            attention,
+            self._rotary(positions),
+        )
+        last = layout.cumulative[1:].long() - 1
+        return self._policy.lm_head(hidden[F.pad(last, (0, cache.sizes.padding(len(last))))])[: len(parts)]
+
+    def next_tokens(self, lengths: np.ndarray, last: np.ndarray, used: int) -> torch.Tensor:
+        """Put the last token of every row into the cache -> logits after it [used, V].
+
+        Args:
+            lengths: tokens of each row, whole_rows(used) of them; those from `used` on are dummies of length 0.
+            last: the tokens [whole_rows(used)].
+        """
+        positions = torch.from_numpy(lengths.copy()).to(self._cache.device)
+        token_ids = torch.from_numpy(last).to(self._cache.device)
+        attention = DecodeAttention(self._cache, positions, int(lengths[:used].max()) + 1)
+        hidden = self._policy.model(token_ids, positions, attention, self._rotary(positions))
+        return self._policy.lm_head(hidden)[:used]
+
+    def _rotary(self, positions: torch.Tensor) -> list[RotaryTables]:
+        return [(c.index_select(0, positions), s.index_select(0, positions)) for c, s in self._rotary_tables]
