@@ -44,7 +44,7 @@ ASSET_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_policy(directory: str | Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -125,8 +125,18 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
+def checkpoint_dtype(policy: Decoder) -> torch.dtype | None:
+    """The type of the checkpoint that the policy began as, None where its config.json names none that is exported."""
+    config = json.loads(policy.args.source or "{}")
+    return EXPORT_DTYPES.get(config.get("dtype") or config.get("torch_dtype"))
+
+
 def export_policy(
-    policy: Decoder, directory: str | Path, assets_from: str | Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+    policy: Decoder,
+    directory: str | Path,
+    assets_from: str | Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write `policy` as a Hugging Face checkpoint directory that transformers loads.
 
@@ -137,23 +147,25 @@ def export_policy(
         directory: where to write; replaced only if it is empty or holds a config.json.
         assets_from: a checkpoint directory whose tokenizer files are copied along.
         max_file_bytes: tensors beyond this size go to further files, with an index.
+        dtype: of the weights in the files (buffers keep their own); None: as the policy holds them.
     """
     directory = Path(directory)
     sharded = any(isinstance(parameter, DTensor) for parameter in policy.parameters())
     writes = not sharded or torch.distributed.get_rank() == 0
     error: BaseException | None = None
     staging: Path | None = None
-    plan = _plan_files(policy, max_file_bytes)
+    types = _types(policy, dtype)
+    plan = _plan_files(policy, types, max_file_bytes)
     if writes:
         try:
-            staging = _stage(policy, directory, assets_from, plan)
+            staging = _stage(policy, directory, assets_from, plan, types)
         except (OSError, UserError) as problem:
             error = problem
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
         keep = staging is not None and error is None
-        whole = ((name, tensor.cpu().contiguous()) for name, tensor in whole_weights(policy, names))
-        tensors = {name: tensor for name, tensor in whole if keep}
+        whole = ((part, tensor.to(types[name])) for name in names for part, tensor in whole_weights(policy, [name]))
+        tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if keep}
         if staging is not None and error is None:
             try:
                 save_file(tensors, staging / file_name, metadata={"format": "pt"})
@@ -174,12 +186,19 @@ def export_policy(
         raise UserError(f"{directory}: the export failed: {error}") from error
 
 
-def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
+def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The type of every parameter, and of buffers, in the files."""
+    buffers = dict(policy.named_buffers())
+    every = base_parameters(policy).items()
+    return {name: one.dtype if dtype is None or name in buffers else dtype for name, one in every}
+
+
+def _plan_files(policy: Decoder, types: dict[str, torch.dtype], max_file_bytes: int) -> dict[str, list[str]]:
     """Names of the parameters per file; each file at most `max_file_bytes`, one parameter at least."""
     groups: list[list[str]] = []
     used = max_file_bytes
     for name, parameter in base_parameters(policy).items():
-        size = _whole_bytes(parameter)
+        size = math.prod(parameter.shape) * types[name].itemsize
         if used + size > max_file_bytes:
             groups.append([])
             used = 0
@@ -190,11 +209,13 @@ def _plan_files(policy: Decoder, max_file_bytes: int) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _whole_bytes(parameter: torch.Tensor | QuantizedLinear) -> int:
-    return math.prod(parameter.shape) * parameter.dtype.itemsize
-
-
-def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, plan: dict[str, list[str]]) -> Path:
+def _stage(
+    policy: Decoder,
+    directory: Path,
+    assets_from: str | Path | None,
+    plan: dict[str, list[str]],
+    types: dict[str, torch.dtype],
+) -> Path:
     """A hidden folder beside `directory` with everything but the weights."""
     if directory.exists() and not directory.is_dir():
         raise UserError(f"{directory}: is a file; an export needs a directory")
@@ -217,11 +238,11 @@ def _stage(policy: Decoder, directory: Path, assets_from: str | Path | None, pla
         for name in ASSET_FILES:
             if (Path(assets_from) / name).is_file():
                 shutil.copyfile(Path(assets_from) / name, staging / name)
-    first = next(policy.parameters())
-    config = policy.args.to_hf_config(_DTYPE_NAMES[first.dtype])
+    names = {dtype: name for name, dtype in EXPORT_DTYPES.items()}
+    config = policy.args.to_hf_config(names[next(iter(types.values()))])
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:
-        total = sum(_whole_bytes(one) for one in base_parameters(policy).values())
+        total = sum(math.prod(one.shape) * types[name].itemsize for name, one in base_parameters(policy).items())
         parts = policy.args.names_in_files
         weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

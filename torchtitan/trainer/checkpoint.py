@@ -184,11 +184,13 @@ class Checkpointer:
 
         Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
         """
-        from torchtitan.models.hf_checkpoint import export_policy
+        from torchtitan.models.hf_checkpoint import EXPORT_DTYPES, checkpoint_dtype, export_policy
         from torchtitan.models.peft_checkpoint import save_adapter
 
         directory = self.folder.parent / "hf" / f"step-{step}"
-        export_policy(self.policy, directory, assets_from=assets_from)  # type: ignore[arg-type]
+        policy: Any = self.policy
+        dtype = EXPORT_DTYPES.get(self.config.export_dtype) or checkpoint_dtype(policy)
+        export_policy(policy, directory, assets_from=assets_from, dtype=dtype)
         logger.info("exported the policy after step %d to %s", step, directory)
         if getattr(self.policy, "lora", None) is not None:
             adapter = self.folder.parent / "adapter" / f"step-{step}"

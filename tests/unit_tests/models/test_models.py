@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import FAMILIES
 from tests.roundings import forward_rounding
+from torchtitan.config.job_config import Checkpoint as CheckpointConfig
+from torchtitan.config.job_config import LRScheduler
 from torchtitan.errors import UserError
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedLayout
@@ -22,6 +24,8 @@ from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import full_log_probs
 from torchtitan.models.rms_norm import rms_norm
 from torchtitan.models.rotary import rotate
+from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 
 Checkpoints = Callable[..., Path]
 ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]
@@ -119,6 +123,31 @@ def test_dtype_is_cast(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     again = load_policy(tmp_path / "half")
     for name, parameter in again.named_parameters():
         assert parameter.dtype is torch.float32 and torch.equal(parameter, policy.get_parameter(name).float())
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "written"),
+    [("auto", "bfloat16", "bfloat16"), ("auto", None, "float32"), ("float16", "bfloat16", "float16")],
+)
+def test_exports_have_the_checkpoints_type_or_the_one_that_is_asked_for(
+    asked: str, own: str | None, written: str, tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_checkpoint("qwen3", False), tmp_path / "own")
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": own}))
+    policy = load_policy(directory)
+    optimizer = torch.optim.SGD(policy.parameters())
+    settings = CheckpointConfig(export_dtype=asked)  # type: ignore[arg-type]
+    scheduler = BatchLRScheduler(optimizer, LRScheduler(), 1)
+    exported = Checkpointer(settings, tmp_path / "run", policy, optimizer, scheduler).export_hf(3, directory)
+    tensors = load_file(exported / "model.safetensors")
+    assert json.loads((exported / "config.json").read_text())["dtype"] == written
+    wanted = getattr(torch, written)
+    assert all(torch.equal(tensors[name], one.to(wanted)) for name, one in policy.named_parameters())
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype="auto")
+    assert theirs.dtype is wanted
 
 
 def test_many_files_with_index(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ class Checkpoint:
     last_save_in_hf: bool = True
     """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
 
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights in that directory; auto: the one in the config.json of model.hf_assets_path, or else
+    training.dtype"""
+
     save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
     """After SIGTERM or SIGINT the run saves and exits within this time"""
 
