@@ -7,6 +7,7 @@
 #   NGPU          trainer ranks, also without GPUs (1)
 #   CONFIG_FILE   TOML file (train_configs/debug_cpu.toml)
 #   LOG_RANK      ranks whose output is shown (0)
+#   MAX_RESTARTS  how often all ranks are started again, from the newest checkpoint, after one was lost (3)
 #   PYTHON        the interpreter, see scripts/setup_env.sh
 #   EXTRAS        extras of pyproject.toml that the run needs besides: data (Hugging Face datasets, parquet), wandb
 # Everything after that is handed on: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
@@ -49,4 +50,4 @@ echo "[run] $ngpu rank(s), $config_file" >&2
 output=(--tee 3)
 if [[ "$ngpu" == 1 && -t 2 ]]; then output=(--redirects 0); fi
 exec "$PYTHON" -m torchtitan.utils.launch --standalone --nproc-per-node "$ngpu" --local-ranks-filter "$log_rank" \
-    --role rank "${output[@]}" -m torchtitan.grpo_train "${arguments[@]}"
+    --max-restarts "${MAX_RESTARTS:-3}" --role rank "${output[@]}" -m torchtitan.grpo_train "${arguments[@]}"

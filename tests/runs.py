@@ -32,13 +32,15 @@ class Run:
         dump: Path,
         *options: str | Path,
         ranks: int = 0,
+        restarts: int = 0,
         python: str | Path = sys.executable,
         module: str = "torchtitan.grpo_train",
         **environment: str,
     ):
         """A constant rate makes the first steps of a long run those of a short one. `options` come last, and count."""
         self._processes, self.latest = processes, dump / "latest"
-        launcher = ["torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        launcher = ["torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher += ["--max-restarts", str(restarts), "-m"]
         command = [
             python, "-m", *(launcher if ranks else []), module,
             "--job.config_file", ROOT / "train_configs" / f"{config}.toml",

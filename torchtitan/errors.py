@@ -1,4 +1,7 @@
-"""The one exception that stands for a mistake a person can correct."""
+"""The one exception that stands for a mistake a person can correct, and exit codes."""
+
+# A rank that ends with this has met what may be over at the next start: another rank that is gone, say.
+BROKEN_OFF = 75
 
 
 class UserError(Exception):

@@ -9,6 +9,7 @@ it, the new version is offered to the actors, and the next command is asked for.
 from __future__ import annotations
 
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import BROKEN_OFF, UserError
 from torchtitan.preflight.loading import ready, validated
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.utils.json_lines import read_json_lines
@@ -81,7 +82,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry_point() -> NoReturn:
     """`torchtitan-grpo`, and `python -m torchtitan.grpo_train`."""
-    leave(main())
+    try:
+        code = main()
+    except Exception:
+        # A defect, or a collective that another rank has left: the launcher starts all ranks again if it may.
+        traceback.print_exc()
+        code = BROKEN_OFF
+    leave(code)
 
 
 if __name__ == "__main__":

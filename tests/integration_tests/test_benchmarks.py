@@ -48,7 +48,7 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.stdout.splitlines() if line}
 
 
-def run_quickly(name: str, keys: set[str], *options: str) -> None:
+def run_quickly(name: str, keys: set[str], *options: str) -> dict[str, float]:
     """Its last line is the object with these figures; what they are worth is not asked."""
     command = [sys.executable, str(REPOSITORY / "benchmarks" / f"{name}.py"), *options, "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -62,6 +62,15 @@ def run_quickly(name: str, keys: set[str], *options: str) -> None:
         assert 0 < figures[key] <= 1, key
     for key in keys - SHARES:
         assert figures[key] > 0, key
+    return dict(figures)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_by_itself_where_a_rank_is_killed(debug_checkpoint: Path) -> None:
+    """Every step is there once, at most one checkpoint interval (5) was trained again, and the server stayed."""
+    figures = run_quickly("rank_deaths", {"deaths", "server_lived"}, "--model", str(debug_checkpoint))
+    assert figures["exit_code"] == figures["steps_missing_or_double"] == 0
+    assert figures["deaths"] == figures["server_lived"] == 1 and figures["most_steps_again"] <= 5
 
 
 @pytest.mark.slow

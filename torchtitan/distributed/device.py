@@ -24,6 +24,7 @@ from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.machine import gpus_of_driver, hides_gpus, keep_freed_memory, usable_cores
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 # Dense bf16 operations per second by words of the device's name, the longer ones first. From the makers' data sheets,
@@ -119,13 +120,33 @@ def init_process_group(comm: Comm) -> None:
         # All ranks on this machine: nothing needs to listen on the outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        dist.init_process_group(backend(), timeout=timedelta(seconds=comm.init_timeout_seconds))
+        timeout = timedelta(seconds=comm.init_timeout_seconds)
+        dist.init_process_group(backend(), timeout=timeout, store=_store(timeout), rank=rank(), world_size=world_size())
         dist.all_reduce(torch.ones(1, device=device()))
     except (RuntimeError, ValueError) as error:
+        if _restarts():
+            raise  # the launcher may try once more
         raise UserError(
             f"rank {rank()} of {world_size()}: the ranks did not come together within comm.init_timeout_seconds = "
             f"{comm.init_timeout_seconds}: {error}"
         ) from error
+
+
+def _restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _store(timeout: timedelta) -> Store:
+    """Where ranks find each other's addresses. torchrun keeps one store over all restarts, so without a prefix of its
+    own a rank would find the address of one that is dead."""
+    held_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    leads = rank() == 0 and not held_by_torchrun
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, world_size(), leads, timeout, wait_for_workers=False
+    )
+    return dist.PrefixStore(f"start-{_restarts()}", store)  # type: ignore[attr-defined]
 
 
 def ensure_process_group() -> None:

@@ -14,7 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
-from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.staleness import Pace, group_version
 from torchtitan.rollout.statistics import RolloutStatistics
@@ -57,6 +57,8 @@ class RolloutFlow:
         self._redo: list[int] = []
         self._survival = 1.0
         self._without_reward = 0
+        self._kept: ReplaySource | None = None
+        """Batches to train on again"""
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
         self._no_completion_s = self._no_group_s = 0.0
@@ -65,8 +67,10 @@ class RolloutFlow:
 
     def set_version(self, version: int) -> None:
         """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""
-        self._running = True
-        self._pace.version, self._pace.handed_out = version, False
+        # Before this, what is sampled would be too old when the batches that are kept have been trained on.
+        last_kept = self._kept.versions[-1] if self._kept is not None else -1
+        self._running = version + self._config.rollout.max_staleness > last_kept
+        self._pace.version, self._pace.handed_out = version, version <= last_kept
         self._groups.rewards.set_step(version)
         self._fill()
 
@@ -82,6 +86,8 @@ class RolloutFlow:
                 raise self._failure
             if version != self._pace.version:
                 raise ValueError(f"a batch for version {version} was asked for, the trainer's is {self._pace.version}")
+            if self._kept is not None and version in self._kept.versions:
+                return self._kept.next_batch(version)
             self._drop_stale(version)
             if len(self._ready) >= self._batch_groups:
                 return self._hand_out(version)
@@ -120,6 +126,25 @@ class RolloutFlow:
         for group in batch_from_json(state["ready"]).groups:
             self._add(group)
         logger.info("restored %d finished groups; %d unfinished are redone", len(self._ready), len(self._redo))
+
+    def train_again(self, kept: ReplaySource) -> int:
+        """Hand these batches out before anything new; after restore_state() and before set_version().
+
+        Returns how many more groups were finished when the last of them was handed out: they are generated anew.
+        """
+        if not kept.versions:
+            return 0
+        self._kept = kept
+        batches = [kept.read_batch(version) for version in kept.versions]
+        used = {group.prompt_index for batch in batches for group in batch.groups}
+        for index in used & self._ready.keys():
+            self._remove(index)
+        self._redo = sorted(set(self._redo) - used)
+        while self._stream.position <= max(used):
+            prompt = self._stream.next()
+            if prompt.index not in used:
+                heapq.heappush(self._redo, prompt.index)
+        return int(batches[-1].statistics.get("rollout/groups_ready", 0))
 
     async def close(self) -> None:
         self._running = False

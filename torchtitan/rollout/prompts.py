@@ -121,6 +121,11 @@ class PromptStream:
         self.dropped = 0
         """Prompts left out so far because they are too long"""
 
+    @property
+    def position(self) -> int:
+        """How many prompts of the stream have been drawn or left out."""
+        return self._position
+
     def next(self) -> Prompt:
         """The next prompt that fits.
 

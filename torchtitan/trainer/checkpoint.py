@@ -121,10 +121,12 @@ class Checkpointer:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong in a background save that has ended, if anything did."""
+        """Raise what went wrong in a save that has ended, if anything did: a UserError where the disk did."""
         if self._error is not None and (self._thread is None or not self._thread.is_alive()):
             error, self._error = self._error, None
             self._last_saved = -1
+            if not isinstance(error, (OSError, CheckpointException)):
+                raise error  # another rank is gone, say: nothing that this one could explain
             raise UserError(f"the checkpoint in {self.folder} could not be written: {error}") from error
 
     def load(self, step: int = -1) -> Restored:

@@ -81,8 +81,10 @@ class Controller:
         journal: Journal,
         tokenizer: Tokenizer,
         restored: Restored | None = None,
+        lost: str = "",
     ):
         """source: of batches. weights: the way by which they leave. restored: what checkpoint to go on from.
+        lost: why the ranks were started again; then what they had trained on since that checkpoint comes first.
 
         Raises UserError for rollouts of other training prompts, or without a package that [metrics] asks for.
         """
@@ -126,7 +128,9 @@ class Controller:
         self._loss: dict[str, Figure] = {}
         """Of the evaluation that goes on"""
         # Whatever can be refused has been. From here on files are cut back, and the console is taken until close().
-        if restored is not None:
+        if restored is not None and lost:
+            self._go_on(restored.version, lost)
+        elif restored is not None:
             journal.resume_at(restored.version)
             logger.info("resuming at version %d", restored.version)
         self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
@@ -135,6 +139,15 @@ class Controller:
         self.sync_metrics = SyncMetrics(run_dir, rows)
         if self.rollouts is not None and self.actors is not None and self.sync is not None:
             self._watch = self.rollouts.loop.submit(self._watch_actors)
+
+    def _go_on(self, version: int, lost: str) -> None:
+        """Ranks were started again: train on the recorded batches once more, and write down what was lost."""
+        decided, kept = self.journal.set_aside(version)
+        fields = {"reason": lost, "steps_again": decided - version, "batches_kept": len(kept.versions)}
+        if self.rollouts is not None:
+            fields["groups_lost"] = self._call(self.rollouts.flow.train_again, kept)
+        self.journal.append_restart(version, fields)
+        self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
     def close(self) -> None:
         """Stop looking after the actors, and draw the report."""

@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +31,7 @@ from torchtitan.rollout.rollouts import make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
-from torchtitan.trainer.checkpoint import Checkpointer
+from torchtitan.trainer.checkpoint import Checkpointer, Restored
 from torchtitan.trainer.commands import Command, Kind, share_command
 from torchtitan.trainer.controller import Controller, Source
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
@@ -38,7 +39,7 @@ from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.profiling import profile
 from torchtitan.trainer.reference_policy import build_reference
-from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.events import EventLog
@@ -258,8 +259,8 @@ class Job:
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()
         self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
-        facts = self._agree_on_facts()
-        self.run_dir, epoch, token = Path(facts["run_dir"]), facts["epoch"], facts["token"]
+        start, epoch, token = self._agree_on_start()
+        self.run_dir = Path(start.run_dir)
         set_up_logging(self.run_dir, rank)
         if rank == 0 and (rounded := without_masters(config)) is not None:
             logger.warning(rounded)
@@ -316,9 +317,11 @@ class Job:
         self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
         restored = None
-        if config.checkpoint.resume:
-            restored = self.checkpointer.load(config.checkpoint.load_step)
+        if start.load_step is not None:
+            restored = self.checkpointer.load(start.load_step)
             self.version = restored.version
+        elif start.lost:
+            restored = Restored(0)
         self._profiler = self._closing.enter_context(profile(config.profiling, self.run_dir, rank))
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
@@ -332,7 +335,7 @@ class Job:
         if rank == 0:
             self.controller = Controller(
                 config, self.run_dir, epoch, self.signals, source, self.weights,
-                events=events, journal=journal, tokenizer=tokenizer, restored=restored,
+                events=events, journal=journal, tokenizer=tokenizer, restored=restored, lost=start.lost,
             )  # fmt: skip
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
@@ -345,15 +348,11 @@ class Job:
         if self.controller is not None:
             self.controller.close()
 
-    def _agree_on_facts(self) -> dict[str, str]:
-        """Run folder, epoch and token of this launch: made on rank 0, the same everywhere."""
-        if device.rank() != 0:
-            return json.loads(broadcast_bytes(None))
-        run_dir = open_run_directory(self.config)
-        facts = {
-            "run_dir": str(run_dir.resolve()),
-            "epoch": mint_epoch(run_dir),
-            "token": secrets.token_urlsafe(32),
-        }
-        broadcast_bytes(json.dumps(facts).encode())
-        return facts
+    def _agree_on_start(self) -> tuple[Start, str, str]:
+        """Where to begin, and this start's epoch and token: made on rank 0, the same everywhere."""
+        facts = None
+        if device.rank() == 0:
+            start = open_run_directory(self.config)
+            facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()
+        start, epoch, token = json.loads(broadcast_bytes(facts))
+        return Start(**start), epoch, token

@@ -1,4 +1,4 @@
-"""The run folder: a fresh one per launch or the one to resume, its `latest` link, its configuration, its epochs."""
+"""The run folder: a fresh one per launch or the one to go on in, its `latest` link, its configuration, its epochs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import logging
 import os
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.trainer.checkpoint_folder import whole_steps
+from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 logger = logging.getLogger(__name__)
@@ -21,24 +23,51 @@ CONFIG_FILE = "config.toml"
 EPOCHS_FILE = "epochs.jsonl"
 
 
-def open_run_directory(config: JobConfig) -> Path:
+NEWEST = -1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the ranks begin."""
+
+    run_dir: str
+    load_step: int | None = None
+    """The checkpoint to begin with (NEWEST: the newest whole one), None without one"""
+    lost: str = ""
+    """Why these ranks were started again: not empty where this launch has started ranks before"""
+
+
+def open_run_directory(config: JobConfig) -> Start:
     """The folder that this launch writes to (rank 0 calls this once). Writes config.toml and the `latest` link.
 
     A fresh `{dump_folder}/{name}-{time}`, or with checkpoint.resume the folder of that run, as it is; then the
-    configuration of the earlier launch is kept as config-1.toml, config-2.toml, …
+    configuration of the earlier launch is kept as config-1.toml, config-2.toml, … Ranks that were started before, by
+    the same launcher or in the same job of a cluster, go on in their own folder, from their own newest checkpoint.
 
     Raises:
-        UserError: the folder cannot be written, or there is no whole checkpoint to resume from.
+        UserError: the folder cannot be written, there is no whole checkpoint to resume from, or ranks were started
+            again that save none.
     """
     root = Path(config.job.dump_folder)
+    checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        run_dir = find_resumed(config) if config.checkpoint.resume else _fresh(root, config.job.name)
-        _write_config(run_dir, config)
-        _link_latest(root, run_dir)
+        own = _find_own(root)
+        if own is not None:
+            lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
+            if not checkpoint.enable:
+                raise UserError(f"{lost}, and without checkpoint.enable = true there is nothing to go on from")
+            saved = whole_steps(own / checkpoint.folder)
+            start = Start(str(own.resolve()), NEWEST if saved else None, lost)
+        elif checkpoint.resume:
+            start = Start(str(find_resumed(config)), checkpoint.load_step)
+        else:
+            start = Start(str(_fresh(root, config.job.name).resolve()))
+        _write_config(Path(start.run_dir), config)
+        _link_latest(root, Path(start.run_dir))
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
-    return run_dir
+    return start
 
 
 def find_resumed(config: JobConfig) -> Path:
@@ -68,8 +97,20 @@ def mint_epoch(run_dir: str | Path) -> str:
     number = len(read_json_lines(path)) + 1
     epoch = f"e{number}-{secrets.token_hex(4)}"
     with JsonLines(path, durable=True) as file:
-        file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()})
+        launch = os.environ.get(LAUNCH_VARIABLE)
+        file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid(), "launch": launch})
     return epoch
+
+
+def _find_own(root: Path) -> Path | None:
+    """The folder in which this launch has started ranks before."""
+    launch = os.environ.get(LAUNCH_VARIABLE)
+    folders = root.iterdir() if launch else []
+    return next((path for path in folders if not path.is_symlink() and _was_launched_by(launch, path)), None)
+
+
+def _was_launched_by(launch: str | None, run_dir: Path) -> bool:
+    return any(row.get("launch") == launch for row in read_json_lines(run_dir / EPOCHS_FILE))
 
 
 def _fresh(root: Path, name: str) -> Path:

@@ -31,6 +31,10 @@ TORCHRUN_VARIABLES = (
     "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK",
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE",
 )  # fmt: skip
+# Names one launch, over every restart of its ranks and every requeue of its job: what has started before goes on.
+LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
+# Which rank was lost, for those that are started again because of it.
+LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
 
 
 def child_environment(threads: int, **extra: str) -> dict[str, str]:
@@ -38,7 +42,7 @@ def child_environment(threads: int, **extra: str) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+        if name not in (*TORCHRUN_VARIABLES, LAUNCH_VARIABLE, LOSS_VARIABLE) and not name.startswith("TORCHELASTIC_")
     }
     here = str(Path(torchtitan.__file__).parent.parent)
     existing = environment.get("PYTHONPATH")

@@ -199,3 +199,18 @@ def test_a_resume_forgets_what_came_after_the_checkpoint(tmp_path: Path, step: i
     journal.append_batch(make_batch(step))
     journal.close()
     assert summary(tmp_path) == [*kept, ("batch", step)]
+
+
+def test_batches_after_the_checkpoint_are_kept_over_any_number_of_restarts(tmp_path: Path) -> None:
+    record_run(tmp_path, 4)
+    for reached in (4, 2):  # the second time it dies earlier, with a batch more of its own
+        journal = Journal(tmp_path)
+        decided, kept = journal.set_aside(1)
+        assert decided == reached and kept.versions == [1, 2, 3]
+        journal.append_restart(1, {"reason": "rank 0 was killed by SIGKILL"})
+        assert summary(tmp_path)[3 if reached == 4 else 4 :] == [("restart", 1)]
+        assert kept.next_batch(1) == make_batch(1)
+        journal.append_decision(2, True)
+        journal.close()
+    assert [kept.read_batch(version) for version in kept.versions] == [make_batch(1), make_batch(2), make_batch(3)]
+    assert Journal(tmp_path).set_aside(4)[1].versions == []

@@ -23,6 +23,7 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.flow import has_no_advantage
 from torchtitan.rollout.group_maker import GroupMaker
+from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.staleness import Pace, sample_version
@@ -419,6 +420,47 @@ def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoi
     left = _ready(end) | _unfinished(end)
     assert not set(used) & left
     assert len(set(range(_position(end))) - set(used) - left) == stale  # dropped, and counted
+
+
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=6, deadline=None)
+def test_ranks_that_are_started_again_train_on_what_was_recorded_first(
+    tmp_path_factory: pytest.TempPathFactory, max_staleness: int, steps: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    config = make_config(max_staleness)
+    journal = Journal(tmp_path_factory.mktemp("run"))
+    actors = FakeActors(delay=lambda request: chance.random() / 100)
+    state, batches = b"", []
+    with running(config, actors) as rollouts:
+        for version in range(1 + steps):
+            if version == 1:
+                state = saved(rollouts)
+            batches.append(take(rollouts, version))
+            journal.append_batch(batches[-1])
+            actors.version = version + 1
+            reach(rollouts, version + 1)
+    _, kept = journal.set_aside(1)
+    later = FakeActors(delay=lambda request: chance.random() / 100)
+    with Rollouts(config, later, FakeRewards(), Characters(), None, "now", ranks=1) as rollouts:  # type: ignore[arg-type]
+        rollouts.loop.call(rollouts.flow.restore_state, state)
+        rollouts.loop.call(rollouts.flow.train_again, kept)
+        used = indices(batches[0])
+        stale = 0.0
+        for version in range(1, 4 + steps):
+            later.version = version
+            reach(rollouts, version)
+            batch = take(rollouts, version)
+            assert version > steps or batch == batches[version]
+            used += indices(batch)
+            stale += batch.statistics["rollout/groups_stale"] if version > steps else 0
+        end = saved(rollouts)
+    journal.close()
+    # No prompt is trained on twice, and none is lost but those that were dropped as too old.
+    assert len(used) == len(set(used))
+    left = _ready(end) | _unfinished(end)
+    assert not set(used) & left
+    assert len(set(range(_position(end))) - set(used) - left) == stale
 
 
 def _ready(state: bytes) -> set[int]:

@@ -17,7 +17,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
-from torchtitan.trainer.run_dir import mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import NEWEST, Start, mint_epoch, open_run_directory
+from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
 
 if sys.version_info >= (3, 11):
@@ -33,6 +34,10 @@ def make_config(root: Path, resume: str = "", load_step: int = -1) -> JobConfig:
     return config
 
 
+def opened(config: JobConfig) -> Path:
+    return Path(open_run_directory(config).run_dir)
+
+
 def add_checkpoint(run_dir: Path, step: int) -> None:
     checkpoint_folder.begin(run_dir / "checkpoint", step)
     checkpoint_folder.finish(run_dir / "checkpoint", step, {})
@@ -40,7 +45,7 @@ def add_checkpoint(run_dir: Path, step: int) -> None:
 
 def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda _: open_run_directory(make_config(tmp_path / "out")), range(16)))
+        paths = list(pool.map(lambda _: opened(make_config(tmp_path / "out")), range(16)))
     assert len(set(paths)) == 16
     assert all(re.fullmatch(r"trial-\d{8}-\d{6}(-\d+)?", path.name) for path in paths)
     assert (tmp_path / "out" / "latest").resolve() in [path.resolve() for path in paths]
@@ -50,19 +55,20 @@ def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None
 
 
 def test_latest_survives_a_move_of_the_whole_folder(tmp_path: Path) -> None:
-    run_dir = open_run_directory(make_config(tmp_path / "out"))
+    run_dir = opened(make_config(tmp_path / "out"))
     (tmp_path / "out").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "latest" / "config.toml").is_file()
     assert os.readlink(tmp_path / "moved" / "latest") == run_dir.name
 
 
 def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
-    run_dir = open_run_directory(make_config(tmp_path))
+    run_dir = opened(make_config(tmp_path))
     add_checkpoint(run_dir, 3)
-    other = open_run_directory(make_config(tmp_path))
-    assert open_run_directory(make_config(tmp_path, resume=str(run_dir), load_step=3)) == run_dir
+    other = opened(make_config(tmp_path))
+    resumed = open_run_directory(make_config(tmp_path, resume=str(run_dir), load_step=3))
+    assert resumed == Start(str(run_dir), load_step=3)
     assert (tmp_path / "latest").resolve() == run_dir.resolve() != other
-    assert open_run_directory(make_config(tmp_path, resume="latest")) == run_dir
+    assert opened(make_config(tmp_path, resume="latest")) == run_dir
     kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config-2.toml", "config.toml")]
     assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir), "latest"]
 
@@ -70,13 +76,34 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
 def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no folder .*latest. No run in .* has a whole checkpoint"):
         open_run_directory(make_config(tmp_path, resume="latest"))
-    good, empty = open_run_directory(make_config(tmp_path)), open_run_directory(make_config(tmp_path))
+    good, empty = opened(make_config(tmp_path)), opened(make_config(tmp_path))
     add_checkpoint(good, 4)
     checkpoint_folder.begin(empty / "checkpoint", 2)  # begun, never finished
     with pytest.raises(UserError, match=rf"no whole checkpoint in .*Runs with .*: {good} \(step 4\)"):
         open_run_directory(make_config(tmp_path, resume=str(empty)))
     with pytest.raises(UserError, match="load_step = 5: .* of steps 4 only"):
         open_run_directory(make_config(tmp_path, resume=str(good), load_step=5))
+
+
+def test_ranks_that_are_started_again_go_on_in_the_folder_of_their_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = opened(make_config(tmp_path))
+    add_checkpoint(resumed, 3)
+    config = make_config(tmp_path, resume=str(resumed), load_step=3)
+    config.checkpoint.enable = True
+    monkeypatch.setenv(LAUNCH_VARIABLE, "first")
+    run_dir = opened(make_config(tmp_path))
+    mint_epoch(run_dir)
+    add_checkpoint(run_dir, 7)
+    # What the command line says of a beginning holds for the first start alone.
+    monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
+    assert open_run_directory(config) == Start(str(run_dir), NEWEST, "rank 1 was killed by SIGKILL")
+    config.checkpoint.enable = False
+    with pytest.raises(UserError, match="rank 1 was killed by SIGKILL, and without checkpoint.enable = true"):
+        open_run_directory(config)
+    monkeypatch.setenv(LAUNCH_VARIABLE, "second")
+    assert open_run_directory(config) == Start(str(resumed), load_step=3)
 
 
 def test_unwritable_dump_folder(tmp_path: Path) -> None:
