@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.distributed.device import device
 
+# What of a parameter is a tensor of its own in files: all of it, an entry along its first dimension, or rows of one.
+Place = int | tuple[int, tuple[int, int]] | None
+
 
 @dataclass(frozen=True, eq=False)
 class StackPart:
@@ -19,10 +22,19 @@ class StackPart:
 
     stack: torch.Tensor
     index: int
+    rows: tuple[int, int] | None = None
+    """First and end of the entry's rows that it is, where it is not all: then entries are whole on their rank"""
 
     @property
     def shape(self) -> torch.Size:
-        return self.stack.shape[1:]
+        rows = self.stack.shape[1] if self.rows is None else self.rows[1] - self.rows[0]
+        return torch.Size((rows, *self.stack.shape[2:]))
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Of this tensor, what this rank holds where it holds some of the entry."""
+        rows, *others = local_region(self.stack)[1:]
+        return rows if self.rows is None else slice(0, self.shape[0]), *others
 
     @property
     def dtype(self) -> torch.dtype:
@@ -33,7 +45,15 @@ class StackPart:
         first = local_region(self.stack)[0]
         if not first.start <= self.index < first.stop:
             return None
-        return local_tensor(self.stack)[self.index - first.start]
+        entry = local_tensor(self.stack)[self.index - first.start]
+        return entry if self.rows is None else entry[slice(*self.rows)]
+
+
+def part_of(tensor: torch.Tensor, place: Place) -> torch.Tensor | StackPart:
+    """That part of a parameter."""
+    if place is None:
+        return tensor
+    return StackPart(tensor, *place) if isinstance(place, tuple) else StackPart(tensor, place)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

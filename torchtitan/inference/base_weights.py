@@ -15,8 +15,8 @@ import torch
 
 from torchtitan.errors import UserError
 from torchtitan.inference.adapter_version import AdapterVersion, is_adapter_version, read_adapters
+from torchtitan.models.foreign_args import read_args
 from torchtitan.models.low_rank import low_rank_product
-from torchtitan.models.model_args import read_model_args
 from torchtitan.models.nf4 import dequantize, quantize
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
@@ -72,7 +72,7 @@ class BaseWeights:
         # Workers of other engines import this module; most of them never see an adapter.
         from torchtitan.models.checkpoint_files import is_redundant, open_tensors, tensor_files
 
-        tied = read_model_args(self._directory).tie_word_embeddings
+        tied = read_args(self._directory).tie_word_embeddings
         files = {name: path for name, path in tensor_files(self._directory).items() if not is_redundant(name, tied)}
         handles = {path: open_tensors(path) for path in set(files.values())}
         self._shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}

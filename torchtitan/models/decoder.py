@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.context_parallel import ContextAttention, ContextParallel
+from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.expert_args import MISSING
@@ -210,6 +211,15 @@ class Decoder(nn.Module):
         self.lm_head.softcap, self.lm_head.divisor = args.logit_softcap, args.logit_divisor
         self.tie_weights()
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, from the embedding on."""
+        return self.model.layers
+
+    def names_in_files(self, name: str) -> list[tuple[str, Place]]:
+        """What files, engines and weight synchronisation call a parameter, and which part of it each name is."""
+        return [*self.args.names_in_files(name)]
+
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's, where the model ties them. Call again after replacing parameters."""
         if self.args.tie_word_embeddings:
@@ -257,9 +267,16 @@ class Decoder(nn.Module):
             return self._in_parts(
                 self.context, token_ids, positions, layout, targets, temperature, kept, places, objective, routes
             )
-        hidden = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
+        hidden = self.hidden_states(token_ids, positions, layout, routes)
         output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
         return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
+
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: PackedLayout, routes: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, H] behind the final norm."""
+        hidden: torch.Tensor = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
+        return hidden
 
     def _in_parts(
         self,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.placement import StackPart, local_region, local_tensor
+from torchtitan.distributed.placement import StackPart, local_region, local_tensor, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
@@ -71,9 +71,9 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     """
     directory = Path(directory)
     parameters = {
-        part: (parameter, index)
+        part: parameter if isinstance(parameter, QuantizedLinear) else part_of(parameter, place)
         for name, parameter in base_parameters(policy).items()
-        for part, index in policy.args.names_in_files(name)
+        for part, place in policy.names_in_files(name)
     }
     files = tensor_files(directory)
     missing = sorted(set(parameters) - set(files))
@@ -92,24 +92,21 @@ def load_into(policy: Decoder, directory: str | Path) -> None:
     for path, names in by_file.items():
         with open_tensors(path) as handle:
             for name in names:
-                _load_tensor(handle, path, name, *parameters[name])
+                _load_tensor(handle, path, name, parameters[name])
 
 
-def _load_tensor(
-    handle: Any, path: Path, name: str, parameter: torch.Tensor | QuantizedLinear, index: int | None
-) -> None:
-    """index: the tensor is that entry of the parameter."""
+def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | StackPart | QuantizedLinear) -> None:
     stored = handle.get_slice(name)
-    found, expected = list(stored.get_shape()), list(parameter.shape[0 if index is None else 1 :])
+    found, expected = list(stored.get_shape()), list(parameter.shape)
     if found != expected:
         raise UserError(f"{path}: tensor {name} has shape {found}, but config.json asks for {expected}")
     local: torch.Tensor | QuantizedLinear | None
     if isinstance(parameter, QuantizedLinear):
         region, local = parameter.region(), parameter
-    elif index is None:
-        region, local = local_region(parameter), local_tensor(parameter)
+    elif isinstance(parameter, StackPart):
+        region, local = parameter.region, parameter.local()
     else:
-        region, local = local_region(parameter)[1:], StackPart(parameter, index).local()
+        region, local = local_region(parameter), local_tensor(parameter)
     if local is None or any(part.start == part.stop for part in region):
         return
     local.copy_(_read(stored, region))
@@ -243,7 +240,7 @@ def _stage(
     (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(plan) > 1:
         total = sum(math.prod(one.shape) * types[name].itemsize for name, one in base_parameters(policy).items())
-        parts = policy.args.names_in_files
+        parts = policy.names_in_files
         weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor
+from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor, part_of
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
@@ -149,9 +149,7 @@ def weights(policy: nn.Module) -> dict[str, torch.Tensor]:
 def in_files(policy: Decoder, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StackPart]:
     """Parameters by their names -> by those that files and engines have for them, stacks entry by entry."""
     return {
-        part: tensor if index is None else StackPart(tensor, index)
-        for name, tensor in tensors.items()
-        for part, index in policy.args.names_in_files(name)
+        part: part_of(tensor, place) for name, tensor in tensors.items() for part, place in policy.names_in_files(name)
     }
 
 
@@ -159,8 +157,10 @@ def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, 
     """(name in files, whole tensor) of these parameters, adapters merged, one gathered at a time: a collective."""
     for name in names:
         whole = merged_weight(policy, name)
-        for part, index in policy.args.names_in_files(name):
-            yield part, whole if index is None else whole[index]
+        for part, one in in_files(policy, {name: whole}).items():
+            tensor = one.local() if isinstance(one, StackPart) else one
+            assert tensor is not None, "it is whole"
+            yield part, tensor
 
 
 def base_parameters(policy: Decoder) -> dict[str, torch.Tensor | QuantizedLinear]:

@@ -293,17 +293,18 @@ def read_model_args(directory: str | Path) -> ModelArgs:
     if not path.is_file():
         raise UserError(f"{path}: no such file; a checkpoint directory needs a config.json")
     try:
-        args = ModelArgs.from_hf_config(_read_json(path))
+        args = ModelArgs.from_hf_config(read_json(path))
     except UserError as error:
         raise UserError(f"{directory}: {error}") from error
     generation = directory / "generation_config.json"
     if generation.is_file():
-        more = _token_ids(_read_json(generation).get("eos_token_id"))
+        more = _token_ids(read_json(generation).get("eos_token_id"))
         args = replace(args, eos_token_ids=tuple(dict.fromkeys(args.eos_token_ids + more)))
     return args
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint directory that holds a JSON object. Raises UserError."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -30,9 +30,10 @@ from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
+from torchtitan.models.foreign_args import ForeignArgs, read_args
 from torchtitan.models.hf_checkpoint import load_into
 from torchtitan.models.lora import add_adapters, initialize_adapters
-from torchtitan.models.model_args import ModelArgs, read_model_args
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.models.parallel_experts import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
 from torchtitan.models.peft_checkpoint import load_adapter
@@ -54,9 +55,8 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
     if config.model.flavor:
         args = find_flavor(config.model.name, config.model.flavor)
     else:
-        args = read_model_args(directory)
-    with torch.device("meta"):
-        policy = Decoder(args).to(DTYPES[config.training.dtype])
+        args = read_args(directory, config.model.implementation)
+    policy = _make(args).to(DTYPES[config.training.dtype])
     policy.lm_head.fused = config.model.logprob_head != "full"
     policy.lm_head.budget_bytes = (config.model.logprob_head_budget_mb << 20) or None
     parallelize(policy, dims, config)
@@ -71,7 +71,26 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
         load_adapter(policy, config.lora.adapter_path)
     elif config.lora.rank:
         initialize_adapters(policy, config.training.seed)
-    return policy.train()
+    policy.train()
+    if isinstance(args, ForeignArgs):
+        from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
+
+        assert isinstance(policy, TransformersPolicy)
+        check_packing(
+            policy, 0.001 if config.training.mixed_precision_param == config.training.dtype == "float32" else 0.1
+        )
+    return policy
+
+
+def _make(args: ModelArgs) -> Decoder:
+    """Without weights."""
+    if isinstance(args, ForeignArgs):
+        # An optional extra, and slow to import.
+        from torchtitan.models.transformers_policy import TransformersPolicy
+
+        return TransformersPolicy(args)
+    with torch.device("meta"):
+        return Decoder(args)
 
 
 def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decoder:
@@ -92,7 +111,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     if config.lora.rank:
         add_adapters(policy, config.lora)
     if config.compile.enable:
-        for layer in policy.model.layers:
+        for layer in policy.layers:
             # Tokens that travel between experts are outside of the graph.
             whole = not isinstance(layer.mlp, MoE)
             _replace_forward(layer, _compiled(layer.forward, config.compile.backend, whole))
@@ -154,7 +173,7 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
         layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
-    for layer in policy.model.layers:
+    for layer in policy.layers:
         mixture = layer.mlp if isinstance(layer.mlp, MoE) else None
         parallelize_module(layer, mesh, layer_plan if mixture is None else mixture_plan(layer_plan, mixture))
     policy.sequence_parts = mesh.size()
@@ -180,9 +199,9 @@ def apply_activation_checkpointing(policy: Decoder, config: ActivationCheckpoint
     random: layers draw random numbers, which must be the same again.
     """
     every = config.selective_ac_option if config.mode == "selective" else 1
-    for layer in list(policy.model.layers)[::every]:
+    for layer in list(policy.layers)[::every]:
         # The forward is replaced instead of wrapping the module: names stay the checkpoint's, and FSDP's hooks outside.
-        kept: dict[str, Any] = {"context_fn": keep_choice} if isinstance(layer.mlp, MoE) else {}
+        kept: dict[str, Any] = {"context_fn": keep_choice} if isinstance(getattr(layer, "mlp", None), MoE) else {}
         _replace_forward(
             layer, functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=random, **kept)
         )
@@ -202,9 +221,9 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
     reshard = config.parallelism.fsdp_reshard_after_forward
     if dims.ep > 1 or dims.tp_size > 1:
         shard_experts(policy, dims, reshard != "never", options)
-    for layer in policy.model.layers:
+    for layer in policy.layers:
         # The backward starts with the last layer: freeing it would only mean to gather it again at once.
-        last = layer is policy.model.layers[-1]
+        last = layer is policy.layers[-1]
         fully_shard(layer, reshard_after_forward=reshard == "always" or (reshard == "default" and not last), **options)
     # Embedding, final norm and head together: tied weights must be in one group.
     fully_shard(policy, reshard_after_forward=reshard == "always", **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
@@ -10,6 +9,7 @@ from torchtitan.config.toml import show
 from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES
 from torchtitan.models.flavors import find_flavor
+from torchtitan.models.foreign_args import read_args
 from torchtitan.models.model_args import JOINT_PROJECTIONS, PROJECTIONS, ModelArgs
 
 TARGETS = (*PROJECTIONS, *JOINT_PROJECTIONS, "lm_head", "embed_tokens")
@@ -64,8 +64,10 @@ def read_shape(config: JobConfig) -> ModelArgs | None:
         return None
     path = Path(model.hf_assets_path) / "config.json"
     try:
-        args = ModelArgs.from_hf_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
+        args = read_args(model.hf_assets_path, model.implementation)
+    except UserError as error:
+        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path}: {error}") from error
     except KeyError as error:
         raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path} lacks the key {error}") from error

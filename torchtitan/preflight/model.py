@@ -10,6 +10,7 @@ from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import FLAVORS
+from torchtitan.models.foreign_args import ForeignArgs
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import BLOCK, is_missing_debug_checkpoint, quantized_projections, read_shape
 from torchtitan.preflight.check import Check
@@ -34,6 +35,8 @@ def check_model(check: Check) -> None:
     except UserError as error:
         check.say(KEY, str(error))
         return
+    if isinstance(args, ForeignArgs):
+        _check_foreign(check, args)
     if args is not None:
         _check_shape(check, args)
 
@@ -69,9 +72,23 @@ def _missing(check: Check) -> str:
     return ""
 
 
+def _check_foreign(check: Check, args: ForeignArgs) -> None:
+    text = f"for {args.family}, whose layers are transformers'"
+    ones = ("context_parallel_degree", "tensor_parallel_degree", "expert_parallel_degree")
+    allowed: dict[str, object] = {f"parallelism.{key}": 1 for key in ones}
+    allowed |= {"compile.enable": False, "lora.base_bits": 16, "grpo.routing_replay": False}
+    allowed |= {"training.expert_bias_rate": 0.0, "inference.mode": "server"}
+    for key, value in allowed.items():
+        check.refuse(key, check.get(key) != value, f"must be {show(value)} {text}")
+    embedded = check.config.inference.backend == "embedded" and not check.config.rollout.replay
+    check.refuse("inference.backend", embedded, f'must be "vllm" or "sglang" {text}')
+
+
 def _check_shape(check: Check, args: ModelArgs) -> None:
     config, lora = check.config, check.config.lora
     degree = config.parallelism.tensor_parallel_degree
+    if isinstance(args, ForeignArgs):
+        degree = 1
     counts = {
         "attention heads": args.num_attention_heads,
         "key-value heads": args.num_key_value_heads,
@@ -102,7 +119,8 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
         ragged = [f"{name} has {columns}" for name, (_, columns) in quantized if columns % BLOCK]
         text = f"projections must have a multiple of {BLOCK} inputs; {', '.join(ragged)}"
         check.refuse("lora.base_bits", ragged, text)
-    _check_experts(check, args)
+    if not isinstance(args, ForeignArgs):
+        _check_experts(check, args)
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < args.vocab_size]
     text = f"must be 0 to {args.vocab_size - 1}, the model's vocabulary"
     check.refuse("rollout.stop_token_ids", outside, text, value=outside)

@@ -24,12 +24,12 @@ def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> lis
     known: dict[tuple[object, ...], Placed] = {}
     placed = []
     for name, one in parameters.items():
-        parameter, entry = (one.stack, one.index) if isinstance(one, StackPart) else (one, None)
+        parameter, entry, rows = (one.stack, one.index, one.rows) if isinstance(one, StackPart) else (one, None, None)
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        key = (parameter.shape, id(mesh), placements, entry)
+        key = (parameter.shape, id(mesh), placements, entry, rows)
         if key not in known:
-            known[key] = replace(_placed(name, tuple(parameter.shape), mesh, placements), entry=entry)
+            known[key] = replace(_placed(name, tuple(parameter.shape), mesh, placements), entry=entry, rows=rows)
         placed.append(PlacedParameter(name, known[key]))
     return placed
 
@@ -79,19 +79,19 @@ class LocalTensors:
         self._distributed = all(isinstance(parameter, DTensor) for parameter in parameters)
         self._parameters = [one.stack if isinstance(one, StackPart) else one for one in parameters]
         self._entries = [
-            (place, one.index - local_region(one.stack)[0].start)
+            (place, one.index - local_region(one.stack)[0].start, slice(*one.rows or (None,)))
             for place, one in enumerate(parameters)
             if isinstance(one, StackPart)
         ]
-        """(which parameter, its place in what this rank has of the stack)"""
+        """(which parameter, its place in what this rank has of the stack, its rows there)"""
 
     def now(self) -> list[torch.Tensor]:
         """In the order of the parameters. To be copied under no_grad: they may require gradients."""
         if self._distributed:
             return list(map(_local_tensor, self._parameters))
         local = [p._local_tensor if isinstance(p, DTensor) else p for p in self._parameters]
-        for place, entry in self._entries:
-            local[place] = local[place][entry]
+        for place, entry, rows in self._entries:
+            local[place] = local[place][entry, rows]
         return local
 
 

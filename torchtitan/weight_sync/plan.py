@@ -45,10 +45,14 @@ class Placed:
     coordinate: tuple[int, ...] | None = ()
     placements: tuple[Placement, ...] = ()
     entry: int | None = None
+    rows: tuple[int, int] | None = None
+    """First and end of the entry's rows that are sent, where not all are: those are not sharded"""
 
     @property
     def sent_shape(self) -> tuple[int, ...]:
         """Of the parameter as actors know it."""
+        if self.rows is not None:
+            return (self.rows[1] - self.rows[0], *self.shape[2:])
         return self.shape if self.entry is None else self.shape[1:]
 
 
@@ -112,6 +116,8 @@ def local_box(placed: Placed) -> Box | None:
         return Box(tuple(offset), tuple(shape))
     if not offset[0] <= placed.entry < offset[0] + shape[0]:
         return None
+    if placed.rows is not None:
+        shape[1] = placed.rows[1] - placed.rows[0]
     return Box(tuple(offset[1:]), tuple(shape[1:]))
 
 

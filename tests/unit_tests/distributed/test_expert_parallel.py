@@ -149,6 +149,13 @@ def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[La
         reference=str(reference),
         scratch=str(tmp_path),
     )
+    check_layouts(ranks, layouts, loss, entropy, norm)
+
+
+def check_layouts(
+    ranks: list[list[dict[str, Any]]], layouts: list[Layout], loss: float, entropy: float, norm: float
+) -> None:
+    """What `compare` gave on every rank is what one rank has."""
     for number, layout in enumerate(layouts):
         for row in (rank[number] for rank in ranks):
             message = json.dumps(row)

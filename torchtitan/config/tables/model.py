@@ -15,6 +15,10 @@ class Model:
     name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe"] = "auto"
     """Model family; auto reads it from hf_assets_path/config.json"""
 
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """Whose layers compute the model: native are this program's, which have all parallelisms and the embedded engine;
+    transformers' (its package is an extra) have FSDP2 and LoRA. auto: native where the family is, else transformers"""
+
     flavor: str = ""
     """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
 

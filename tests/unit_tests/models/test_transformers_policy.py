@@ -1,0 +1,229 @@
+"""Models that transformers computes, with our attention of packs and our head: against transformers' own forward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed_launcher import run_distributed
+from tests.unit_tests.distributed.test_expert_parallel import check_layouts
+from tests.unit_tests.distributed.test_parallel import Layout, _reference
+from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.foreign_args import ForeignArgs, read_args
+from torchtitan.models.hf_checkpoint import export_policy, load_into
+from torchtitan.models.lora import synced_parameters
+from torchtitan.models.parallelize import build_policy
+from torchtitan.models.peft_checkpoint import save_adapter
+from torchtitan.models.shape import read_shape
+from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
+from torchtitan.preflight.check import Check
+from torchtitan.preflight.model import check_model
+from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
+from torchtitan.weight_sync.plan import plan_rank
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+# Layer norms with biases, multipliers of logits, windows, sinks, latent attention, stacked experts.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "starcoder2": ("starcoder2", {"sliding_window": 9, "residual_dropout": 0.1, "embedding_dropout": 0.1}),
+    "cohere": ("cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+}
+LENGTHS = [37, 5, 60]
+
+
+def make_foreign(case: str, directory: Path, **overrides: Any) -> Path:
+    import transformers
+
+    family, further = CASES[case]
+    config = transformers.AutoConfig.for_model(family, **{**SHAPE, **further, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            noise = 0.2 * torch.randn(tensor.shape, generator=generator)
+            if "inv_freq" not in name:
+                tensor.copy_(1 + noise if tensor.dim() == 1 and "norm" in name and "bias" not in name else noise)
+    model.save_pretrained(directory)
+    return directory
+
+
+def load_foreign(directory: Path) -> TransformersPolicy:
+    args = read_args(directory, "transformers")
+    assert isinstance(args, ForeignArgs)
+    policy = TransformersPolicy(args)
+    policy.to_empty(device="cpu")
+    policy.tie_weights()
+    load_into(policy, directory)
+    return policy.train()
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_foreign(request.param, tmp_path_factory.mktemp("foreign") / request.param)
+
+
+def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, tmp_path: Path) -> None:
+    import transformers
+
+    tokens = torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
+    targets = tokens.roll(-1)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        foreign, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    logits = torch.cat([theirs(one[None], use_cache=False).logits[0] for one in tokens.split(LENGTHS)])
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    policy = load_foreign(foreign)
+    found, _ = policy(tokens, PackedLayout(LENGTHS), targets)
+    assert expected.std() > 0.3
+    assert (found - expected).abs().max() <= 2e-5
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    ours, wanted = dict(policy.named_parameters()), dict(theirs.named_parameters())
+    assert ours.keys() == wanted.keys()
+    for name, parameter in ours.items():
+        by = wanted[name].grad if wanted[name].grad is not None else torch.zeros_like(parameter)
+        assert (parameter.grad - by).abs().max() <= 1e-5 * max(1.0, by.abs().max().item()), name
+    check_packing(policy, 1e-4)
+
+    export_policy(policy, tmp_path / "export")
+    original, written = (load_file(folder / "model.safetensors") for folder in (foreign, tmp_path / "export"))
+    assert original.keys() == written.keys()
+    assert all(torch.equal(original[name], written[name]) for name in original)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
+    assert torch.equal(torch.cat([again(x[None], use_cache=False).logits[0] for x in tokens.split(LENGTHS)]), logits)
+    assert policy.args.num_parameters() == sum(tensor.numel() for tensor in original.values())
+
+
+def test_versions_are_named_as_files_and_copy_no_stack(foreign: Path) -> None:
+    policy, files = load_foreign(foreign), load_file(foreign / "model.safetensors")
+    sent = synced_parameters(policy)
+    assert sent.keys() == files.keys()
+    layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
+    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0].shards]).now()
+    for shard, tensor in zip(layout.ranks[0].shards, local, strict=True):
+        assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
+    memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
+    assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory
+
+
+@pytest.mark.slow
+def test_ranks_agree_with_one(tmp_path: Path) -> None:
+    directory, reference = make_foreign("olmoe", tmp_path / "checkpoint"), tmp_path / "reference.safetensors"
+    layouts: list[Layout] = [
+        {"name": "fsdp, recomputed", "activation_checkpoint.mode": "full"},
+        {"name": "replicas", "parallelism.data_parallel_replicate_degree": 2},
+    ]
+    one = _reference(directory, reference)
+    ranks = run_distributed(
+        "tests.unit_tests.distributed.test_expert_parallel:compare",
+        2,
+        directory=str(directory),
+        layouts=layouts,
+        reference=str(reference),
+        scratch=str(tmp_path),
+    )
+    check_layouts(ranks, layouts, *one)
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    config = JobConfig()
+    config.model.hf_assets_path = str(make_foreign("starcoder2", tmp_path / "base"))
+    config.lora.rank, config.lora.target_modules = 4, ["q_proj", "o_proj", "c_fc", "lm_head"]
+    policy = build_policy(config, ParallelDims(1, 1, 1, 1))
+    for name, parameter in policy.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name)
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(policy, tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs, tokens = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), torch.arange(20)
+    with torch.no_grad():
+        expected, found = theirs(tokens[None]).logits[0], policy(tokens, PackedLayout([20]))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["linear_attention"] * 3}, "linear_attention in config.json: not trained here"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic in config.json: not trained here"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config in config.json"),
+        ({"hidden_size": None}, "config.json lacks hidden_size: not a decoder of text alone"),
+        ({"model_type": "no_such_model"}, "cannot make a model of its config.json"),
+    ],
+)
+def test_what_is_not_trained_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    directory = make_foreign("seed_oss", tmp_path)
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=said):
+        load_foreign(directory)
+
+
+def test_a_model_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
+    policy = load_foreign(make_foreign("starcoder2", tmp_path))
+    check_packing(policy, 1e-4)
+    embed = policy.hf.get_input_embeddings()
+    embed.register_forward_hook(lambda _, __, out: out + out.cumsum(1))
+    with pytest.raises(UserError, match="'starcoder2' cannot be trained here: two sequences in one pack"):
+        check_packing(policy, 1e-4)
+
+
+def test_what_its_layers_lack_is_refused_at_once(tmp_path: Path) -> None:
+    config = JobConfig()
+    config.model.hf_assets_path = str(make_foreign("olmoe", tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    config.parallelism.tensor_parallel_degree, config.compile.enable, config.training.seq_len = 2, True, 64
+    check = Check(config, 2, planning=False)
+    check_model(check)
+    assert {problem.key for problem in check.problems} == {
+        *("parallelism.tensor_parallel_degree", "compile.enable", "inference.backend"),
+    }
+    args = read_shape(config)
+    assert args is not None
+    # Two of four experts for each token, and no embedding.
+    assert args.weights_per_token()["experts"] == 3 * 2 * 3 * 64 * 96
+    assert args.num_parameters() - args.module_parameters()["experts"] < 100_000
+    config.model.implementation = "native"
+    with pytest.raises(UserError, match="model_type 'olmoe' in config.json is not supported"):
+        read_shape(config)

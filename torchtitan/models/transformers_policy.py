@@ -1,0 +1,228 @@
+"""A policy whose layers are transformers' own, with our attention of packs inside and our head behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan.distributed.device import device
+from torchtitan.distributed.placement import Place
+from torchtitan.errors import UserError
+from torchtitan.models.attention import PackedLayout
+from torchtitan.models.attention_kernels import packed_attention
+from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.foreign_args import ForeignArgs
+from torchtitan.models.logprob_head import LogProbHead, full_log_probs
+from torchtitan.models.lora import adapted_modules
+
+# What transformers calls our attention.
+ATTENTION = "torchtitan"
+# Sequences of the look whether packs are computed as their sequences are; windows are made shorter for it.
+LENGTHS, WINDOW = [24, 17], 8
+
+
+class TransformersPolicy(Decoder):
+    """Has the modules, and so the parameters' names, of the causal language model that transformers makes of
+    config.json. Parameters are on the meta device until loaded.
+
+    Raises UserError for a model that transformers lacks, or that cannot be trained on packs.
+    """
+
+    args: ForeignArgs
+    hf: Any
+    """transformers' model: the same modules once more, and no module of this one"""
+
+    def __init__(self, args: ForeignArgs):
+        nn.Module.__init__(self)
+        import transformers
+
+        transformers.AttentionInterface.register(ATTENTION, _attend)
+        transformers.AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+        self.args, self.context, self.lora, self.sequence_parts = args, None, None, 1
+        self.alone = False
+        """Compute each sequence by itself, all with transformers' own means; for `check_packing`"""
+        try:
+            config = transformers.AutoConfig.for_model(**json.loads(args.source))
+            with _parameters_on_meta():
+                hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+        except (ValueError, KeyError) as error:
+            said = f"transformers {transformers.__version__} cannot make a model of its config.json: {error}"
+            raise UserError(f"model_type {args.family!r}: {said}") from error
+        old = getattr(hf, "lm_head", None)
+        if hf._is_stateful or not isinstance(old, nn.Linear):
+            why = "has linear attention or another state" if hf._is_stateful else "has no head called lm_head"
+            raise UserError(f"model_type {args.family!r} {why}: it is not trained here, whatever computes it")
+        hf.lm_head = LogProbHead(old.in_features, old.out_features)
+        hf.lm_head.to("meta")
+        hf.lm_head.softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+        hf.lm_head.divisor = getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1)
+        for module in hf.modules():
+            for name in module._non_persistent_buffers_set & module._buffers.keys():
+                # Rotary frequencies and the like are computed, not loaded: nothing shall wipe or send them.
+                setattr(module, name, module._buffers.pop(name).to(device()).clone())
+        self._modules = hf._modules
+        object.__setattr__(self, "hf", hf)
+        self.tie_weights()
+        self._files = {name: _names_in_files(hf, name, tensor) for name, tensor in self.state_dict().items()}
+
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(function, recurse)
+        for module in self.modules():
+            # A router's bias moves in steps too small for half precision.
+            module._buffers |= {
+                n: b.float() for n, b in module._buffers.items() if b is not None and b.is_floating_point()
+            }
+        return self
+
+    def train(self, mode: bool = True) -> TransformersPolicy:
+        """Whether adapters drop something. transformers' own modules never do, as in engines."""
+        super().train(False)
+        for _, module, _ in adapted_modules(self):
+            module.training = mode
+        return self
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        stacks = [one for one in self.hf.base_model.modules() if isinstance(one, nn.ModuleList)]
+        return next(one for one in stacks if len(one) == self.args.num_hidden_layers)
+
+    def names_in_files(self, name: str) -> list[tuple[str, Place]]:
+        return self._files[name]
+
+    def tie_weights(self) -> None:
+        if self.args.tie_word_embeddings:
+            self.lm_head.weight = self.hf.get_input_embeddings().get_parameter("weight")
+
+    def invariant_sizes(self) -> InvariantSizes:
+        return InvariantSizes()
+
+    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """See Decoder.forward. There is no routing replay."""
+        if not self.alone:
+            return super().forward(*inputs, **named)
+        token_ids, layout, targets = inputs
+        parts = token_ids.split(layout.lengths)
+        return full_log_probs(
+            torch.cat([self.hf(input_ids=part[None], use_cache=False).logits[0] for part in parts]), targets
+        )
+
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layout: PackedLayout, routes: torch.Tensor | None
+    ) -> torch.Tensor:
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        hidden: torch.Tensor = self.hf.base_model(**inputs, use_cache=False, packed=layout).last_hidden_state[0]
+        return hidden
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    packed: PackedLayout | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """[1, heads, T, D] each -> [1, T, heads, D of value], as transformers asks of an attention."""
+    if packed is None or not getattr(module, "is_causal", True):
+        raise UserError(f"{type(module).__name__} of transformers: its attention is not that of packed sequences")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    missing = q.shape[-1] - v.shape[-1]
+    out = packed_attention(
+        q,
+        k,
+        F.pad(v, (0, missing)),
+        packed.cumulative,
+        packed.bounds,
+        window=sliding_window or 0,
+        scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out[None, ..., : v.shape[-1]], None
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device, and their buffers computed."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.detach().to("meta")))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _names_in_files(hf: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, Place]]:
+    """What transformers calls a parameter in files, and which part of it lies there: its own conversion is asked what
+    becomes of numbered rows."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    leading = tensor.shape[: max(1, tensor.dim() - 1)]
+    numbers = torch.arange(leading.numel()).view(*leading, *[1] * (tensor.dim() - len(leading)))
+    found: list[tuple[str, Place]] = []
+    for part, taken in revert_weight_conversion(hf, {name: numbers}).items():
+        first, rows = int(taken.flatten()[0]), numbers.shape[-2] if tensor.dim() > 2 else 0
+        place: Place = None
+        if rows and taken.dim() < numbers.dim():
+            entry, row = divmod(first, rows)
+            place = entry if len(taken) == rows else (entry, (row, row + len(taken)))
+        expected = torch.arange(first, first + taken.numel()).view(taken.shape)
+        if not torch.equal(taken, expected) or (place is None and taken.shape != numbers.shape):
+            raise UserError(
+                f"{name}: {part} in files is neither this parameter nor rows of it; weights could not be sent"
+            )
+        found.append((part, place))
+    return found
+
+
+@torch.no_grad()
+def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
+    """Compare a pack of two sequences with each alone as transformers computes it (collective).
+
+    Raises UserError where log-probs differ by more than `tolerance` on average: then layers mix what lies in a pack, or
+    do something else that packs, windows or our head know nothing of.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(policy.args.vocab_size, (sum(LENGTHS),), generator=generator).to(device())
+    config, head, layout = policy.hf.config, policy.lm_head, PackedLayout(LENGTHS, device())
+    windowed = [m for m in (config, *policy.modules()) if isinstance(getattr(m, "sliding_window", None), int)]
+    before = [one.sliding_window for one in windowed], head.softcap, head.divisor
+    for one in windowed:
+        one.sliding_window = WINDOW
+    try:
+        found, _ = policy(tokens, layout, tokens.roll(-1))
+        # What its head does to logits transformers does by itself.
+        policy.alone, config._attn_implementation, head.softcap, head.divisor = True, "eager", 0.0, 1.0
+        expected, _ = policy(tokens, layout, tokens.roll(-1))
+    finally:
+        policy.alone, config._attn_implementation = False, ATTENTION
+        windows, head.softcap, head.divisor = before
+        for one, window in zip(windowed, windows, strict=True):
+            one.sliding_window = window
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                # No backward follows that would.
+                module.reshard()
+    difference = (found - expected).abs().mean().item()
+    if not difference <= tolerance:
+        raise UserError(
+            f"model_type {policy.args.family!r} cannot be trained here: two sequences in one pack have log-probs that "
+            f"differ from those of each alone by {difference:.3g} nats on average (at most {tolerance:g}: rounding)"
+        )
