@@ -158,7 +158,8 @@ class ChildProcess:
         descendants = [] if process.returncode is not None else _descendants(process.pid)
         if process.returncode is None and grace_s > 0:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                # Not process.terminate(): it takes the exit code of one that has just ended away from asyncio.
+                os.kill(process.pid, signal.SIGTERM)
             try:
                 await asyncio.wait_for(process.wait(), grace_s)
             except asyncio.TimeoutError:

@@ -66,10 +66,11 @@ def check_log_probs(engine: Engine, trainer: Decoder, played: list[Turn]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "head_dim", "prompt"), [(4, 2, 16, 40), (14, 2, 22, 33), (4, 4, 32, 700)]
+    ("heads", "key_heads", "head_dim", "prompt", "turns"),
+    [(4, 2, 16, 40, TURNS), (14, 2, 22, 33, TURNS), (4, 4, 32, 530, 2)],
 )
 def test_turns_compute_what_is_new_and_are_what_the_trainer_computes(
-    heads: int, key_heads: int, head_dim: int, prompt: int
+    heads: int, key_heads: int, head_dim: int, prompt: int, turns: int
 ) -> None:
     args = dataclasses.replace(
         find_flavor("qwen3", "debug"),
@@ -79,12 +80,12 @@ def test_turns_compute_what_is_new_and_are_what_the_trainer_computes(
     for one in (trainer, policy):
         one.initialize_weights(seed=1, std=0.1)
     engine = Engine(policy, 16, 1024, ())
-    played = play(engine, args.vocab_size, prompt)
+    played = play(engine, args.vocab_size, prompt, turns)
     check_log_probs(engine, trainer, played)
     computed, asked = engine.statistics.prefilled_tokens, sum(len(ids) for ids, _ in played)
     assert computed + engine.statistics.reused_tokens == asked
     # A group's prompt once; of a later turn the observation and the token before it, which had not been computed.
-    observed = sum((3 + 9 * (i % 2) + 1) for i in range(GROUPS * EPISODES)) * (TURNS - 1)
+    observed = sum((3 + 9 * (i % 2) + 1) for i in range(GROUPS * EPISODES)) * (turns - 1)
     prompts = sum(prompt + 7 * group for group in range(GROUPS))
     assert computed <= observed + prompts + GROUPS * EPISODES
 
