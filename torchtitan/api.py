@@ -36,6 +36,10 @@ def train(
     dataset: str | Rows | Callable[[], Rows] | None = None,
     environment: str | type | None = None,
     tools: Iterable[str | Callable[..., Any]] | None = None,
+    loss: str | Callable[..., Any] | None = None,
+    advantage: str | Callable[..., Any] | None = None,
+    correction: str | Callable[..., Any] | None = None,
+    group_filter: str | Callable[..., Any] | None = None,
 ) -> Run:
     """Run a job in this process, as one rank, until its last step or a stop signal; call it in the main thread.
 
@@ -48,6 +52,8 @@ def train(
         dataset: for rollout.dataset: its name, rows (dicts of columns), or a function that returns them.
         environment: for environment.factory: its name, or the class, of which worker processes make instances.
         tools: for environment.tools: names, or functions, which worker processes run.
+        loss, advantage, correction, group_filter: for grpo.loss_type, .advantage, .off_policy_correction and
+            .group_filter: a name, or a function, which this process runs (docs/adding_an_objective.md).
 
     Raises:
         UserError: a mistake in the configuration (ConfigError, with all of them), or what stopped the run early.
@@ -66,6 +72,11 @@ def train(
         draft.set("environment.factory", name, "environment")
     if tools is not None:
         draft.set("environment.tools", own_code.names_of(tools, folder, "tool"), "tools")
+    own = {"loss_type": loss, "advantage": advantage, "off_policy_correction": correction, "group_filter": group_filter}
+    for key, function in own.items():
+        if function is not None:
+            (name,) = own_code.names_of([function], folder, key)
+            draft.set(f"grpo.{key}", name, key)
     if dataset is not None:
         rows = dataset() if callable(dataset) else dataset
         name = rows if isinstance(rows, str) else own_code.write_rows(rows, folder)

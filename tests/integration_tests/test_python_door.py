@@ -17,13 +17,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Not one line is guarded by `if __name__ == "__main__"`: workers must not run it again.
 SCRIPT = """
 from torchtitan import train
-SMALL = {"training.steps": 2, "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
+SMALL = {"grpo.allow_uncorrected": True, "training.steps": 2,
+         "training.global_batch_size": 64, "inference.num_actors": 1, "eval.enable": False,
          "checkpoint.enable": False, "checkpoint.last_save_in_hf": False, "metrics.log_freq": 1}
 def digits(completions, **kwargs):
     return [sum(map(str.isdigit, text)) * POINTS for text in completions]
 POINTS = 0.25
+def saturates(log_probs, log_ratio, advantages, options, sequences):
+    return -(1 + sequences.spread(sequences.means(log_ratio)).tanh()) * advantages
+def best(rewards, tokens):
+    return [one - one.median() for one in rewards]
+def short(ratio, options):
+    return ratio.clamp(max=options.cap) * (ratio < 2 * CAP)
+CAP = 3.0
+def whole(group):
+    return len(group.samples) > 2
+HOOKS = {"loss": saturates, "advantage": best, "correction": short, "group_filter": whole}
 rows = [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10, 30) for b in range(10, 30)]
-run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows)
+run = train("debug_cpu", SMALL, rewards=[digits, "arithmetic"], dataset=rows, **HOOKS)
 print("trained", run.version, run.exit_code, run.metrics["step"])
 """
 

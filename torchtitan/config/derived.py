@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import math
 import os
 
 from torchtitan.config.job_config import GRPO, JobConfig, WeightSync
@@ -162,10 +163,13 @@ def judging_reward(config: JobConfig) -> str:
 
 def has_sequence_ratios(grpo: GRPO) -> bool:
     """Whether an importance ratio is one number per sequence, as GSPO has it."""
-    return grpo.importance_level == "sequence" or (grpo.importance_level == "auto" and grpo.loss_type == "gspo")
+    own = grpo.importance_level == "auto" and grpo.loss_type in ("gspo", "gspo_token")
+    return own or grpo.importance_level in ("sequence", "sequence_token")
 
 
 def clip_range(grpo: GRPO) -> tuple[float, float]:
-    """epsilon_low and epsilon_high; -1 is DAPO's range (Yu et al. 2025), or GSPO's (Zheng et al. 2025, section 5.1)."""
-    low, high = (3e-4, 4e-4) if has_sequence_ratios(grpo) else (0.2, 0.28)
+    """epsilon_low and epsilon_high; -1 is DAPO's range (Yu et al. 2025), or that of GSPO (Zheng et al. 2025, section
+    5.1), GMPO (e^±0.4, Zhao et al. 2025) or DPPO (of probabilities, as prime-rl has it)."""
+    own = {"gmpo": (1 - math.exp(-0.4), math.exp(0.4) - 1), "dppo": (0.2, 0.2)}
+    low, high = (3e-4, 4e-4) if has_sequence_ratios(grpo) else own.get(grpo.loss_type, (0.2, 0.28))
     return low if grpo.epsilon_low == -1 else grpo.epsilon_low, high if grpo.epsilon_high == -1 else grpo.epsilon_high

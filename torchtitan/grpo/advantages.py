@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
+
+from torchtitan.errors import UserError
+from torchtitan.utils.loading import load_object
 
 # Added to a standard deviation, so that nearly constant rewards do not blow up.
 STD_EPSILON = 1e-4
@@ -33,6 +37,18 @@ def reinforce_pp(rewards: Groups, tokens: Groups) -> Groups:
     return _normalized(group(rewards, tokens), tokens)
 
 
+def reinforce_pp_no_baseline(rewards: Groups, tokens: Groups) -> Groups:
+    """R, normalised over all tokens of the batch (Hu et al. 2025, REINFORCE++, arXiv 2501.03262)."""
+    return _normalized(rewards, tokens)
+
+
+def opo(rewards: Groups, tokens: Groups) -> Groups:
+    """R - Σ length · R / Σ length over its group: the baseline of least variance where the squared norm of a sample's
+    gradient grows with its length (Hao et al. 2025, OPO, arXiv 2505.23585)."""
+    pairs = zip(rewards, tokens, strict=True)
+    return [one - (one * lengths).sum() / lengths.sum().clamp(min=1) for one, lengths in pairs]
+
+
 def _deviation(values: torch.Tensor) -> torch.Tensor:
     """Standard deviation with n - 1, as TRL and verl have it; 0 for a single value."""
     return values.std() if values.numel() > 1 else torch.zeros((), dtype=values.dtype)
@@ -55,7 +71,15 @@ ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
     "rloo": rloo,
     "batch": batch,
     "reinforce_pp": reinforce_pp,
+    "reinforce_pp_no_baseline": reinforce_pp_no_baseline,
+    "opo": opo,
 }
+
+
+@functools.cache
+def load_estimator(name: str) -> Callable[[Groups, Groups], Groups]:
+    """Advantages by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
+    return ESTIMATORS.get(name) or load_object(name, "grpo.advantage")
 
 
 def _ones(groups: Groups) -> Groups:
@@ -73,23 +97,31 @@ def group_advantages(
     Args:
         groups: rewards, one list per group; groups may differ in size.
         scale_rewards: `none` (Dr. GRPO), `group` divides by the group's standard deviation + 1e-4 (GRPO),
-            `batch` by that of all rewards; standard deviations with n - 1.
-        estimator: a name of ESTIMATORS; reinforce_pp has a scale of its own.
-        tokens: how many tokens of every sample are trained (reinforce_pp); 1 each where not given.
+            `batch` by that of all rewards; standard deviations with n - 1. `mean` divides by the mean of the group's
+            rewards, which must not be negative, and makes 0 of a group without any (Tajwar et al. 2026, MaxRL).
+        estimator: a name of ESTIMATORS, or of a function; reinforce_pp has a scale of its own.
+        tokens: how many tokens of every sample are trained (reinforce_pp, opo); 1 each where not given.
 
     Raises:
         ValueError: unknown scale_rewards.
+        UserError: a function of one's own does not return advantages, or a negative reward is to be scaled by `mean`.
     """
-    if scale_rewards not in ("none", "group", "batch"):
-        raise ValueError(f"scale_rewards must be none, group or batch, not {scale_rewards!r}")
+    if scale_rewards not in ("none", "group", "batch", "mean"):
+        raise ValueError(f"scale_rewards must be none, group, batch or mean, not {scale_rewards!r}")
     rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
     counts = _ones(rewards) if tokens is None else [torch.tensor(one, dtype=torch.float64) for one in tokens]
-    centred = ESTIMATORS[estimator](rewards, counts)
+    centred = load_estimator(estimator)(rewards, counts)
+    if [getattr(one, "shape", None) for one in centred] != [one.shape for one in rewards]:
+        raise UserError("grpo.advantage must return one tensor for each group, with an advantage for each reward")
     if scale_rewards == "group":
         centred = [c / (_deviation(one) + STD_EPSILON) for c, one in zip(centred, rewards, strict=True)]
     elif scale_rewards == "batch" and rewards:
         deviation = _deviation(torch.cat(rewards))
         centred = [c / (deviation + STD_EPSILON) for c in centred]
+    elif scale_rewards == "mean":
+        if any(value < 0 for group in groups for value in group):
+            raise UserError("grpo.scale_rewards = mean (MaxRL) is for rewards of at least 0, and one is negative")
+        centred = [c / one.mean() if one.any() else c * 0 for c, one in zip(centred, rewards, strict=True)]
     return [one.tolist() for one in centred]
 
 

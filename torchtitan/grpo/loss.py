@@ -10,6 +10,7 @@ import torch
 from torchtitan.grpo import divergence, off_policy
 from torchtitan.grpo.objectives import ClipRange, Objective, ObjectiveOptions
 from torchtitan.grpo.off_policy import CorrectionOptions
+from torchtitan.grpo.sequences import Sequences
 
 # Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
 LARGEST_LOG_RATIO = 20.0
@@ -73,13 +74,14 @@ class MicroBatchLoss:
         behaviour = micro_batch.behaviour_log_probs
         self._proximal = behaviour if fixed.old is None else fixed.old
         self._masks_sequences = off_policy.uses_sequences(settings.bounds)
-        self._correct = off_policy.CORRECTIONS[settings.correction]
+        self._correction = off_policy.load_correction(settings.correction)
+        self._sequences = Sequences(micro_batch.sequence, micro_batch.num_sequences)
         # What is known before the forward.
         self._factor = torch.ones_like(behaviour)
         self._kept = torch.ones_like(behaviour)
         if fixed.old is not None:
             drift = (fixed.old - behaviour).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-            self._factor = self._correct(drift.exp(), settings.bounds)
+            self._factor = self._correction(drift.exp(), settings.bounds, self._sequences)
             self._kept = self._sequence_mask(drift) * (self._factor > 0)
             self._factor = self._factor * self._kept
         if fixed.trained is not None:
@@ -92,16 +94,16 @@ class MicroBatchLoss:
     @property
     def separable(self) -> bool:
         """Whether a token's loss depends on its own log-prob and entropy alone."""
-        looks_at_sequences = self.fixed.old is None and self._masks_sequences
-        return not (looks_at_sequences or self.settings.objective.sequence_ratio)
+        masks_see = self._masks_sequences or self._correction.sees_sequences
+        return not (self.settings.objective.sees_sequences or (self.fixed.old is None and masks_see))
 
     def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
         """The loss of the tokens `rows`, [n], already divided: their sum is minimised."""
         micro_batch, settings, fixed = self.micro_batch, self.settings, self.fixed
         weights, advantages = micro_batch.weights[rows], micro_batch.advantages[rows]
         log_ratio = (log_probs - self._proximal[rows]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        level = self._of_sequences(log_ratio) if settings.objective.sequence_ratio else log_ratio
-        token = settings.objective.token_loss(log_probs, level, advantages, settings.options)
+        level = settings.objective.ratio_of(log_ratio, self._sequences)
+        token = settings.objective.loss_of(log_probs, level, advantages, settings.options, self._sequences)
         factor, kept = self._factor[rows], self._kept[rows]
         if fixed.old is None:
             kept = self._masks_in_direct_mode(log_ratio.detach(), rows)
@@ -133,22 +135,10 @@ class MicroBatchLoss:
 
     def _masks_in_direct_mode(self, log_ratio: torch.Tensor, rows: slice) -> torch.Tensor:
         kept = torch.ones_like(log_ratio)
-        if self.settings.correction in off_policy.MASKING:
-            kept = (self._correct(log_ratio.exp(), self.settings.bounds) > 0).to(log_ratio.dtype)
+        if self._correction.masks:
+            weights = self._correction(log_ratio.exp(), self.settings.bounds, self._sequences)
+            kept = (weights > 0).to(log_ratio.dtype)
         return kept * self._sequence_mask(log_ratio) if self._masks_sequences else kept
 
     def _sequence_mask(self, log_ratio: torch.Tensor) -> torch.Tensor:
-        micro_batch = self.micro_batch
-        return off_policy.sequence_mask(
-            log_ratio,
-            micro_batch.advantages,
-            micro_batch.sequence,
-            micro_batch.num_sequences,
-            self.settings.bounds,
-        )
-
-    def _of_sequences(self, log_ratio: torch.Tensor) -> torch.Tensor:
-        """The mean over the sequence, for each of its tokens (GSPO, Zheng et al. 2025, eq. 7)."""
-        sequence = self.micro_batch.sequence
-        total, tokens = off_policy.sequence_sums(log_ratio, sequence, self.micro_batch.num_sequences)
-        return (total / tokens)[sequence]
+        return off_policy.sequence_mask(log_ratio, self.micro_batch.advantages, self._sequences, self.settings.bounds)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import GRPO
+from torchtitan.grpo.advantages import load_estimator
 from torchtitan.grpo.loss import LossSettings
 from torchtitan.grpo.objectives import ClipRange, ObjectiveOptions, load_objective
-from torchtitan.grpo.off_policy import CorrectionOptions
+from torchtitan.grpo.off_policy import CorrectionOptions, load_correction
 
 
 def loss_settings(grpo: GRPO) -> LossSettings:
-    """Raises UserError where grpo.loss_type names a function that cannot be loaded."""
+    """Raises UserError where loss_type, advantage or off_policy_correction name a function that cannot be loaded."""
+    load_estimator(grpo.advantage)
+    load_correction(grpo.off_policy_correction)
     return LossSettings(
         objective=load_objective(grpo.loss_type, grpo.loss_normalization, grpo.importance_level),
         options=ObjectiveOptions(

@@ -7,14 +7,15 @@ do). To add one: see docs/adding_an_objective.md.
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from torchtitan.errors import UserError
+from torchtitan.grpo.sequences import Sequences, takes_sequences
+from torchtitan.utils.loading import load_object
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class TokenLoss:
     clipped_high: torch.Tensor
 
 
-# (log π, log π - log π_old, advantages, options), tensors [N] each -> the loss of every token.
-TokenLossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ObjectiveOptions], TokenLoss]
+# (log π, log π - log π_old, advantages, options), tensors [N] each -> the loss of every token; with sees_sequences also
+# `sequences`, and then N are all tokens of these.
+TokenLossFunction = Callable[..., TokenLoss | torch.Tensor]
 # (active tokens per sequence, longest completion) -> the weight of each token, per sequence.
 Normalizer = Callable[[list[int], int], list[float]]
 
@@ -102,6 +104,37 @@ def sapo(
     return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, never, never)
 
 
+def dppo(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
+) -> TokenLoss:
+    """-ρ A per token while |π - π_old| of the token is small, else 0 where A drives the two further apart: a trust
+    region by the total variation of "this token or another" (Qi et al. 2026, DPPO, binary TV, arXiv 2602.04879).
+
+    The thresholds are ε_high where A is positive, ε_low where it is negative.
+    """
+    ratio, probability = log_ratio.exp(), log_probs.detach().exp()
+    moved = probability - probability * (-log_ratio.detach()).exp()
+    high = (moved > options.clip.high) & (advantages > 0)
+    low = (moved < -options.clip.low) & (advantages < 0)
+    return TokenLoss(torch.where(high | low, 0.0, -ratio * advantages), low, high)
+
+
+def gmpo(
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    options: ObjectiveOptions,
+    sequences: Sequences,
+) -> TokenLoss:
+    """-(Π min(ρ, 1 + ε_high))^(1/length) A of its sequence, per token; max(ρ, 1 - ε_low) where A is negative: the
+    geometric mean of token ratios that are clipped one by one (Zhao et al. 2025, GMPO, eq. 4, arXiv 2507.20673)."""
+    clip = options.clip
+    lowest, highest = math.log(1 - clip.low) if clip.low < 1 else -math.inf, math.log(1 + clip.high)
+    high, low = (log_ratio > highest) & (advantages > 0), (log_ratio < lowest) & (advantages < 0)
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=highest), log_ratio.clamp(min=lowest))
+    return TokenLoss(-sequences.spread(sequences.means(clipped)).exp() * advantages, low, high)
+
+
 def per_token(lengths: list[int], max_length: int) -> list[float]:
     """Every token of the batch counts the same (DAPO, Yu et al. 2025, section 3.3)."""
     total = sum(lengths)
@@ -128,10 +161,43 @@ class Objective:
 
     token_loss: TokenLossFunction
     token_weights: Normalizer
-    sequence_ratio: bool = False
-    """ρ is one number per sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7)"""
+    ratio: str = "token"
+    """`sequence`: ρ is one number per sequence, the geometric mean over its tokens (GSPO, Zheng et al. 2025, eq. 7).
+    `sequence_token`: ρ has that value, and each token the gradient of its own, sg(ρ) π/sg(π) (GSPO-token, eq. 14)"""
     local: bool = False
     """token_weights sees one micro-batch at a time, and micro-batches count the same"""
+
+    @property
+    def sees_sequences(self) -> bool:
+        """Whether a token's loss depends on the other tokens of its sequence."""
+        return self.ratio != "token" or takes_sequences(self.token_loss)
+
+    def ratio_of(self, log_ratio: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+        """log ρ [N] from log π - log π_old [N]."""
+        if self.ratio == "token":
+            return log_ratio
+        mean = sequences.spread(sequences.means(log_ratio))
+        return mean if self.ratio == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
+
+    def loss_of(
+        self,
+        log_probs: torch.Tensor,
+        log_ratio: torch.Tensor,
+        advantages: torch.Tensor,
+        options: ObjectiveOptions,
+        sequences: Sequences,
+    ) -> TokenLoss:
+        """The loss of every token. Raises UserError where a user's function does not return it."""
+        more = {"sequences": sequences} if takes_sequences(self.token_loss) else {}
+        result = self.token_loss(log_probs, log_ratio, advantages, options, **more)
+        if isinstance(result, torch.Tensor):
+            never = torch.zeros_like(log_ratio, dtype=torch.bool)
+            result = TokenLoss(result, never, never)
+        if not isinstance(result, TokenLoss) or result.loss.shape != log_ratio.shape:
+            raise UserError(
+                f"grpo.loss_type must return a loss per token, of shape {list(log_ratio.shape)}, or a TokenLoss"
+            )
+        return result
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -140,7 +206,10 @@ OBJECTIVES: dict[str, Objective] = {
     # Kept for parity with TRL: the result depends on how the batch is cut.
     "bnpo": Objective(clipped_surrogate, per_token, local=True),
     "dr_grpo": Objective(clipped_surrogate, per_constant),
-    "gspo": Objective(clipped_surrogate, per_sequence, sequence_ratio=True),
+    "gspo": Objective(clipped_surrogate, per_sequence, "sequence"),
+    "gspo_token": Objective(clipped_surrogate, per_sequence, "sequence_token"),
+    "gmpo": Objective(gmpo, per_sequence),
+    "dppo": Objective(dppo, per_token),
     "cispo": Objective(cispo, per_token),
     "sapo": Objective(sapo, per_sequence),
     "reinforce": Objective(reinforce, per_token),
@@ -150,36 +219,10 @@ OBJECTIVES: dict[str, Objective] = {
 def load_objective(name: str, normalization: str = "auto", ratio_level: str = "auto") -> Objective:
     """An objective by name, or a token loss of one's own as `package.module:function` (weighted per token).
 
-    normalization: token, sequence or constant instead of the objective's own. ratio_level: token or sequence likewise.
+    normalization: token, sequence or constant instead of the objective's own. ratio_level: likewise, see Objective.
     Raises UserError where the function cannot be found.
     """
-    found = OBJECTIVES.get(name) or Objective(_load_function(name), per_token)
-    return Objective(
-        found.token_loss,
-        found.token_weights if normalization == "auto" else NORMALIZERS[normalization],
-        found.sequence_ratio if ratio_level == "auto" else ratio_level == "sequence",
-        found.local and normalization == "auto",
-    )
-
-
-def _load_function(name: str) -> TokenLossFunction:
-    module_name, _, function_name = name.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # a user's module may fail in any way
-        raise UserError(f"grpo.loss_type = {name!r}: cannot be loaded ({type(error).__name__}: {error})") from error
-    if not callable(function):
-        raise UserError(f"grpo.loss_type = {name!r}: {function_name} is not a function")
-
-    def checked(
-        log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, options: ObjectiveOptions
-    ) -> TokenLoss:
-        result = function(log_probs, log_ratio, advantages, options)
-        if isinstance(result, torch.Tensor):
-            never = torch.zeros_like(log_ratio, dtype=torch.bool)
-            result = TokenLoss(result, never, never)
-        if not isinstance(result, TokenLoss) or result.loss.shape != log_ratio.shape:
-            raise UserError(f"{name} must return a loss per token, of shape {list(log_ratio.shape)}, or a TokenLoss")
-        return result
-
-    return checked
+    found = OBJECTIVES.get(name) or Objective(load_object(name, "grpo.loss_type"), per_token)
+    if normalization != "auto":
+        found = replace(found, token_weights=NORMALIZERS[normalization], local=False)
+    return found if ratio_level == "auto" else replace(found, ratio=ratio_level)

@@ -5,10 +5,15 @@ w is π_old/μ in decoupled mode; in direct mode, where the clip already acts on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from torchtitan.errors import UserError
+from torchtitan.grpo.sequences import Sequences, takes_sequences
+from torchtitan.utils.loading import load_object
 
 
 @dataclass(frozen=True)
@@ -45,28 +50,43 @@ def none(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
     return torch.ones_like(ratio)
 
 
-CORRECTIONS: dict[str, Callable[[torch.Tensor, CorrectionOptions], torch.Tensor]] = {
-    "truncate": truncate,
-    "mask": mask,
-    "icepop": icepop,
-    "none": none,
+@dataclass(frozen=True)
+class Correction:
+    """A weight of tokens, and what it needs."""
+
+    weigh: Callable[..., torch.Tensor]
+    """(w [N], options) -> weights [N]; with sees_sequences also `sequences`"""
+    masks: bool = False
+    """Tokens of weight 0 are left out in direct mode too, by π/μ"""
+    sees_sequences: bool = False
+
+    def __call__(self, ratio: torch.Tensor, options: CorrectionOptions, sequences: Sequences) -> torch.Tensor:
+        """The weights [N]. Raises UserError where a user's function does not return them."""
+        weights = self.weigh(ratio, options, **({"sequences": sequences} if self.sees_sequences else {}))
+        if not isinstance(weights, torch.Tensor) or weights.shape != ratio.shape:
+            raise UserError(f"grpo.off_policy_correction must return a weight per token, of shape {list(ratio.shape)}")
+        return weights
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "truncate": Correction(truncate),
+    "mask": Correction(mask, masks=True),
+    "icepop": Correction(icepop, masks=True),
+    "none": Correction(none),
 }
-MASKING = ("mask", "icepop")
 
 
-def sequence_sums(values: torch.Tensor, sequence: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of values [N] over the tokens of each sequence [count], and how many tokens it has (at least 1)."""
-    total = torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, sequence, values)
-    tokens = torch.zeros_like(total).index_add_(0, sequence, torch.ones_like(values))
-    return total, tokens.clamp(min=1)
+@functools.cache
+def load_correction(name: str) -> Correction:
+    """A correction by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
+    if name in CORRECTIONS:
+        return CORRECTIONS[name]
+    function = load_object(name, "grpo.off_policy_correction")
+    return Correction(function, masks=True, sees_sequences=takes_sequences(function))
 
 
 def sequence_mask(
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    sequence: torch.Tensor,
-    count: int,
-    options: CorrectionOptions,
+    log_ratio: torch.Tensor, advantages: torch.Tensor, sequences: Sequences, options: CorrectionOptions
 ) -> torch.Tensor:
     """1 for tokens [N] of sequences that stay within all bounds, else 0. log_ratio: log w per token [N].
 
@@ -76,8 +96,7 @@ def sequence_mask(
     - negative: of sequences with a negative advantage, those whose mean -log w exceeds the threshold are masked
       (DeepSeek-V3.2 2025, section 3.1): what the policy has left behind need not be unlearned.
     """
-    total, tokens = sequence_sums(log_ratio.detach(), sequence, count)
-    mean = total / tokens
+    total, mean = sequences.sums(log_ratio.detach()), sequences.means(log_ratio.detach())
     keep = torch.ones_like(mean, dtype=torch.bool)
     for value, low, high in (
         (mean.exp(), options.geometric_low, options.geometric_high),
@@ -87,9 +106,9 @@ def sequence_mask(
             keep &= value >= low
         if high > 0:
             keep &= value <= high
-    kept = keep[sequence]
+    kept = sequences.spread(keep)
     if options.negative_threshold > 0:
-        kept = kept & ~((advantages < 0) & (-mean > options.negative_threshold)[sequence])
+        kept = kept & ~((advantages < 0) & sequences.spread(-mean > options.negative_threshold))
     return kept.to(log_ratio.dtype)
 
 

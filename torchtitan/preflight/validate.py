@@ -55,10 +55,9 @@ def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = 
     """
     check = Check(config, world_size(), planning, wrong)
     for rules in (
-        check_stage, _check_parallelism, _check_batch, _check_lengths, _check_objective, check_lora, _check_rollout,
-        _check_rewards,
-        _check_environment, check_inference, _check_weight_sync, _check_faults, _check_evaluation, _check_files,
-        check_model,
+        check_stage, _check_parallelism, _check_batch, _check_optimizer, _check_lengths, _check_objective, check_lora,
+        _check_rollout, _check_rewards, _check_environment, check_inference, _check_weight_sync, _check_faults,
+        _check_evaluation, _check_files, check_model,
     ):  # fmt: skip
         rules(check)
     return check.problems
@@ -107,6 +106,15 @@ def _check_batch(check: Check) -> None:
         check.refuse("rollout.max_groups_in_flight", few, text)
 
 
+def _check_optimizer(check: Check) -> None:
+    name = check.config.optimizer.name
+    text = f"it is for one trainer rank, and there are {check.ranks} (NGPU), which share the parameters: take AdamW"
+    check.refuse("optimizer.name", name != "AdamW" and check.ranks > 1, text)
+    missing = name == "AdamW8bit" and find_spec("bitsandbytes") is None and not check.planning
+    text = "it needs the package bitsandbytes: EXTRAS=bitsandbytes in front of ./run_grpo.sh installs it"
+    check.refuse("optimizer.name", missing, text)
+
+
 def _check_lengths(check: Check) -> None:
     training, grpo = check.config.training, check.config.grpo
     text = f"must be less than training.seq_len = {training.seq_len}, which holds prompt and completion"
@@ -122,6 +130,10 @@ def _check_lengths(check: Check) -> None:
 
 def _check_objective(check: Check) -> None:
     grpo, refuse = check.config.grpo, check.refuse
+    for key in ("loss_type", "advantage", "off_policy_correction", "group_filter"):
+        name = getattr(grpo, key)
+        if (":" in name or key == "group_filter") and name and (problem := name_problem(name, "function")):
+            check.say(f"grpo.{key}", f"grpo.{key}: {problem}")
     text = f"must be less than grpo.icepop_high = {grpo.icepop_high:g}"
     refuse("grpo.icepop_low", grpo.icepop_low >= grpo.icepop_high, text)
     text = "needs grpo.recompute_old_log_probs = true, where entropies are known"
@@ -148,8 +160,8 @@ def _unbounded(config: JobConfig) -> str:
     grpo = config.grpo
     caps = {"truncate": grpo.importance_cap, "mask": grpo.importance_cap, "icepop": grpo.icepop_high}
     correction = caps.get(grpo.off_policy_correction, math.inf)
-    # epsilon_high is no bound where the advantage is negative, and an own function may do anything.
-    own = ":" in grpo.loss_type
+    # epsilon_high is no bound where the advantage is negative; an own function may do anything; dppo bounds no ratio.
+    own = ":" in grpo.loss_type or grpo.loss_type in ("dppo", "gmpo")
     key, objective = {
         "cispo": ("grpo.cispo_cap", grpo.cispo_cap),
         "reinforce": ("grpo.importance_cap", grpo.importance_cap),
@@ -159,7 +171,7 @@ def _unbounded(config: JobConfig) -> str:
         # The objective sees π/π_old; what lies between π_old and μ is the correction's.
         if correction > NO_BOUND:
             return "grpo.off_policy_correction"
-    elif has_sequence_ratios(grpo):
+    elif has_sequence_ratios(grpo) or grpo.loss_type == "gmpo":
         objective = min(objective, grpo.geometric_mask_high or math.inf)
     elif grpo.off_policy_correction != "truncate":
         objective = min(objective, correction)  # in direct mode masks see π/μ too

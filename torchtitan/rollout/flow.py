@@ -8,6 +8,8 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
@@ -19,6 +21,7 @@ from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.staleness import Pace, group_version
 from torchtitan.rollout.statistics import RolloutStatistics
 from torchtitan.rollout.types import Batch, Group, Prompt
+from torchtitan.utils.loading import load_object
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class RolloutFlow:
         self._no_completion_s = self._no_group_s = 0.0
         self._progress = 0
         self._statistics = self._fresh_statistics()
+        name = config.grpo.group_filter
+        self._keeps: Callable[[Group], Any] = load_object(name, "grpo.group_filter") if name else lambda group: True
 
     def set_version(self, version: int) -> None:
         """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""
@@ -202,6 +207,9 @@ class RolloutFlow:
         elif self._config.grpo.drop_zero_variance and has_no_advantage(group, self._config):
             self._statistics.groups_zero_variance += 1
             usable = False
+        elif not self._keeps(group):
+            self._statistics.groups_filtered += 1
+            usable = False
         self._without_reward = 0 if group.samples else self._without_reward + 1
         if self._without_reward >= BATCHES_WITHOUT_REWARD * self._batch_groups:
             raise UserError(
@@ -271,6 +279,7 @@ class RolloutFlow:
             raise UserError(
                 f"completions arrive, but for {limit:g} s (rollout.data_timeout_s) no group could be trained on: of "
                 f"{counts.groups_scored}, {counts.groups_zero_variance} had equal rewards (grpo.drop_zero_variance), "
+                f"{counts.groups_filtered} were left out by grpo.group_filter, "
                 f"{counts.groups_unscored} had too few rewards, {counts.admitted.count(False)} were too old "
                 "(rollout.max_staleness)"
             )
@@ -286,8 +295,9 @@ def has_no_advantage(group: Group, config: JobConfig) -> bool:
 
     With reinforce_pp it is zero but for the batch's mean, taken over tokens: such a group teaches nothing by itself.
     """
-    if config.grpo.advantage == "batch" or config.job.stage == "distill":
-        return False  # a teacher has something to say of every sample
+    advantage = config.grpo.advantage
+    if advantage in ("batch", "reinforce_pp_no_baseline") or ":" in advantage or config.job.stage == "distill":
+        return False  # the batch, or a teacher, has something to say of every sample
     parts = [[sample.reward for sample in group.samples]]
     if config.grpo.advantage_level == "turn":
         turns = max(len(sample.returns) for sample in group.samples)

@@ -25,6 +25,7 @@ class RolloutStatistics:
     truncated: int = 0
     groups_scored: int = 0
     groups_zero_variance: int = 0
+    groups_filtered: int = 0
     groups_unscored: int = 0
     samples_unscored: int = 0
     admitted: list[bool] = field(default_factory=list)
@@ -64,6 +65,7 @@ class RolloutStatistics:
             "staleness/mean": _mean(staleness),
             "staleness/max": float(max(staleness)),
             "groups/zero_variance_fraction": self.groups_zero_variance / max(1, self.groups_scored),
+            "groups/filtered_fraction": self.groups_filtered / max(1, self.groups_scored),
             "groups/unscored": float(self.groups_unscored),
             "rollout/samples_unscored": float(self.samples_unscored),
             "rollout/groups_stale": float(self.admitted.count(False)),

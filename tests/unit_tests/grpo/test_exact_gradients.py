@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -83,8 +82,13 @@ def code_advantages(kind: str, members: tuple[int, ...]) -> list[float]:
     return [value for group in found for value in group]
 
 
+def mean_of(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
 def deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    mean = mean_of(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
 
 
 def defined_advantages(kind: str, members: tuple[int, ...]) -> list[float]:
@@ -94,7 +98,19 @@ def defined_advantages(kind: str, members: tuple[int, ...]) -> list[float]:
     first = defined(estimator, "group", members, [REWARDS[i] for i in members])
     second = defined(estimator, "group", members, [SECOND_REWARDS[i] for i in members])
     total = [a + 0.5 * b for a, b in zip(first, second, strict=True)]
-    return [(value - statistics.fmean(total)) / (deviation(total) + 1e-4) for value in total]
+    return [(value - mean_of(total)) / (deviation(total) + 1e-4) for value in total]
+
+
+def baseline_of(
+    estimator: str, i: int, members: tuple[int, ...], rewards: list, group: list[int], every: list[float]
+) -> float:
+    if estimator == "rloo":
+        return mean_of([rewards[j] for j in group if j != i]) if len(group) > 1 else rewards[i]
+    if estimator == "opo":
+        return mean_of([rewards[j] for j in group for _ in SEQUENCES[members[j]]])
+    if estimator == "reinforce_pp_no_baseline":
+        return 0.0
+    return mean_of(every if estimator == "batch" else [rewards[j] for j in group])
 
 
 def defined(estimator: str, scale: str, members: tuple[int, ...], rewards: list[float | None]) -> list[float]:
@@ -104,28 +120,23 @@ def defined(estimator: str, scale: str, members: tuple[int, ...], rewards: list[
     every = [rewards[i] for i in there]
     centred = {}
     for i in there:
-        others = [rewards[j] for j in group_of[i] if j != i]
-        baseline = {
-            "group": statistics.fmean(rewards[j] for j in group_of[i]),
-            "rloo": statistics.fmean(others) if others else rewards[i],
-            "batch": statistics.fmean(every),
-        }
-        centred[i] = rewards[i] - baseline["group" if estimator == "reinforce_pp" else estimator]
-    if estimator == "reinforce_pp":
+        centred[i] = rewards[i] - baseline_of(estimator, i, members, rewards, group_of[i], every)
+    if estimator.startswith("reinforce_pp"):
         of_tokens = [centred[i] for i in there for _ in SEQUENCES[members[i]]]
-        mean, spread = statistics.fmean(of_tokens or [0.0]), deviation(of_tokens)
+        mean, spread = mean_of(of_tokens or [0.0]), deviation(of_tokens or [0.0])
         centred = {i: (value - mean) / (spread + 1e-4) for i, value in centred.items()}
     spread_of = {
         "none": lambda i: 1.0,
         "group": lambda i: deviation([rewards[j] for j in group_of[i]]) + 1e-4,
         "batch": lambda i: deviation(every) + 1e-4,
+        "mean": lambda i: mean_of([rewards[j] for j in group_of[i]]) or math.inf,
     }[scale]
     return [centred[i] / spread_of(i) if i in centred else 0.0 for i in range(4)]
 
 
-EVERY_ADVANTAGE = [f"{name}/{scale}" for name in ADVANTAGES for scale in ("none", "group", "batch", "each")]
+EVERY_ADVANTAGE = [f"{name}/{scale}" for name in ADVANTAGES for scale in ("none", "group", "batch", "mean", "each")]
 # Scales come after the baselines, so that not every pair has to meet every loss; all pairs are compared by themselves.
-SOME_ADVANTAGES = [*(f"{name}/none" for name in ADVANTAGES), "group/group", "group/batch", "group/each"]
+SOME_ADVANTAGES = [*(f"{name}/none" for name in ADVANTAGES), "group/group", "group/batch", "group/mean", "group/each"]
 
 
 # The batches as weighted terms: (sequence, advantage) -> expected weight of one of its tokens.
@@ -229,8 +240,10 @@ def padded(terms: Terms, table: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack([*row, one][:2]) for row in rows])[terms.sequences]
 
 
-def objective_loss(name: str, ratio: torch.Tensor, chance: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-    """The loss of every token [E, 2] by cases."""
+def objective_loss(
+    name: str, ratio: torch.Tensor, chance: torch.Tensor, advantage: torch.Tensor, exists: torch.Tensor
+) -> torch.Tensor:
+    """The loss of every token [E, 2] by cases; the ratio of a token that does not exist is 1."""
     clip, positive = OPTIONS.clip, advantage > 0
     if name in ("cispo", "reinforce"):
         cap = OPTIONS.cispo_cap if name == "cispo" else OPTIONS.reinforce_cap
@@ -239,6 +252,13 @@ def objective_loss(name: str, ratio: torch.Tensor, chance: torch.Tensor, advanta
         high, low = OPTIONS.sapo_temperature_positive, OPTIONS.sapo_temperature_negative
         tau = positive.double() * high + (~positive).double() * low
         return -4 / tau / (1 + torch.exp(tau * (1 - ratio))) * advantage
+    if name == "dppo":
+        before = chance / ratio
+        goes_on = (positive & (chance - before <= clip.high)) | (~positive & (before - chance <= clip.low))
+        return -goes_on.double() * ratio * advantage
+    if name == "gmpo":
+        kept = torch.where(positive, ratio.clamp(max=1 + clip.high), ratio.clamp(min=1 - clip.low))
+        return -(kept.prod(-1) ** (1 / exists.sum(-1)))[:, None] * advantage
     gain = torch.where(ratio > 1 + clip.high, 1 + clip.high, ratio)
     cost = torch.where(ratio < 1 - clip.low, 1 - clip.low, torch.where(ratio > clip.delta, clip.delta, ratio))
     return -torch.where(positive, gain, cost) * advantage
@@ -278,13 +298,14 @@ def policy_gradient(name: str, normalizer: str, correction: str, mask: str, kind
     behaviour = padded(terms, situation.behaviour.softmax(-1))
     old = behaviour if situation.old is None else padded(terms, situation.old.softmax(-1))
     ratio = chance / old
-    if name == "gspo":
-        ratio = (ratio.prod(-1) ** (1 / lengths))[:, None].expand(-1, 2)
+    if name in ("gspo", "gspo_token"):
+        whole = (ratio.prod(-1) ** (1 / lengths))[:, None].expand(-1, 2)
+        ratio = whole if name == "gspo" else whole.detach() * chance / chance.detach()
     drift = (chance.detach() if situation.old is None else old) / behaviour
     advantage = terms.advantages[:, None]
     factor = token_factor(correction, drift, situation.old is not None)
     factor = factor * sequence_factor(mask, drift.prod(-1), lengths, terms.advantages)[:, None]
-    loss = objective_loss(name, ratio, chance, advantage) * factor * exists * terms.masses[:, None]
+    loss = objective_loss(name, ratio, chance, advantage, exists) * factor * exists * terms.masses[:, None]
     return torch.autograd.grad(loss.sum(), logits)[0]
 
 
@@ -317,7 +338,7 @@ def shaping_gradient(normalizer: str, estimator: str, corrected: bool, where: st
     return torch.autograd.grad(loss, logits)[0]
 
 
-NORMALIZER_OF = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
+NORMALIZER_OF = {**dict.fromkeys(("grpo", "gspo", "gspo_token", "gmpo", "sapo"), "sequence"), "dr_grpo": "constant"}
 DIVERGENCE_TERMS = [("", False), *itertools.product(DIVERGENCES, (False, True))]
 ALL_CORRECTIONS = [*((name, "") for name in CORRECTIONS), *(("truncate", mask) for mask in MASKS)]
 
@@ -351,7 +372,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_expected_gradient_is_that_of_the_definition(name: str) -> None:
     errors = dict(combinations(name))
-    assert len(errors) == 3 * 7 * 7 * 7
+    assert len(errors) == 3 * len(SOME_ADVANTAGES) * 7 * 7
     worst = max(errors, key=errors.__getitem__)
     assert errors[worst] < LARGEST_ERROR, worst
 

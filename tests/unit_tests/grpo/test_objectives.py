@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.trajectories import single_turn
 from torchtitan.config.tables.grpo import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.errors import UserError
+from torchtitan.grpo.advantages import group_advantages
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.objectives import (
     NORMALIZERS,
@@ -24,6 +25,7 @@ from torchtitan.grpo.objectives import (
     load_objective,
 )
 from torchtitan.grpo.off_policy import CorrectionOptions
+from torchtitan.grpo.sequences import Sequences
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.types import Sample
 from torchtitan.trainer.packing import MicroBatch, micro_batches
@@ -97,9 +99,15 @@ def reference(
             or (bounds.negative_threshold and advantage < 0 and -mean > bounds.negative_threshold)
         )
         ratios = [(log_prob - before).exp() for log_prob, before in zip(now[number], proximal, strict=True)]
-        if setting.objective.sequence_ratio:
+        if setting.objective.ratio != "token":
             geometric = sum(ratio.log() for ratio in ratios) / length
             ratios = [geometric.exp()] * length
+            if setting.objective.ratio == "sequence_token":
+                ratios = [ratios[t].detach() * (v - v.detach()).exp() for t, v in enumerate(now[number])]
+        if name == "gmpo":
+            low, high = 1 - options.clip.low, 1 + options.clip.high
+            kept = [min(ratio, high) if advantage > 0 else max(ratio, low) for ratio in ratios]
+            whole = math.prod(kept) ** (1 / length)
         for t in range(length):
             ratio, log_prob = ratios[t], now[number][t]
             if name == "cispo":
@@ -109,6 +117,12 @@ def reference(
             elif name == "sapo":
                 tau = options.sapo_temperature_positive if advantage > 0 else options.sapo_temperature_negative
                 loss = -4 / tau * advantage / (1 + (-tau * (ratio - 1)).exp())
+            elif name == "gmpo":
+                loss = -whole * advantage
+            elif name == "dppo":
+                moved = math.exp(log_prob.item()) - math.exp(proximal[t])
+                stays = moved <= options.clip.high if advantage > 0 else moved >= -options.clip.low
+                loss = -ratio * advantage if stays else 0 * log_prob
             else:
                 clipped = min(max(ratio, 1 - options.clip.low), 1 + options.clip.high)
                 bounded = min(ratio, options.clip.delta) if options.clip.delta else ratio
@@ -217,7 +231,7 @@ def check(name: str, setting: LossSettings, decoupled: bool, normalizer: str, se
         assert gradients[key] == pytest.approx((log_prob_slope, entropy_slope), rel=2e-4, abs=1e-7)
 
 
-NORMALIZER_OF = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
+NORMALIZER_OF = {**dict.fromkeys(("grpo", "gspo", "gspo_token", "gmpo", "sapo"), "sequence"), "dr_grpo": "constant"}
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -267,7 +281,7 @@ def test_reference_divergence_and_entropy_bonus(estimator: str, ratio_correction
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 def test_two_sided_clip_and_normalization_by_choice(normalizer: str) -> None:
     objective = load_objective("dapo", normalizer, "sequence")
-    assert objective.sequence_ratio
+    assert objective.sees_sequences
     options = replace(OPTIONS, clip=ClipRange(0.05, 0.1, delta=1.3))
     check("dapo", LossSettings(objective, options), False, normalizer)
 
@@ -339,6 +353,25 @@ def own_loss(
     return -advantages * log_probs
 
 
+def own_loss_of_sequences(
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    options: ObjectiveOptions,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """gspo as a user may write it."""
+    ratio = sequences.spread(sequences.means(log_ratio)).exp()
+    clipped = ratio.clamp(1 - options.clip.low, 1 + options.clip.high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def own_correction(ratio: torch.Tensor, options: CorrectionOptions, sequences: Sequences) -> torch.Tensor:
+    """Tokens of the first sequence are left out, and short sequences count twice."""
+    lengths = sequences.spread(sequences.sums(torch.ones_like(ratio)))
+    return torch.where(sequences.of_token == 0, 0.0, torch.where(lengths < 4, 2.0, 1.0))
+
+
 def wrong_shape(*_: object) -> TokenLoss:
     never = torch.zeros(1, dtype=torch.bool)
     return TokenLoss(torch.zeros(1), never, never)
@@ -353,5 +386,46 @@ def test_own_objective_by_name() -> None:
     assert ours(samples, policies, setting, False)[0] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(UserError, match="no_such_module"):
         load_objective("no_such_module:loss")
+    own = replace(load_objective(f"{__name__}:own_loss_of_sequences"), token_weights=NORMALIZERS["sequence"])
+    for budget in (10_000, 30):
+        theirs = ours(samples, policies, LossSettings(OBJECTIVES["gspo"], OPTIONS), False, budget, chunk=2)
+        assert ours(samples, policies, LossSettings(own, OPTIONS), False, budget, chunk=2) == theirs
     with pytest.raises(UserError, match="must return a loss per token"):
         ours(samples, policies, LossSettings(load_objective(f"{__name__}:wrong_shape")), False)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_own_correction_by_name(decoupled: bool) -> None:
+    samples = make_samples(6)
+    policies = make_policies(samples, 6)
+    plain = LossSettings(OBJECTIVES["reinforce"], OPTIONS, "none")
+    own = replace(plain, correction=f"{__name__}:own_correction")
+    (_, expected), (_, found) = (ours(samples, policies, setting, decoupled) for setting in (plain, own))
+    (micro_batch,) = pack(samples, own)
+    lengths = torch.bincount(micro_batch.sequence)
+    for number, key in zip(micro_batch.sequence.tolist(), micro_batch.behaviour_log_probs.tolist(), strict=True):
+        weight = 0 if number == 0 else 2 if decoupled and lengths[number] < 4 else 1
+        assert found[key] == pytest.approx([weight * slope for slope in expected[key]], rel=1e-6)
+    with pytest.raises(UserError, match="a weight per token"):
+        ours(samples, policies, replace(plain, correction=f"{__name__}:wrong_weights"), decoupled)
+
+
+def wrong_weights(ratio: torch.Tensor, options: CorrectionOptions) -> torch.Tensor:
+    return ratio[:1].sum()
+
+
+def own_advantage(rewards: list[torch.Tensor], tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [2 * one - one.max() - lengths for one, lengths in zip(rewards, tokens, strict=True)]
+
+
+def wrong_advantage(rewards: list[torch.Tensor], tokens: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [one[:1] for one in rewards]
+
+
+def test_own_advantage_by_name() -> None:
+    found = group_advantages([[1.0, 0.0], [3.0]], "none", f"{__name__}:own_advantage", [[1, 2], [5]])
+    assert found == [[0.0, -3.0], [-2.0]]
+    with pytest.raises(UserError, match="one tensor for each group"):
+        group_advantages([[1.0, 0.0]], "none", f"{__name__}:wrong_advantage")
+    with pytest.raises(UserError, match="one is negative"):
+        group_advantages([[1.0, -1.0]], "mean")

@@ -329,10 +329,10 @@ BAD: list[tuple[str, str, list[str], list[str]]] = [
             ("the ratio of negative advantages", "--grpo.delta 0", "delta"),
             ("a token by a mask of sequences", "--grpo.delta 0 --grpo.geometric_mask_high 2", "delta"),
             ("cispo", "--grpo.loss_type cispo --grpo.cispo_cap 50", "cispo_cap"),
-            ("an own loss", "--grpo.loss_type my.losses:loss", "loss_type"),
+            ("an own loss", "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss", "loss_type"),
             (
                 "an own loss, decoupled",
-                "--grpo.loss_type my.losses:loss --grpo.recompute_old_log_probs",
+                "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs",
                 "loss_type",
             ),
             (
@@ -442,7 +442,7 @@ def test_bad_configurations(
         "--grpo.delta 0 --grpo.off_policy_correction icepop",
         "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
         "--grpo.loss_type sapo --grpo.delta 0",
-        "--grpo.loss_type my.losses:loss --grpo.off_policy_correction mask",
+        "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.off_policy_correction mask",
         "--grpo.recompute_old_log_probs",
     ],
 )

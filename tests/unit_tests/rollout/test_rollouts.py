@@ -257,6 +257,20 @@ def test_groups_with_equal_rewards_do_not_count_for_the_batch(drop: bool) -> Non
             assert batch.statistics["groups/zero_variance_fraction"] == 0.0
 
 
+def odd(group: Group) -> bool:
+    return len(group.samples) == GROUP_SIZE and bool(group.prompt_index % 2)
+
+
+def test_groups_that_ones_own_filter_leaves_out_do_not_count_for_the_batch() -> None:
+    config = make_config()
+    config.grpo.group_filter = f"{__name__}:odd"
+    with running(config, FakeActors()) as rollouts:
+        batch = take(rollouts, 0)
+    assert len(batch.groups) == BATCH_GROUPS and all(index % 2 for index in indices(batch))
+    assert 0.3 < batch.statistics["groups/filtered_fraction"] < 0.7
+    assert batch.statistics["groups/zero_variance_fraction"] == 0.0
+
+
 def group_of(*rewards: dict[str, float | None]) -> Group:
     samples = []
     for one in rewards:

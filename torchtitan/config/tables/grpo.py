@@ -18,10 +18,12 @@ from torchtitan.config.values import (
     ShareBelowOne,
 )
 
-LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "sapo", "reinforce")
+LOSS_TYPES = (
+    "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "gspo_token", "gmpo", "dppo", "cispo", "sapo", "reinforce",
+)  # fmt: skip
 """The keys of objectives.OBJECTIVES"""
 
-ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp")
+ADVANTAGES = ("group", "rloo", "batch", "reinforce_pp", "reinforce_pp_no_baseline", "opo")
 """The keys of advantages.ESTIMATORS"""
 
 CORRECTIONS = ("truncate", "mask", "icepop", "none")
@@ -40,32 +42,41 @@ class GRPO:
     """Completions per prompt"""
 
     loss_type: Annotated[str, Names(LOSS_TYPES, own_function=True)] = "dapo"
-    """Objective: grpo, dapo, bnpo, dr_grpo, gspo, cispo, sapo or reinforce, or one's own as package.module:function"""
+    """Objective: grpo, dapo, bnpo, dr_grpo, gspo, gspo_token, gmpo, dppo, cispo, sapo or reinforce, or one's own as
+    package.module:function"""
 
     loss_normalization: Literal["auto", "token", "sequence", "constant"] = "auto"
     """How tokens are weighted: as the objective does, all alike, by sequence, or by sequences × longest completion"""
 
-    importance_level: Literal["auto", "token", "sequence"] = "auto"
-    """Importance ratio of every token or one per sequence; auto is what the objective uses"""
+    importance_level: Literal["auto", "token", "sequence", "sequence_token"] = "auto"
+    """Importance ratio of every token, one per sequence, or of that value with every token's own gradient; auto is what
+    the objective uses"""
 
-    advantage: Annotated[str, Names(ADVANTAGES)] = "group"
-    """Baseline: group (mean of the group), rloo (mean of the others), batch, or reinforce_pp (batch-normalised)"""
+    advantage: Annotated[str, Names(ADVANTAGES, own_function=True)] = "group"
+    """Baseline: group (mean of the group), rloo (mean of the others), batch, reinforce_pp (group, then normalised over
+    the batch), reinforce_pp_no_baseline (only normalised), opo (mean of the group by length), or one's own as
+    package.module:function"""
+
+    group_filter: str = ""
+    """Own function as package.module:function: which scored groups are trained on, besides drop_zero_variance"""
 
     recompute_old_log_probs: bool = False
     """Decoupled mode: the proximal policy is recomputed before the first optimizer step of a batch"""
 
     epsilon_low: Annotated[float, Range(0, 1, also=-1)] = -1.0
-    """Lower clip range of the ratio; -1 is 0.2, or 3e-4 where a ratio is a sequence's (gspo)"""
+    """Lower clip range of the ratio; -1 is 0.2, 3e-4 where a ratio is a sequence's (gspo), 0.33 for gmpo"""
 
     epsilon_high: Annotated[float, Range(0, also=-1)] = -1.0
-    """Upper clip range of the ratio; -1 is 0.28, or 4e-4 where a ratio is a sequence's (gspo)"""
+    """Upper clip range of the ratio; -1 is 0.28, 4e-4 where a ratio is a sequence's (gspo), 0.49 for gmpo, 0.2 for
+    dppo, where both bound the change of the token's probability"""
 
     delta: Annotated[float, Range(1, low_open=True, also=0)] = 3.0
     """Upper bound of the ratio where the advantage is negative, which epsilon_high does not bound; 0 turns it off"""
 
-    off_policy_correction: Annotated[str, Names(CORRECTIONS)] = "truncate"
+    off_policy_correction: Annotated[str, Names(CORRECTIONS, own_function=True)] = "truncate"
     """Decoupled mode: weight of a token by π_old/μ: truncate (cap), mask (0 above the cap), icepop (0 outside of a
-    band) or none. Direct mode: mask and icepop mask by π/μ, truncate does nothing"""
+    band), none, or one's own as package.module:function. Direct mode: mask, icepop and one's own leave out tokens of
+    weight 0, by π/μ; truncate does nothing"""
 
     importance_cap: Positive = 2.0
     """Cap of truncate and mask, of the weight of loss_type reinforce, and of kl_ratio_correction"""
@@ -137,8 +148,9 @@ class GRPO:
     num_iterations: Count = 1
     """Passes over a batch"""
 
-    scale_rewards: Literal["none", "group", "batch"] = "none"
-    """Divide advantages by the standard deviation of the rewards in the group or batch"""
+    scale_rewards: Literal["none", "group", "batch", "mean"] = "none"
+    """Divide advantages by the standard deviation of the rewards in the group or batch, or by the group's mean reward
+    (MaxRL)"""
 
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """One advantage for an episode; or one for each turn, from the rewards that its steps have still brought"""
@@ -147,8 +159,9 @@ class GRPO:
     """Several reward functions: sum, then advantages; or the advantages of each, then their weighted sum"""
 
     drop_zero_variance: bool = True
-    """Drop groups whose rewards are all equal, so that every advantage is zero (counted). With advantage = batch none
-    is; with reward_aggregation = normalize_each, those in which every function's rewards are equal"""
+    """Drop groups whose rewards are all equal, so that every advantage is zero (counted). With advantage = batch,
+    reinforce_pp_no_baseline or one's own none is;
+    with reward_aggregation = normalize_each, those in which every function's rewards are equal"""
 
     mask_truncated: bool = False
     """Leave completions that hit the length limit out of the loss"""

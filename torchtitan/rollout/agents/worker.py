@@ -25,7 +25,7 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.programs import read_number
 from torchtitan.rollout.workers.inside import protect, serve, set_up, without_stop_iteration
-from torchtitan.rollout.workers.loading import load_object
+from torchtitan.utils.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The end of what a command prints, in which its reward is looked for.

@@ -17,7 +17,7 @@ from torchtitan.errors import UserError
 from torchtitan.rollout.environments.tools import Tool, make_tool, public_methods
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 from torchtitan.rollout.workers.inside import without_stop_iteration
-from torchtitan.rollout.workers.loading import load_object
+from torchtitan.utils.loading import load_object
 
 # Of a thread: ordinary Python code needs far less.
 STACK_BYTES = 4 << 20

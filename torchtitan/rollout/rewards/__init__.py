@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.loading import did_you_mean, load_object
+from torchtitan.utils.loading import did_you_mean, load_object
 
 __all__ = ["BUILTIN", "CHECKS_MATHEMATICS", "NEEDS_ANSWER", "load_reward"]
 
