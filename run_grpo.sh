@@ -9,7 +9,7 @@
 #   LOG_RANK      ranks whose output is shown (0)
 #   MAX_RESTARTS  how often all ranks are started again, from the newest checkpoint, after one was lost (3)
 #   PYTHON        the interpreter, see scripts/setup_env.sh
-#   EXTRAS        extras of pyproject.toml that the run needs besides: data (Hugging Face datasets, parquet), wandb
+#   EXTRAS        extras of pyproject.toml that the run needs besides: data (Hugging Face datasets, parquet), wandb, bitsandbytes
 # Everything after that is handed on: --section.key value, --dry-run, --help. Exit code 2: the configuration is wrong.
 set -euo pipefail
 

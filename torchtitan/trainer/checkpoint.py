@@ -95,6 +95,9 @@ class Checkpointer:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": step, "scheduler": self.scheduler.state_dict(), "base_bits": self._base_bits}
+        # A tensor in most optimizers, and then saved with the others.
+        counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
+        facts["optimizer_steps"] = max(counts, default=0)
         document = json.dumps(facts).encode()
         self._last_saved = step
         if self.config.async_mode == "async":
@@ -174,6 +177,9 @@ class Checkpointer:
             torch.set_rng_state(state[f"random.{self.rank}.cpu"])
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(state[f"random.{self.rank}.cuda"])
+        for values in self.optimizer.state.values():
+            if isinstance(values.get("step"), int):
+                values["step"] = facts["optimizer_steps"]
         self.scheduler.load_state_dict(facts["scheduler"])
         rollout_path = path / "rollout.bin"
         rollout = rollout_path.read_bytes() if self.rank == 0 and rollout_path.is_file() else None

@@ -1,9 +1,11 @@
-"""AdamW and the learning-rate schedule against their formulas."""
+"""Optimizers and the learning-rate schedule against their formulas."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchtitan.config.job_config import LRScheduler, Optimizer
+from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.preflight.loading import draft_of, ready
+from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler, lr_factor
 from torchtitan.trainer.optimizer import build_optimizer
 
@@ -64,6 +69,92 @@ def test_fused_falls_back_with_a_log_line(caplog: pytest.LogCaptureFixture) -> N
         optimizer = build_optimizer(policy, Optimizer())
     assert optimizer.param_groups[0]["foreach"] is True
     assert "using foreach" in caplog.text
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(11, 8)
+        self.tall, self.wide = nn.Linear(8, 24), nn.Linear(24, 8, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 3, 8))
+        self.lm_head = nn.Linear(8, 11, bias=False)
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
+    config = Optimizer(name="Muon", lr=0.01, weight_decay=0.2)
+    ours, adamw = Layers(), Layers()
+    optimizer, reference = build_optimizer(ours, config), build_optimizer(adamw, Optimizer(lr=0.01, weight_decay=0.2))
+    before = {name: one.detach().double() for name, one in ours.named_parameters()}
+    gradients(ours, 1)
+    gradients(adamw, 1)
+    optimizer.step()
+    reference.step()
+    for name, parameter in ours.named_parameters():
+        if name not in ("tall.weight", "wide.weight"):
+            assert torch.equal(parameter, adamw.get_parameter(name)), name
+            continue
+        # An orthogonal matrix in the gradient's place, of the size of AdamW's update: 0.2 √(larger side).
+        update = (before[name] * (1 - 0.01 * 0.2) - parameter.detach().double()) / (0.01 * 0.2 * math.sqrt(24))
+        left, _, right = torch.linalg.svd(parameter.grad.double(), full_matrices=False)
+        rotated = left.T @ update @ right.T
+        assert (rotated.diagonal() > 0.6).all() and (rotated.diagonal() < 1.3).all()
+        assert (rotated - rotated.diagonal().diag()).abs().max() < 0.1
+    assert {id(one) for one in optimizer.state} == {id(one) for one in ours.parameters()}
+    optimizer.zero_grad()
+    assert all(one.grad is None for one in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
+def test_a_resumed_optimizer_goes_on_as_the_unbroken_one(name: str, tmp_path: Path) -> None:
+    if name == "AdamW8bit":
+        pytest.importorskip("bitsandbytes")
+    config = Optimizer(name=name, lr=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, Checkpointer]:
+        policy = Layers()
+        policy.embed_tokens = nn.Embedding(512, 8)  # large enough for eight bits
+        optimizer = build_optimizer(policy, config)
+        scheduler = BatchLRScheduler(optimizer, LRScheduler(decay_type="linear"), 8)
+        return policy, optimizer, Checkpointer(Checkpoint(enable=True), tmp_path, policy, optimizer, scheduler)
+
+    unbroken, optimizer, checkpoints = start()
+    for step in range(1, 7):
+        gradients(unbroken, step)
+        optimizer.step()
+        if step == 3:
+            checkpoints.save(step)
+    resumed, optimizer, checkpoints = start()
+    checkpoints.load(3)
+    for step in range(4, 7):
+        gradients(resumed, step)
+        optimizer.step()
+    for key, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, unbroken.get_parameter(key)), key
+    plain = Layers()
+    plain.embed_tokens = nn.Embedding(512, 8)
+    reference = build_optimizer(plain, Optimizer(lr=0.01, weight_decay=0.1))
+    for step in range(1, 7):
+        gradients(plain, step)
+        reference.step()
+    state = optimizer.state[resumed.embed_tokens.weight]
+    if name == "AdamW8bit":
+        assert {state[key].dtype for key in ("state1", "state2")} == {torch.uint8}
+        moved = (resumed.embed_tokens.weight - plain.embed_tokens.weight).detach()
+        assert 0 < moved.square().mean().sqrt() < 0.1 * 6 * 0.01
+
+
+@pytest.mark.parametrize("name", ["Muon", "AdamW8bit"])
+def test_optimizers_that_know_no_shards_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=f'optimizer.name = "{name}" is not allowed: it is for one trainer rank'):
+        ready(draft_of("debug_cpu", {"optimizer.name": name}))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(UserError, match="torch 2.9 or newer|needs the package bitsandbytes"):
+        build_optimizer(Layers(), Optimizer(name=name))  # type: ignore[arg-type]
 
 
 @settings(max_examples=100, deadline=None)

@@ -61,11 +61,12 @@ class Training:
 
 @dataclass(config=TABLE)
 class Optimizer:
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer"""
+    name: Literal["AdamW", "Muon", "AdamW8bit"] = "AdamW"
+    """AdamW; Muon for the matrices of layers and AdamW for the rest; or AdamW with its state in eight bits (needs the
+    `bitsandbytes` extra). The last two with one trainer rank only"""
 
     lr: Share = 1e-6
-    """Peak learning rate"""
+    """Peak learning rate; Muon's updates are scaled to the size of AdamW's"""
 
     beta1: ShareBelowOne = 0.9
     """Decay of the first moment"""
@@ -80,7 +81,7 @@ class Optimizer:
     """Decoupled weight decay (not applied to norms and biases)"""
 
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Implementation of the update"""
+    """Implementation of AdamW's update"""
 
 
 @dataclass(config=TABLE)
