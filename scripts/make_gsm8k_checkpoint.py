@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import tempfile
 import time
@@ -20,19 +19,19 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan.models.attention import PackedLayout
+from torchtitan import train
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape import newest_export
 from torchtitan.rollout.datasets import hold_out, load_rows
-from torchtitan.trainer.packing import first_fit_decreasing
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOKENS_PER_STEP = 2048
+TOKENS_PER_STEP, ROWS_PER_STEP = 2048, 8
 
 
 def train_tokenizer(texts: list[str], vocabulary: int, directory: Path) -> Tokenizer:
@@ -59,33 +58,12 @@ def train_tokenizer(texts: list[str], vocabulary: int, directory: Path) -> Token
     return tokenizer
 
 
-def supervised_start(policy: Decoder, sequences: list[list[int]], steps: int, seed: int) -> float:
-    """Next-token steps on packed question-answer pairs; returns the last loss."""
-    rng = random.Random(seed)
-    bins = first_fit_decreasing([len(sequence) for sequence in sequences], TOKENS_PER_STEP)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    loss = torch.zeros(())
-    for step in range(steps):
-        pack = [sequences[index] for index in rng.choice(bins)]
-        inputs = torch.tensor([token for sequence in pack for token in sequence[:-1]])
-        targets = torch.tensor([token for sequence in pack for token in sequence[1:]])
-        log_probs, _ = policy(inputs, PackedLayout([len(sequence) - 1 for sequence in pack]), targets)
-        loss = -log_probs.mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 20 == 0:
-            print(f"supervised step {step} of {steps}: loss {loss.item():.3f}", flush=True)
-    return loss.item()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="JSONL with the columns question and answer")
     parser.add_argument("--output", type=Path, default=Path("outputs/assets/gsm8k_small"))
     parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=60, help="supervised steps of 2,048 tokens; 0 leaves it random")
+    parser.add_argument("--steps", type=int, default=60, help="supervised steps of 8 questions; 0 leaves it random")
     parser.add_argument("--held-out-fraction", type=float, default=0.1, help="as rollout.held_out_fraction")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -112,15 +90,36 @@ def main() -> None:
     )
     policy = Decoder(args)
     policy.initialize_weights(arguments.seed)
-    chats = [f"{START}user\n{row['question']}{END}\n{START}assistant\n{row['answer']}{END}" for row in rows]
-    sequences = [encoding.ids for encoding in tokenizer.encode_batch(chats) if len(encoding.ids) <= TOKENS_PER_STEP]
-    loss = supervised_start(policy, sequences, arguments.steps, arguments.seed)
-    export_policy(policy, arguments.output, assets_from=assets)
+    start = assets / "start"
+    export_policy(policy, start, assets_from=assets)
+    made, loss = start, None
+    if arguments.steps:
+        # Questions and answers in the chat template, packed and trained as any run's.
+        run = train(
+            {"job": {"stage": "sft", "dump_folder": str(assets / "runs")}, "optimizer": {"lr": 2e-3}},
+            {
+                "model.hf_assets_path": start,
+                "training.steps": arguments.steps,
+                "training.seed": arguments.seed,
+                "training.seq_len": TOKENS_PER_STEP,
+                "training.tokens_per_micro_batch": TOKENS_PER_STEP,
+                "training.global_batch_size": ROWS_PER_STEP,
+                "rollout.dataset": arguments.dataset,
+                "rollout.prompt_column": "question",
+                "rollout.chat_template": True,
+                "rollout.held_out_fraction": arguments.held_out_fraction,
+                "sft.completion_column": "answer",
+                "eval.interval": 0,
+                "metrics.log_freq": 20,
+            },
+        )
+        made, loss = Path(newest_export(str(run.folder))), run.metrics["eval/loss"]
+    shutil.copytree(made, arguments.output, dirs_exist_ok=True)
     shutil.rmtree(assets)
     seconds = time.perf_counter() - started
     print(
         f"wrote {arguments.output}: {args.num_parameters():,} parameters, vocabulary {args.vocab_size}, "
-        f"{arguments.steps} supervised steps, loss {loss:.2f}, {seconds:.0f} s"
+        f"{arguments.steps} supervised steps, held-out loss {loss}, {seconds:.0f} s"
     )
 
 
