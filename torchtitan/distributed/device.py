@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.config.job_config import Comm
+from torchtitan.distributed.addresses import choose_interface
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.machine import gpus_of_driver, hides_gpus, keep_freed_memory, usable_cores
 
@@ -106,8 +107,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def init_process_group(comm: Comm) -> None:
+def init_process_group(comm: Comm) -> str:
     """Join the other ranks; with one rank there is no group and nothing happens.
+
+    Returns the address at which this rank meets those of other machines; empty where there are none.
 
     Runs a first collective, so a rank that is missing shows here. Its deadline is comm.init_timeout_seconds, and
     stays that until `set_timeouts`. Raises UserError where the ranks do not find each other in time.
@@ -115,7 +118,10 @@ def init_process_group(comm: Comm) -> None:
     if device().type == "cuda":
         torch.cuda.set_device(device())
     if world_size() == 1 or dist.is_initialized():
-        return
+        return ""
+    address = ""
+    if local_world_size() < world_size():
+        address = choose_interface(comm.interface, os.environ["MASTER_ADDR"])
     if local_world_size() == world_size() and "lo" in dict(_interfaces()):
         # All ranks on this machine: nothing needs to listen on the outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -128,8 +134,9 @@ def init_process_group(comm: Comm) -> None:
             raise  # the launcher may try once more
         raise UserError(
             f"rank {rank()} of {world_size()}: the ranks did not come together within comm.init_timeout_seconds = "
-            f"{comm.init_timeout_seconds}: {error}"
+            f"{comm.init_timeout_seconds}: {error}{f' (this rank is at {address})' if address else ''}"
         ) from error
+    return address
 
 
 def _restarts() -> int:

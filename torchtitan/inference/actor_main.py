@@ -94,19 +94,26 @@ def announce(arguments: argparse.Namespace, backend: str, listening: str, port: 
 
 def shared_command(module: str, config: JobConfig, port_file: Path) -> list[str]:
     """The beginning of the command line of an actor that a run starts; it reports its port in `port_file`."""
-    inference = config.inference
     return [
         sys.executable, "-m", module,
-        "--model", config.model.hf_assets_path,
-        "--host", inference.host,
+        *shared_settings(config),
+        "--host", config.inference.host,
         "--port", "0",
         "--port-file", str(port_file),
+        "--token-env", TOKEN_VARIABLE,
+        "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+
+
+def shared_settings(config: JobConfig) -> list[str]:
+    """What a run's configuration says to every actor, also to one that it has not started itself."""
+    inference = config.inference
+    return [
+        "--model", config.model.hf_assets_path,
         "--max-sequences", str(inference.max_sequences),
         "--max-length", str(config.training.seq_len),
         "--dtype", inference.dtype,
         "--in-flight-kv", inference.in_flight_kv,
         "--update-mode", inference.update_mode,
         "--drain-timeout", str(inference.drain_timeout_s),
-        "--token-env", TOKEN_VARIABLE,
-        "--parent-pid", str(os.getpid()),
     ]  # fmt: skip

@@ -3,6 +3,8 @@
     python -m torchtitan.preflight --job.config_file train_configs/debug_cpu.toml --training.steps 10
     python -m torchtitan.preflight --describe …         prints the plan as well (as --dry-run does)
     python -m torchtitan.preflight --missing-assets …   prints the directory of the debug checkpoint if it must be made
+    python -m torchtitan.preflight --servers 8 …        prints how an inference node with 8 GPUs serves this run, a
+                                                        line each: engine, GPUs of each server, its agent's options
 
 The number of ranks is taken from WORLD_SIZE.
 """
@@ -14,6 +16,7 @@ import sys
 from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
+from torchtitan.inference.server_plan import plan_servers
 from torchtitan.models.shape import is_missing_debug_checkpoint
 from torchtitan.preflight.loading import validated
 from torchtitan.preflight.plan import describe_plan
@@ -21,14 +24,18 @@ from torchtitan.preflight.plan import describe_plan
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets") else ""
-    draft, dry_run = read_command_line(argv[1:] if mode else argv)
+    mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets", "--servers") else ""
+    gpus = int(argv[1]) if mode == "--servers" else 0
+    draft, dry_run = read_command_line(argv[2 if gpus else 1 if mode else 0 :])
     try:
         config = validated(draft, planning=bool(mode) or dry_run)
         if mode == "--describe" or dry_run:
             print(describe_plan(config, world_size()))
         elif mode == "--missing-assets" and is_missing_debug_checkpoint(config):
             print(config.model.hf_assets_path)
+        elif mode == "--servers":
+            share, options = plan_servers(config, gpus)
+            print(config.inference.backend, share, *options, sep="\n")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import secrets
+import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -255,7 +256,7 @@ class Job:
 
     def _build(self) -> None:
         config = self.config
-        device.init_process_group(config.comm)
+        address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()
         self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
@@ -269,6 +270,10 @@ class Job:
                 "torch has a GPU that neither nvidia-smi nor /dev shows: defaults are those of a CPU. Set "
                 "TORCHTITAN_DEVICE=cuda for those of a GPU"
             )
+        if address:
+            places = gather_bytes(f"{address} on {socket.gethostname()}".encode()) or []
+            for number, place in enumerate(places):
+                logger.info("rank %d meets the others at %s", number, place.decode())
         self._recorder = StepRecorder(self.run_dir, rank)
         self._closing.callback(self._recorder.close)
         injection = config.fault_injection

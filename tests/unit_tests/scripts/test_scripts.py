@@ -18,6 +18,8 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.placement import engine_devices
+from torchtitan.inference.server_plan import tensor_parallel_size
+from torchtitan.models.flavors import find_flavor
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/engines/*.sh")])
@@ -38,8 +40,6 @@ def run(command: list[str | Path], **environment: str) -> subprocess.CompletedPr
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    from torchtitan.models.flavors import find_flavor
-
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(find_flavor("qwen3", "debug").to_hf_config()))
@@ -96,6 +96,12 @@ if any("launch_" in word for word in sys.argv):
         sys.exit(0)
     signal.signal(signal.SIGTERM, leave)
     time.sleep(60)
+def save(*_):
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+if "SRUN_SIGNALS" in os.environ:  # Slurm, before the time is over
+    os.kill(os.getppid(), signal.SIGUSR1)
+    time.sleep(60)
 time.sleep(1.5)
 sys.exit(int(os.environ.get("SRUN_EXIT", "0")))
 """
@@ -106,7 +112,9 @@ def slurm(folder: Path, words: list[str], **environment: str) -> tuple[subproces
     programs = folder / "bin"
     programs.mkdir()
     (programs / "srun").write_text(SRUN)
-    (programs / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+    (programs / "scontrol").write_text(
+        '#!/bin/sh\nif [ "$1" = requeue ]; then echo "requeued=$2" >&2; else echo "$3" | tr , "\\n"; fi\n'
+    )
     for program in programs.iterdir():
         program.chmod(0o755)
     variables = {
@@ -130,6 +138,8 @@ def config(tmp_path: Path, model: Path) -> Path:
     file = tmp_path / "job.toml"
     batch = "global_batch_size = 64\nseq_len = 64\ntokens_per_micro_batch = 256"
     file.write_text(
+        f'[inference]\nbackend = "vllm"\nengine_python = "{sys.executable}"\ndtype = "bfloat16"\n'
+        'update_mode = "drain"\n[inference.engine_args]\nseed = 3\n'
         f'[model]\nhf_assets_path = "{model}"\n[training]\n{batch}\n[rollout]\nmax_completion_tokens = 32\n'
         "[grpo]\nrecompute_old_log_probs = true\n"
     )
@@ -137,9 +147,11 @@ def config(tmp_path: Path, model: Path) -> Path:
 
 
 def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, model: Path, config: Path) -> None:
+    from torchtitan.inference.agent.__main__ import parse_arguments
+
     done, calls = slurm(
-        tmp_path, ["--training.steps", "9"], CONFIG_FILE=str(config), MODEL=str(model), TRAIN_NODES="2",
-        SERVERS_PER_NODE="2", ENGINE="sglang", ENGINE_ARGS="--seed 3", AGENT_ARGS="--dtype bfloat16",
+        tmp_path, ["--training.steps", "9", "--inference.tensor_parallel_size", "2"], CONFIG_FILE=str(config),
+        TRAIN_NODES="2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # The servers' steps are told to end when the training has, and nothing else is.
@@ -147,7 +159,7 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
     words = [call for call in calls if call != "stopped"]
     assert len({token for _, token in words}) == 1 and len(words[0][1]) > 20
     servers = sorted(
-        (one for one, _ in words if "scripts/launch_sglang_server.sh" in one),
+        (one for one, _ in words if "scripts/launch_vllm_server.sh" in one),
         key=lambda one: one[one.index("--port") + 1],
     )
     for number, one in enumerate(servers):
@@ -155,21 +167,22 @@ def test_training_and_inference_nodes_come_from_one_allocation(tmp_path: Path, m
         assert one[one.index("--port") + 1] == str(8000 + number)
         assert f"CUDA_VISIBLE_DEVICES={['0,1', '2,3'][number]}" in one
         assert one[one.index("--tensor-parallel-size") + 1] == "2"
-        assert one[-2:] == ["--seed", "3"] and one[one.index("--dtype") + 1] == "bfloat16"
+        # What the run says counts here, too; the engine is the one that was installed before.
+        said = parse_arguments(["--engine", "vllm", *one[one.index("--host") :]])
+        assert (said.model, said.dtype, said.max_length) == (str(model), "bfloat16", 64)
+        assert (said.update_mode, said.passed, said.python) == ("drain", ["--seed", "3"], sys.executable)
     (training,) = [one for one, _ in words if "torchtitan.grpo_train" in one]
     assert training[training.index("--nodelist") + 1] == "gpu1,gpu2"
     assert training[training.index("--nnodes") + 1] == "2" and training[training.index("--nproc-per-node") + 1] == "4"
     assert training[training.index("--master-addr") + 1] == "gpu1"
     options = training[training.index("torchtitan.grpo_train") + 1 :]
     assert options[options.index("--inference.servers") + 1] == "slurm:gpu3:8000-8001"
-    assert options[-2:] == ["--training.steps", "9"] and options[options.index("--weight_sync.host") + 1] == "gpu1"
+    assert options[-4:-2] == ["--training.steps", "9"] and options[options.index("--weight_sync.host") + 1] == "gpu1"
 
 
 def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model: Path, config: Path) -> None:
     nodes = ["gpu8", "gpu9", "gpu10", "gpu11"]  # sorted as words, gpu10 would be first
-    done, calls = slurm(
-        tmp_path, [], CONFIG_FILE=str(config), MODEL=str(model), SLURM_JOB_NODELIST=",".join(nodes), TRAIN_NODES="3"
-    )
+    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SLURM_JOB_NODELIST=",".join(nodes), TRAIN_NODES="3")
     assert done.returncode == 0, done.stderr
     (training,) = [one for one, _ in (call for call in calls if call != "stopped") if "torchtitan.grpo_train" in one]
     command = training[training.index("bash") :]
@@ -209,8 +222,21 @@ def test_ranks_are_numbered_by_node_and_not_by_address(tmp_path: Path) -> None:
 
 
 def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
-    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), MODEL=str(model), SRUN_EXIT="7")
+    done, calls = slurm(tmp_path, [], CONFIG_FILE=str(config), SRUN_EXIT="7")
     assert done.returncode == 7 and calls.count("stopped") == 1
+    assert "requeued" not in done.stderr
+
+
+@pytest.mark.parametrize(("before", "again"), [("0", True), ("20", False)])
+def test_when_its_time_is_over_the_run_saves_and_the_job_is_queued_again(
+    before: str, again: bool, tmp_path: Path, config: Path
+) -> None:
+    variables = {"SRUN_SIGNALS": "1", "SLURM_RESTART_COUNT": before, "TRAIN_NODES": "3"}
+    done, ((training, _),) = slurm(tmp_path, [], CONFIG_FILE=str(config), **variables)
+    assert done.returncode == 143 and ("requeued=77" in done.stderr) == again, done.stderr
+    # The next time it is the same launch, and goes on where it was saved.
+    assert training[training.index("--max-restarts") + 1] == "3"
+    assert training[training.index("--checkpoint.enable") + 1] == "true"
 
 
 def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path) -> None:
@@ -225,15 +251,37 @@ def test_colocated_runs_use_all_nodes_for_training(tmp_path: Path, config: Path)
     [
         (["--grpo.group_size", "7"], {}, "group_size = 7"),
         ([], {"TRAIN_NODES": "4"}, "TRAIN_NODES=4, and the allocation has 3"),
-        ([], {"SERVERS_PER_NODE": "3"}, "does not divide GPUS_PER_NODE=4"),
-        ([], {"MODEL": ""}, "MODEL"),
+        (["--inference.tensor_parallel_size", "3"], {}, "can be shared by [1, 2, 4] GPUs"),
+        (["--inference.engine_python", "/nowhere/python"], {}, "is not a program"),
+        (["--inference.backend", "embedded", "--inference.engine_args", "{}"], {}, "vllm or sglang"),
     ],
 )
 def test_mistakes_end_the_job_before_anything_is_started(
-    words: list[str], environment: dict[str, str], said: str, tmp_path: Path, model: Path, config: Path
+    words: list[str], environment: dict[str, str], said: str, tmp_path: Path, config: Path
 ) -> None:
-    done, calls = slurm(tmp_path, words, **{"CONFIG_FILE": str(config), "MODEL": str(model), **environment})
+    done, calls = slurm(tmp_path, words, **{"CONFIG_FILE": str(config), **environment})
     assert done.returncode != 0 and said in done.stderr and calls == []
+
+
+@pytest.mark.parametrize(
+    ("flavor", "gigabytes", "share"),
+    [
+        ("2.5-7B", 80, 1),
+        ("2.5-7B", 24, 2),
+        ("2.5-72B", 80, 8),
+        ("2.5-72B", 180, 2),
+        ("2.5-72B", None, 8),
+        ("2.5-7B", None, 4),
+    ],
+)
+def test_servers_get_as_many_gpus_as_heads_and_size_ask_for(flavor: str, gigabytes: int | None, share: int) -> None:
+    """14 and 135 GiB in bf16; 28 heads are not for 8 GPUs."""
+    config = JobConfig()
+    config.inference.dtype = "bfloat16"
+    memory = None if gigabytes is None else gigabytes << 30
+    assert tensor_parallel_size(config, find_flavor("qwen2", flavor), 8, memory) == share
+    with pytest.raises(UserError, match="135 GiB .* do not fit"):
+        tensor_parallel_size(config, find_flavor("qwen2", "2.5-72B"), 8, 24 << 30)
 
 
 def test_nothing_is_ever_killed_by_its_name() -> None:

@@ -112,3 +112,7 @@ class Comm:
 
     train_timeout_seconds: Count = 120
     """Deadline of every later collective"""
+
+    interface: str = ""
+    """Network interface of the ranks on every machine, such as ib0 (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); empty:
+    gloo takes the one that leads to rank 0, NCCL chooses by itself"""

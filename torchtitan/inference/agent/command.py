@@ -18,7 +18,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.engine_args import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_main import shared_command
+from torchtitan.inference.actor_main import shared_command, shared_settings
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
 from torchtitan.inference.placement import threads_per_actor
@@ -36,34 +36,44 @@ def agent_command(engine: str, config: JobConfig, port_file: Path, number: int =
 
     Raises UserError where the engine is not installed, or has no such route.
     """
-    inference, sync, args = config.inference, config.weight_sync, read_shape(config)
-    size, drain_s = 0 if args is None else version_bytes(config, args), drain_seconds(config)
-    route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
-    name = f"actor-{number}"
+    inference, name = config.inference, f"actor-{number}"
     memory_gb, device_share = memory_beside_trainer(config) or (inference.engine_memory_gb, 0.0)
-    command = [
+    return [
         *shared_command("torchtitan.inference.agent", config, port_file),
         "--engine", engine,
-        "--route", route,
         "--name", name,
         "--python", find_python(engine, inference.engine_python),
         "--log-file", str(port_file.with_name(f"{name}.engine.log")),
-        "--tensor-parallel-size", str(inference.tensor_parallel_size),
+        *_settings_of_agents(engine, config),
         "--memory-gb", str(memory_gb),
         "--device-share", str(device_share),
-        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
         "--threads", str(max(1, threads_per_actor(inference) // inference.tensor_parallel_size)),
-        "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
-        "--startup-timeout", str(inference.startup_timeout_s),
     ]  # fmt: skip
-    if sync.transport in ON_DEVICE:
-        # These bring a version from device to device.
-        command.append("--stage-on-device")
-    if sync.disk_path:
-        command += ["--disk-path", sync.disk_path]
+
+
+def agent_settings(engine: str, config: JobConfig) -> list[str]:
+    """What the run's configuration says to an agent that it does not start itself (scripts/grpo_multinode.slurm)."""
+    memory = ["--memory-gb", str(config.inference.engine_memory_gb)]
+    return [*shared_settings(config), *_settings_of_agents(engine, config), *memory]
+
+
+def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
+    inference, sync, args = config.inference, config.weight_sync, read_shape(config)
+    size, drain_s = 0 if args is None else version_bytes(config, args), drain_seconds(config)
+    route = load_engine(engine).find_route(sync.route, f"weight_sync.route = {sync.route!r}")
     # The pool may add options of ours behind these, so the engine's own travel as one value.
     theirs = inference.engine_args | ({RETURN_ROUTES: True} if config.grpo.routing_replay else {})
-    return [*command, "--engine-arguments", json.dumps(command_line(theirs))]
+    return [
+        "--route", route,
+        "--tensor-parallel-size", str(inference.tensor_parallel_size),
+        "--sleep-level", str(inference.sleep_level if sleeps_between_batches(config) else 0),
+        "--update-timeout", str((apply_timeout(sync, size, drain_s) - drain_s) * SHARE_OF_APPLY_TIMEOUT),
+        "--startup-timeout", str(inference.startup_timeout_s),
+        # These bring a version from device to device.
+        *(["--stage-on-device"] if sync.transport in ON_DEVICE else []),
+        *(["--disk-path", sync.disk_path] if sync.disk_path else []),
+        "--engine-arguments", json.dumps(command_line(theirs)),
+    ]  # fmt: skip
 
 
 def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:

@@ -1,0 +1,76 @@
+"""Which address each rank uses: chosen, said, and refused where other machines cannot reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan.distributed import addresses
+from torchtitan.errors import UserError
+
+HERE = {"lo": "127.0.0.1", "eth0": "10.0.0.8", "ib0": "192.168.1.8"}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has these interfaces, and no variables that name one; call it with the address that leads to rank 0."""
+    for name in (addresses.GLOO_VARIABLE, addresses.NCCL_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    listed = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in HERE.items()}
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: listed)
+    return lambda own: monkeypatch.setattr(addresses, "_address_towards", lambda leader: own)
+
+
+def test_gloo_takes_the_way_to_rank_0_and_nccl_its_own(machine: Callable[[str], None]) -> None:
+    machine("10.0.0.8")
+    assert addresses.choose_interface("", "gpu1") == "10.0.0.8 (eth0)"
+    assert os.environ[addresses.GLOO_VARIABLE] == "eth0" and addresses.NCCL_VARIABLE not in os.environ
+
+
+def test_a_setting_counts_for_both(machine: Callable[[str], None]) -> None:
+    assert addresses.choose_interface("ib0", "gpu1") == "192.168.1.8 (ib0)"
+    assert (os.environ[addresses.GLOO_VARIABLE], os.environ[addresses.NCCL_VARIABLE]) == ("ib0", "=ib0")
+
+
+def test_what_others_cannot_reach_is_refused_with_what_there_is(machine: Callable[[str], None]) -> None:
+    machine("127.0.1.1")  # as Debian has a machine's own name in /etc/hosts
+    with pytest.raises(UserError, match="'gpu1' is 127.0.1.1 .*comm.interface to one of: .*eth0 10.0.0.8"):
+        addresses.choose_interface("", "gpu1")
+    with pytest.raises(UserError, match="comm.interface = 'ib9': .* ib0 192.168.1.8"):
+        addresses.choose_interface("ib9", "gpu1")
+
+
+def test_ranks_of_three_machines_meet_and_say_where(tmp_path: Path) -> None:
+    """Launchers at three addresses, as three machines would have them; the second start of all ranks meets, too."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\n"
+        "from torchtitan.config.job_config import Comm\n"
+        "from torchtitan.distributed import device\n"
+        "address = device.init_process_group(Comm(init_timeout_seconds=60))\n"
+        "open(f'{sys.argv[1]}/{device.rank()}', 'a').write(address + ' ')\n"
+        "os._exit(75 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.8", 0))
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torchtitan.utils.launch", "--nnodes", "3", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.8", "--master-port", str(port), "--max-restarts", "1"]
+    launchers = [
+        subprocess.Popen(
+            [*launch, "--node-rank", str(rank), "--local-addr", f"127.0.0.{8 + rank}", str(script), str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHTITAN_DEVICE": "cpu"},
+        )
+        for rank in (2, 1, 0)
+    ]
+    assert [launcher.wait(240) for launcher in launchers] == [0, 0, 0]
+    assert {(tmp_path / str(rank)).read_text() for rank in range(3)} == {"127.0.0.1 (lo) 127.0.0.1 (lo) "}
