@@ -91,7 +91,7 @@ VLLM_OPTIONS = {
     "--host", "--port", "--middleware", "--enable-scale-out", "--logprobs-mode", "--worker-extension-cls",
     "--weight-transfer-config", "--model", "--dtype", "--tensor-parallel-size", "--max-model-len", "--max-num-seqs",
     "--generation-config", "--disable-uvicorn-access-log", "--enforce-eager", "--no-enable-chunked-prefill",
-    "--kv-cache-memory-bytes", "--return-sampling-mask",
+    "--kv-cache-memory-bytes", "--return-sampling-mask", "--block-size",
 }  # fmt: skip
 # GenerateTokensResponse, as both versions' own class gives it: a sample, and a text that was scored.
 VLLM_ANSWER = json.loads(

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,3 +215,30 @@ class Babel:
             chr(self.random.choice((97, 233, 0x4E00, 0x1F600, 0x10FFFF)) - self.random.randrange(30)) for _ in ".."
         )
         return "".join(self.random.choice([*parts, *letters]) for _ in range(self.random.randrange(6)))
+
+
+class Struck(Babel):
+    """Fails as its row says, in the one episode that takes the row's mark first."""
+
+    def reset(self, name: int, fault: str = "", mark: str = "", **row: Any) -> str:
+        self.fault, self.mark = fault, Path(mark)
+        return super().reset(name)
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self.fault:
+            try:
+                self.mark.touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                {"raises": self._raises, "hangs": self._hangs, "crashes": self._crashes}[self.fault]()
+        return super().step(action)
+
+    def _raises(self) -> None:
+        raise RuntimeError("a fault")
+
+    def _hangs(self) -> None:
+        time.sleep(1000)
+
+    def _crashes(self) -> None:
+        os._exit(3)

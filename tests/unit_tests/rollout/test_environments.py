@@ -121,7 +121,8 @@ def test_hostile_environments_cost_their_own_episode(
 
     reply, reason, statistics = run(tmp_path, work, factory)
     said = events(tmp_path, "environment_failed")
-    assert len(said) == statistics["failures"] >= bool(failure)
+    # One, though a worker that ends takes another episode with it.
+    assert len(said) == bool(failure) <= statistics["failures"]
     if failure:
         assert reason[0] == said[0]["what"] == failure and word in reason[1] and word in said[0]["reason"]
     elif factory == "Prints":

@@ -27,7 +27,10 @@ CPU_ARGUMENTS = (
     "--enforce-eager",
     # A seeded request whose prompt is computed in parts ends vLLM 0.32 on a CPU ("CPU Generator does not use offset").
     "--no-enable-chunked-prefill",
-)
+    # Requests share whole blocks of their prompts. A turn of a conversation adds a part of what vLLM would take, 128
+    # tokens; it can have no fewer than 32 on a CPU.
+    "--block-size", "32",
+)  # fmt: skip
 
 
 class VLLM(ForeignEngine):

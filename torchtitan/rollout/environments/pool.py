@@ -16,7 +16,7 @@ from torchtitan.utils.events import EventLog
 
 # Characters of an observation beyond which it cannot fit into a completion: no token is longer.
 LONGEST_TOKEN = 128
-# One event is written for each of so many failures; all are counted.
+# So many events are written of failures; all are counted.
 FAILURE_EVENTS = 20
 
 
@@ -50,6 +50,8 @@ class _Host:
         self.episodes = 0
         self.broken = False
         """Something hangs in it, or it has ended: it gets no new episode, and ends with its last one"""
+        self.end_told = False
+        """An event has said that it ended: that it takes other episodes with it needs no further ones"""
 
 
 class EnvironmentPool:
@@ -70,7 +72,7 @@ class EnvironmentPool:
         self._hosts: list[_Host] = []
         self._retired: set[_Host] = set()
         self._placing = asyncio.Lock()
-        self._numbers = itertools.count()
+        self._numbers, self._told = itertools.count(), 0
         self.statistics: Counter[str] = Counter(
             dict.fromkeys(("failures", "timeouts", "crashes", "exceptions", "tool_calls", "tool_errors"), 0)
         )
@@ -119,9 +121,11 @@ class EnvironmentPool:
             self.statistics[{"timeout": "timeouts", "crash": "crashes"}.get(failure.kind, "exceptions")] += 1
             # A thread that hangs cannot be ended, so its process gets nothing new.
             host.broken = host.broken or failure.kind != "exception"
-            if self.statistics["failures"] <= FAILURE_EVENTS:
+            if not host.end_told and self._told < FAILURE_EVENTS:
                 what = {"what": failure.kind, "in": message["do"], "reason": str(failure)}
                 self._events.write("environment_failed", level=logging.WARNING, **what)
+                self._told += 1
+            host.end_told = host.end_told or failure.kind == "crash"
             raise
 
     async def release(self, host: _Host, episode: int, finished: bool) -> None:

@@ -111,7 +111,8 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             raise CallFailed("timeout", f"no answer within {timeout_s:g} s") from None
         except OSError as error:
-            raise CallFailed("crash", f"{self._what} has ended") from error
+            reason = f"{self._what} has ended" if self.alive else self._process.describe_end()
+            raise CallFailed("crash", reason) from error
         finally:
             self._calls.pop(number, None)
         if "error" in reply:
