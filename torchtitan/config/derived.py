@@ -55,7 +55,7 @@ def has_reference(config: JobConfig) -> bool:
     """Whether the trainer holds a second policy: one to stay close to, or the teacher."""
     if config.job.stage == "grpo":
         return config.grpo.kl_coefficient > 0
-    return config.job.stage == "distill" and bool(config.distill.teacher)
+    return config.job.stage == "distill" and not config.distill.teacher_url
 
 
 def teacher_config(config: JobConfig) -> JobConfig:

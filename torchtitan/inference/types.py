@@ -59,6 +59,8 @@ class Completion:
     """With top-p / top-k / min-p: per token, the ids that truncation kept (empty list: all)"""
     routes: Routes | None = None
     """Where they were asked for"""
+    teacher_log_probs: list[float] | None = None
+    """Of each token, where a teacher behind a server was asked"""
 
     def to_json(self) -> dict[str, Any]:
         # asdict copies every list element by element: a cost per token.

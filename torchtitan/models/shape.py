@@ -42,13 +42,21 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
 
 
 # What scripts/make_debug_checkpoint.py makes and run_grpo.sh asks it for.
-DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in ("arithmetic", "arithmetic_moe", "calculator", "guess"))
+DEBUG_TASKS = ("arithmetic", "arithmetic_moe", "calculator", "guess", "random")
+DEBUG_ASSETS = tuple(f"assets/debug_{task}" for task in DEBUG_TASKS)
 
 
 def is_missing_debug_checkpoint(config: JobConfig) -> bool:
     """Whether a checkpoint that run_grpo.sh makes by itself is named and not there yet."""
     directory = Path(config.model.hf_assets_path)
     return directory.as_posix().endswith(DEBUG_ASSETS) and not (directory / "config.json").exists()
+
+
+def newest_export(path: str) -> str:
+    """Where `path` is a run's folder, the last checkpoint that the run has exported; else `path` itself."""
+    exports = {int(one.name.removeprefix("step-")): one for one in Path(path).glob("hf/step-*[0-9]")}
+    # Not by way of `latest`, which will be this very run.
+    return str(exports[max(exports)].resolve()) if exports else path
 
 
 def read_shape(config: JobConfig) -> ModelArgs | None:

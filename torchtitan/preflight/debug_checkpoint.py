@@ -2,8 +2,9 @@
 
 For arithmetic, two-digit addition (in a folder whose name ends with _moe of a tiny mixture of experts, Qwen3-MoE):
 
-Random weights, then a short supervised warm start on clean examples that stops on measured accuracy (sampled at
-temperature 1 on held-out pairs): enough that some samples earn a reward, little enough that GRPO does the lifting.
+Random weights, then a short run of supervised fine-tuning (train_configs/sft_cpu.toml) that stops on measured accuracy
+(sampled at temperature 1 on held-out pairs): enough that some samples earn a reward, little enough that GRPO does the
+lifting. debug_random is without that run.
 
     python -m torchtitan.preflight.debug_checkpoint --output outputs/assets/debug_arithmetic
 
@@ -14,6 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +31,16 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape import newest_export
 from torchtitan.preflight import agent_warm_start
-from torchtitan.rollout.datasets import arithmetic_rows, hold_out
+from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.json_lines import read_json_lines
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
 PAD, EOS = 0, 1
 # The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
+RUN_TIMEOUT_S = 500.0
 
 
 def debug_model_args(mixture: bool = False) -> ModelArgs:
@@ -73,44 +81,24 @@ def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def encode(rows: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
-    """Rows as tokens [rows, prompt + answer + end] and the length of a prompt; all rows are equally long."""
-    index = {symbol: i for i, symbol in enumerate(SYMBOLS)}
-    tokens = [[index[c] for c in row["prompt"] + row["answer"]] + [EOS] for row in rows]
-    return torch.tensor(tokens), len(rows[0]["prompt"])
+def fine_tune(start: Path, work: Path, overrides: dict[str, object]) -> tuple[Path, int, float]:
+    """Train `start` as train_configs/sft_cpu.toml says until the target accuracy, in run folders in `work`.
 
-
-@torch.no_grad()
-def sampled_accuracy(policy: Decoder, tokens: torch.Tensor, prompt: int, samples: int, seed: int) -> float:
-    """Share of exact answers, end token included, sampled at temperature 1."""
-    generator = torch.Generator().manual_seed(seed)
-    repeated = tokens.repeat(samples, 1)
-    rows = repeated[:, :prompt]
-    while rows.shape[1] < tokens.shape[1]:
-        probabilities = policy.logits(rows)[:, -1].softmax(-1)
-        rows = torch.cat((rows, torch.multinomial(probabilities, 1, generator=generator)), dim=1)
-    return (rows == repeated).all(dim=1).float().mean().item()
-
-
-def warm_start(policy: Decoder, held_out_fraction: float, seed: int, max_steps: int = 2000) -> tuple[int, float]:
-    """Supervised steps until the target accuracy; returns steps and accuracy."""
-    train, held_out = (encode(rows) for rows in hold_out(arithmetic_rows(), held_out_fraction))
-    tokens, prompt = train
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(1, max_steps + 1):
-        rows = tokens[torch.randint(len(tokens), (128,), generator=generator)]
-        logits = policy.logits(rows[:, :-1])[:, prompt - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, prompt:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 10 == 0:
-            accuracy = sampled_accuracy(policy, *held_out, samples=2, seed=seed)
-            if accuracy >= TARGET_ACCURACY:
-                return step, accuracy
-    raise UserError(f"the warm start did not reach an accuracy of {TARGET_ACCURACY} in {max_steps} steps")
+    Returns the export, the steps and the accuracy. Raises UserError where it is not reached, or the run fails.
+    """
+    options = {"job.dump_folder": work, "model.hf_assets_path": start, "eval.stop_at": TARGET_ACCURACY, **overrides}
+    command = [sys.executable, "-m", "torchtitan.grpo_train", "--job.config_file", "train_configs/sft_cpu.toml"]
+    for key, value in options.items():
+        command += [f"--{key}", str(value)]
+    done = subprocess.run(command, env=child_environment(1), stdout=subprocess.DEVNULL, timeout=RUN_TIMEOUT_S)
+    if done.returncode:
+        raise UserError(f"the warm start ended with exit code {done.returncode}")
+    folder = work / "latest"
+    last = [row for row in read_json_lines(folder / "metrics.jsonl") if row.get("eval/pass@1") is not None][-1]
+    steps, accuracy = int(last["step"]), float(last["eval/pass@1"])
+    if accuracy < TARGET_ACCURACY:
+        raise UserError(f"the warm start did not reach an accuracy of {TARGET_ACCURACY} in {steps} steps")
+    return Path(newest_export(str(folder))), steps, accuracy
 
 
 def main() -> None:
@@ -126,16 +114,29 @@ def main() -> None:
     agent = task in agent_warm_start.WARM_STARTS
     policy = Decoder(agent_warm_start.policy_args() if agent else debug_model_args(task.endswith("_moe")))
     policy.initialize_weights(arguments.seed)
+    symbols = agent_warm_start.SYMBOLS if agent else SYMBOLS
+    steps, accuracy, what = 0, 0.0, "sampled at temperature 1, held-out accuracy"
     if agent:
         steps, accuracy = agent_warm_start.warm_start(policy, task, arguments.seed)
         what = "a play as imitated has probability"
+    if agent or task == "random":
+        export_policy(policy, arguments.output)
+        write_tokenizer(arguments.output, symbols)
     else:
-        steps, accuracy = warm_start(policy, arguments.held_out_fraction, arguments.seed)
-        what = "sampled at temperature 1, held-out accuracy"
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:
+            start = Path(folder) / "start"
+            export_policy(policy, start)
+            write_tokenizer(start, symbols)
+            overrides = {
+                "rollout.held_out_fraction": arguments.held_out_fraction,
+                "training.seed": arguments.seed,
+                "training.threads": arguments.threads,
+            }
+            made, steps, accuracy = fine_tune(start, Path(folder), overrides)
+            shutil.copytree(made, arguments.output, dirs_exist_ok=True)
     if accuracy > ACCURACY_LIMIT:
         raise SystemExit(f"the warm start overshot: {what} {accuracy:.3f}, above {ACCURACY_LIMIT}")
-    export_policy(policy, arguments.output)
-    write_tokenizer(arguments.output, agent_warm_start.SYMBOLS if agent else SYMBOLS)
     seconds = time.perf_counter() - started
     print(
         f"wrote {arguments.output}: {policy.args.num_parameters():,} parameters, {steps} supervised steps, "

@@ -14,7 +14,7 @@ from torchtitan.config.draft import Draft
 from torchtitan.config.job_config import JobConfig, table_types
 from torchtitan.config.servers import expand_servers
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.models.shape import is_missing_debug_checkpoint
+from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export
 from torchtitan.preflight.validate import validate
 from torchtitan.utils.child_process import child_environment
 
@@ -59,6 +59,8 @@ def validated(draft: Draft, planning: bool = False) -> JobConfig:
     """
     config, problems = draft.build()
     config.inference.servers = expand_servers(config.inference.servers)
+    config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
+    config.distill.teacher = newest_export(config.distill.teacher)
     if draft.is_complete:
         # A key that was just reported holds its default now.
         problems += validate(config, planning, frozenset(problem.key for problem in problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def _check_sft(check: Check) -> None:
         ("entropy_coefficient", grpo.entropy_coefficient > 0, "0"),
     ):
         refuse(f"grpo.{key}", asked, f"must be {off} {stage}")
-    colocated = config.sft.sample and config.inference.mode == "colocate"
-    refuse("sft.sample", colocated, "needs inference.mode = server")
+    shared = config.inference.mode == "colocate" or config.inference.sleep_level > 0
+    text = "needs inference.mode = server with inference.sleep_level = 0: steps wait for no actor"
+    refuse("sft.sample", config.sft.sample and shared, text)
     refuse("sft.sample", config.sft.sample and not config.eval.enable, "needs eval.enable = true")
     judged = config.rewards.functions or config.eval.reward_function
     refuse("rewards.functions", config.sft.sample and not judged, "sft.sample = true needs one that judges")
@@ -62,10 +64,10 @@ def _check_distill(check: Check) -> None:
     text = "must be 0 in job.stage = distill, where the teacher has the reference's place"
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0: nothing would be distilled")
-    both = bool(distill.teacher) == bool(distill.teacher_url)
-    text = "one of distill.teacher and distill.teacher_url says who teaches, and only one"
-    refuse(TEACHER, both and not (rollout.replay and distill.teacher_url), text)
+    refuse(TEACHER, not distill.teacher, "must be the teacher's checkpoint directory, with distill.teacher_url as well")
     if distill.teacher_url:
+        url = re.fullmatch(r"https?://[^/\s]+/?", distill.teacher_url)
+        refuse("distill.teacher_url", url is None, "must be a URL such as http://127.0.0.1:8000")
         text = "must be 1 with distill.teacher_url: a server gives log-probs at temperature 1"
         refuse("rollout.temperature", rollout.temperature != 1, text)
         cut = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
@@ -82,14 +84,24 @@ def _check_distill(check: Check) -> None:
 def _check_teacher(check: Check, config: JobConfig) -> None:
     """The teacher must be a checkpoint that this layout can hold, with the policy's vocabulary."""
     directory = Path(config.distill.teacher)
-    for name in ("config.json", "tokenizer.json"):
+    served = bool(config.distill.teacher_url)
+    for name in ("tokenizer.json",) if served else ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             check.refuse(TEACHER, True, f"there is no {name} in it (looked in {Path.cwd()})")
             return
+    if not served:
+        _check_shape(check, config)
+    own = Path(config.model.hf_assets_path) / "tokenizer.json"
+    if own.is_file() and (difference := _difference(own, directory / "tokenizer.json")):
+        text = f"its tokenizer is not that of model.hf_assets_path ({difference}): log-probs of its tokens mean nothing"
+        check.refuse(TEACHER, True, text)
+
+
+def _check_shape(check: Check, config: JobConfig) -> None:
     try:
         args = read_shape(teacher_config(config))
     except UserError as error:
-        check.say(TEACHER, f"{TEACHER} = {show(str(directory))}: {error}")
+        check.say(TEACHER, f"{TEACHER} = {show(config.distill.teacher)}: {error}")
         return
     assert args is not None
     tensor = config.parallelism.tensor_parallel_degree
@@ -98,10 +110,6 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
     check.refuse(TEACHER, not divides or (tensor > 1 and args.undivided), text)
     text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
     check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
-    own = Path(config.model.hf_assets_path) / "tokenizer.json"
-    if own.is_file() and (difference := _difference(own, directory / "tokenizer.json")):
-        text = f"its tokenizer is not that of model.hf_assets_path ({difference}): log-probs of its tokens mean nothing"
-        check.refuse(TEACHER, True, text)
 
 
 def _difference(own: Path, other: Path) -> str:

@@ -47,7 +47,8 @@ class Plot:
 PLOTS = (
     Plot("Reward", (("reward/mean", "mean"),), spread="reward/std"),
     Plot("Evaluation on held-out prompts", (("eval/pass@*", ""), ("eval/greedy", "greedy"))),
-    Plot("Loss", (("loss", ""),)),
+    Plot("Loss", (("loss", "training"), ("eval/loss", "held out"))),
+    Plot("KL to the teacher", (("teacher_kl", ""),), log=True),
     Plot("Entropy", (("entropy", ""),)),
     Plot("Mismatch KL (trainer against engine)", (("mismatch_kl", ""),), log=True),
     Plot("Staleness (versions)", (("staleness/mean", "mean"), ("staleness/max", "max"))),

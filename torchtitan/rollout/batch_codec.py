@@ -73,6 +73,9 @@ def batch_to_json(batch: Batch) -> dict[str, Any]:
         data["extra"] = [sample.extra for sample in samples]
     if any(one.kept_token_ids is not None for one in completions):
         data["kept"] = [None if one.kept_token_ids is None else _pack_kept(one.kept_token_ids) for one in completions]
+    if any(one.teacher_log_probs is not None for one in completions):
+        taught = [one.teacher_log_probs for one in completions]
+        data["teacher"] = [None if values is None else _pack_floats(values) for values in taught]
     if any(one.routes is not None for one in completions):
         data["routes"] = [None if one.routes is None else one.routes.to_json() for one in completions]
     return data
@@ -116,6 +119,7 @@ class _Reader:
         self._spans = iter(_unpack(data["spans"], "<i8"))
         self._epochs = data["epochs"]
         self._kept = iter(data["kept"]) if data.get("kept") else itertools.repeat(None)
+        self._teacher = iter(data["teacher"]) if data.get("teacher") else itertools.repeat(None)
         self._routes = iter(data["routes"]) if data.get("routes") else itertools.repeat(None)
 
     def segment(self, entry: int | list[Any]) -> Segment:
@@ -129,6 +133,7 @@ class _Reader:
             finish_reason=finish_reason,
             spans=[VersionSpan(self._epochs[flat[k]], *flat[k + 1 : k + 4]) for k in range(0, len(flat), 4)],
             kept_token_ids=_unpack_kept(next(self._kept)),
+            teacher_log_probs=None if (taught := next(self._teacher)) is None else _unpack_floats(taught),
             routes=None if (routes := next(self._routes)) is None else Routes.from_json(routes),
         )
 

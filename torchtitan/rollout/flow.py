@@ -184,6 +184,7 @@ class RolloutFlow:
     async def _make_group(self, prompt: Prompt, min_version: int) -> None:
         try:
             trajectories = await self._groups.sample(prompt, self._groups.request(prompt), min_version)
+            await self._groups.teach(trajectories)
             scores = await self._groups.score(prompt, trajectories)
             samples = []
             for trajectory, (reward, rewards) in zip(trajectories, scores, strict=True):

@@ -13,6 +13,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.rollout.agents.player import AgentPlayer
 from torchtitan.rollout.episodes import EpisodePlayer, stream_seed
 from torchtitan.rollout.rewards.pool import RewardPool, Score
+from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
 
@@ -40,6 +41,7 @@ class GroupMaker:
         self._episodes = episodes
         self._environment = environment_name(config)
         self._groups = 0
+        self.teacher = Teacher(config.distill) if config.distill.teacher_url else None
         self.stop_token_ids = list(dict.fromkeys([*config.rollout.stop_token_ids, *tokenizer.eos_token_ids]))
 
     @property
@@ -87,6 +89,11 @@ class GroupMaker:
         text = self._tokenizer.decode(completion.token_ids)
         said = text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
         return Trajectory(branches, completion.finish_reason, said)
+
+    async def teach(self, trajectories: Sequence[Trajectory]) -> None:
+        """Ask the teacher behind a server, where there is one. Raises UserError where it does not answer."""
+        if self.teacher is not None:
+            await self.teacher.teach(trajectories)
 
     async def score(
         self, prompt: Prompt, trajectories: Sequence[Trajectory], functions: Sequence[str] | None = None

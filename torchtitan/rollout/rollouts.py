@@ -98,6 +98,9 @@ class Rollouts:
         if self._environments is not None:
             await self._environments.start()
             self._maker.tools = self._environments.tools
+        if self.groups.teacher is not None:
+            # Now, and not after the first samples, if it is not there.
+            await self.groups.teacher.score([0, 0])
         await self.pool.start()
 
     def _end(self) -> None:
@@ -112,6 +115,8 @@ class Rollouts:
         await self.flow.close()
         if self._gateway is not None:
             await self._gateway.close()
+        if self.groups.teacher is not None:
+            await self.groups.teacher.close()
         closing = [self.rewards.close(), self.pool.close()]
         await asyncio.gather(*closing, *([] if self._environments is None else [self._environments.close()]))
 

@@ -82,6 +82,8 @@ class MicroBatch:
     kept: KeptTokens | None
     trained: list[Branch]
     """Whose sampled tokens the active positions predict, in their order"""
+    teacher_log_probs: torch.Tensor | None = None
+    """[A], where a teacher behind a server has given them"""
     routes: torch.Tensor | None = None
     """[T, layers, k] int16: the experts of each token, see routing.py"""
     routed: tuple[int, int] = (0, 0)
@@ -132,6 +134,7 @@ def pack(
     same: list[bool] = []
     kept: list[list[int]] = []
     trained: list[Branch] = []
+    taught: list[float] = []
     for number, ((sample, branch), weight) in enumerate(zip(rows, weights, strict=True)):
         start, whole = len(tokens), branch.token_ids
         tokens += whole[:-1]
@@ -146,6 +149,7 @@ def pack(
             advantages += [advantage] * len(completion.token_ids)
             kept += completion.kept_token_ids or [[]] * len(completion.token_ids)
             behaviour += completion.log_probs
+            taught += completion.teacher_log_probs or []
         sequence += [number] * len(places)
         token_weights += [weight] * len(places)
         # What follows tokens of an older version may have been sampled with its KV cache.
@@ -159,6 +163,7 @@ def pack(
     return MicroBatch(
         routes=None if routes is None else routes.to(device),
         routed=routed,
+        teacher_log_probs=torch.tensor(taught, dtype=torch.float32, device=device) if taught else None,
         token_ids=torch.tensor(tokens, device=device),
         targets=torch.tensor(targets, dtype=torch.int64, device=device),
         layout=PackedLayout(lengths, device),

@@ -232,6 +232,7 @@ class PolicyTrainer:
         entropies = []
         for part, ours in zip(parts, fixed, strict=True):
             for micro_batch, one in zip(part, ours, strict=True):
+                one.reference = micro_batch.teacher_log_probs
                 if grpo.recompute_old_log_probs:
                     with without_dropout(self.policy):
                         one.old, entropy = self._forward(self.policy, micro_batch)

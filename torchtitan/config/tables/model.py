@@ -23,7 +23,8 @@ class Model:
     """Shape from the table of public shapes (e.g. 0.6B); empty reads it from hf_assets_path/config.json"""
 
     hf_assets_path: PathText = ""
-    """Hugging Face checkpoint directory: config.json, *.safetensors, tokenizer.json"""
+    """Hugging Face checkpoint directory (config.json, *.safetensors, tokenizer.json), or the folder of a run, whose
+    last export is taken"""
 
     logprob_head: Literal["one_pass", "two_pass", "full"] = "one_pass"
     """Log-probs without full logits, with gradients formed in the forward where the objective is separable by tokens

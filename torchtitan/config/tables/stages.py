@@ -28,13 +28,18 @@ class Sft:
 @dataclass(config=TABLE)
 class Distill:
     teacher: PathText = ""
-    """Hugging Face checkpoint directory of the teacher, which the trainer's ranks hold beside the policy"""
+    """Hugging Face checkpoint directory of the teacher (or the folder of a run, whose last export is taken), which the
+    trainer's ranks hold beside the policy; with teacher_url its tokenizer alone is read"""
 
     teacher_url: str = ""
-    """In place of `teacher`: a running vLLM server of it, such as http://127.0.0.1:8000"""
+    """A server that has the teacher's weights and gives its log-probs, such as http://127.0.0.1:8000; empty: the ranks
+    do"""
+
+    teacher_backend: Literal["vllm", "sglang", "embedded"] = "vllm"
+    """What the server runs"""
 
     teacher_timeout_s: Positive = 120.0
-    """teacher_url: deadline of one request, and of three attempts together"""
+    """Deadline of a request to the server, of which three are tried"""
 
     coefficient: NotNegative = 1.0
     """Weight of the reverse KL to the teacher"""

@@ -1,0 +1,114 @@
+"""Distillation from a teacher that a server has: the same as from one that the trainer's ranks hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import asynchronous
+from tests.unit_tests.inference.json_server import serving
+from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
+from torchtitan.config.job_config import JobConfig
+from torchtitan.config.tables.stages import Distill
+from torchtitan.distributed import device
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.embedded.server import EngineServer
+from torchtitan.models import load_policy
+from torchtitan.models.parallelize import build_policy
+from torchtitan.rollout.batch_codec import decode_batch, encode_batch
+from torchtitan.rollout.teacher import Teacher
+from torchtitan.rollout.types import Batch, Trajectory
+from torchtitan.trainer.lr_scheduler import BatchLRScheduler
+from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.policy_trainer import PolicyTrainer
+from torchtitan.trainer.reference_policy import build_reference
+
+FIGURES = ("loss", "grad_norm", "teacher_kl")
+
+
+async def taught(teacher_path: Path) -> Batch:
+    """A batch whose tokens a server has scored, on its way to another rank."""
+    server = EngineServer(Engine(load_policy(teacher_path), 4, 128), "teacher", token=None)
+    port = await server.start("127.0.0.1", 0)
+    teacher = Teacher(Distill(teacher_url=f"http://127.0.0.1:{port}", teacher_backend="embedded"))
+    batch = make_batch(0)
+    try:
+        await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])
+    finally:
+        await teacher.close()
+        await server.close()
+    return decode_batch(encode_batch(batch))
+
+
+def train(config: JobConfig, batch: Batch, held: bool) -> list[float]:
+    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
+    policy = build_policy(config, dims)
+    optimizer = build_optimizer(policy, config.optimizer)
+    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
+    reference = build_reference(config, dims, policy) if held else None
+    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device(), reference)
+    metrics = trainer.train_batch(batch).metrics
+    return [metrics[name] or 0.0 for name in FIGURES]
+
+
+@asynchronous
+async def test_a_server_teaches_what_ranks_do(tiny_checkpoint: Callable[..., Path]) -> None:
+    teacher = tiny_checkpoint("qwen3", tied=False)
+    config = JobConfig()
+    config.job.stage = "distill"
+    config.model.hf_assets_path, config.distill.teacher = str(tiny_checkpoint("qwen3", tied=True)), str(teacher)
+    config.rollout.max_completion_tokens = LONGEST
+    by_server = train(config, await taught(teacher), held=False)
+    assert by_server == pytest.approx(train(config, make_batch(0), held=True), rel=1e-4)
+    assert min(by_server) > 1e-3
+
+
+ROWS = [None, {"5": {"logprob": -0.5}}, {"7": {"logprob": -1.5}, "9": {"logprob": -0.1}}]
+
+
+@pytest.mark.parametrize(
+    ("backend", "path", "answer"),
+    [
+        ("vllm", "/v1/completions", {"choices": [{"prompt_logprobs": ROWS}]}),
+        ("sglang", "/generate", {"meta_info": {"input_token_logprobs": [[None, 3], [-0.5, 5], [-1.5, 7]]}}),
+    ],
+)
+@asynchronous
+async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any) -> None:
+    """Shapes as the engines' servers have them."""
+    asked: list[tuple[str, Any]] = []
+
+    def post(path: str, body: bytes) -> tuple[int, Any]:
+        asked.append((path, json.loads(body)))
+        return 200, answer if len(asked) == 1 else {"other": 1}
+
+    with serving(post) as url:
+        teacher = Teacher(Distill(teacher_url=url, teacher_backend=backend))
+        assert await teacher.score([3, 5, 7]) == [-0.5, -1.5]
+        assert asked[0][0] == path and [3, 5, 7] in asked[0][1].values()
+        with pytest.raises(UserError, match=f"distill.teacher_url = '{url}' gives no log-probs: {path} answered"):
+            await teacher.score([3, 5, 7])
+        await teacher.close()
+
+
+@asynchronous
+async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.rollout.teacher.PAUSE_S", 0.0)
+    asked: list[str] = []
+
+    def post(path: str, body: bytes) -> tuple[int, Any]:
+        asked.append(path)
+        return 500, {"error": "out of memory"}
+
+    with serving(post) as url:
+        teacher = Teacher(Distill(teacher_url=url))
+        with pytest.raises(UserError, match="500: .*out of memory"):
+            await teacher.score([3, 5])
+        await teacher.close()
+    assert len(asked) == 3
