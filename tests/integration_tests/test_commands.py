@@ -90,6 +90,20 @@ def test_the_launcher_carries_the_exit_code_of_a_rank_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("end", "starts", "code"), [("exit 75", 3, 75), ("kill -9 $BASHPID", 3, 137), ("exit 1", 1, 1)]
+)
+def test_the_launcher_starts_ranks_again_unless_a_person_must_change_something(
+    tmp_path: Path, end: str, starts: int, code: int
+) -> None:
+    program = f'echo "$TORCHTITAN_LAUNCH ${{TORCHTITAN_LOST_RANK:-nothing}}" >> {tmp_path}/starts; {end}'
+    done = run(*launch("1", "--max-restarts", "2", "--no-python", "bash", "-c", program), PYTHONPATH=str(ROOT))
+    assert done.returncode == code
+    lines = (tmp_path / "starts").read_text().splitlines()
+    assert len(lines) == starts and len({line.split()[0] for line in lines}) == 1
+    assert all("rank 0" in line for line in lines[1:]) and "nothing" in lines[0]
+
+
 def test_the_launcher_passes_signals_on_and_waits_for_the_rank(tmp_path: Path) -> None:
     ready, saved, temporary = tmp_path / "ready", tmp_path / "saved", tmp_path / "temporary"
     temporary.mkdir()

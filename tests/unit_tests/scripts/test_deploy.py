@@ -1,0 +1,71 @@
+"""The image's and the manifest's commands, as far as they go without Docker and Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan.config.command_line import read_command_line
+from torchtitan.models.flavors import find_flavor
+from torchtitan.preflight.loading import validated
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def read_manifest() -> dict[tuple[str, str], dict[str, Any]]:
+    """(kind, name) → resource."""
+    yaml = pytest.importorskip("yaml")
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())
+    return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in documents}
+
+
+def test_pods_find_each_other_and_the_run_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import parse_args
+
+    manifest = read_manifest()
+    job, servers = manifest["Job", "grpo-train"], manifest["StatefulSet", "grpo-serve"]
+    pod = job["template"]["spec"]
+    (trainer,) = pod["containers"]
+    arguments = trainer["args"]
+    launch = parse_args(["--node-rank=0", *(word for word in arguments if "$(NODE_RANK)" not in word)])
+    gpus = trainer["resources"]["limits"]["nvidia.com/gpu"]
+    assert (launch.nnodes, int(launch.nproc_per_node)) == (str(job["completions"]), gpus)
+    # A name that an indexed Job's pods have: job, index, and the headless service.
+    assert launch.master_addr == f"grpo-train-0.{pod['subdomain']}" and ("Service", pod["subdomain"]) in manifest
+    assert manifest["Service", "grpo-train"]["selector"] == job["template"]["metadata"]["labels"]
+    assert manifest["Service", "grpo-serve"]["selector"] == servers["template"]["metadata"]["labels"]
+    assert launch.training_script == "torchtitan.grpo_train"
+
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(find_flavor("llama3", "3.1-8B").to_hf_config()))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    words = [f"--model.hf_assets_path={model}" if "hf_assets_path" in word else word for word in arguments]
+    monkeypatch.setenv("WORLD_SIZE", str(gpus * job["completions"]))
+    monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "x")
+    monkeypatch.chdir(ROOT)
+    config = validated(read_command_line(words[words.index("torchtitan.grpo_train") + 1 :])[0], planning=True)
+    assert config.inference.servers == [
+        f"http://grpo-serve-{number}.{servers['serviceName']}:8000" for number in range(servers["replicas"])
+    ]
+    assert config.checkpoint.save_deadline_s < pod["terminationGracePeriodSeconds"]
+    # One server for each pod, on all of its GPUs, with this run's settings.
+    (server,) = servers["template"]["spec"]["containers"]
+    shared = server["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--servers {shared} " in server["args"][0] and config.inference.tensor_parallel_size == shared
+    assert config.inference.backend in ("vllm", "sglang") and config.job.config_file in server["args"][0]
+
+
+def test_the_image_gets_what_it_copies() -> None:
+    lines = (ROOT / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.*)$", lines, re.MULTILINE) for word in line.split()[:-1]]
+    let_in = [line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"]
+    for name in copied:
+        assert (ROOT / name).exists() and any(fnmatch(name, pattern) for pattern in let_in), name
+    assert sorted(copied) == sorted(let_in)
