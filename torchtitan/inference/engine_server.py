@@ -140,6 +140,8 @@ class PrefixKeyMiddleware:
         self._open.set()
         self._key: str | None = None
         """Of the weights in use; None: their label has to be asked for"""
+        self._orders = 0
+        """Begun and ended so far: what was learned between two counts that differ may be out of date"""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -154,11 +156,27 @@ class PrefixKeyMiddleware:
             if path in PAUSES and b"mode=wait" not in scope.get("query_string", b""):
                 self._open.clear()
             # Any other order may change what it holds.
-            self._key = None
+            self._forget()
             await self._app(scope, receive, send)
-            self._key = None
+            self._forget()
             if path in RESUMES:
                 self._open.set()
+
+    def _forget(self) -> None:
+        self._key = None
+        self._orders += 1
+
+    async def _key_in_use(self, scope: Message) -> str:
+        """Waits until the engine is not to stand still, and no order has come while its label was asked for."""
+        while True:
+            await self._open.wait()
+            if self._key is not None:
+                return self._key
+            orders = self._orders
+            label = await self._ask_label(scope, LABELS[scope["path"]])
+            if orders == self._orders:
+                # Not every character of a label may stand in a name there.
+                self._key = hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
 
     async def _generate(self, scope: Message, receive: Receive, send: Send) -> None:
         messages = [await receive()]
@@ -166,16 +184,12 @@ class PrefixKeyMiddleware:
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
         try:
-            await asyncio.wait_for(self._open.wait(), LONGEST_PAUSE_S)
+            key = await asyncio.wait_for(self._key_in_use(scope), LONGEST_PAUSE_S)
         except asyncio.TimeoutError:
             await _refuse(send, 503, f"the engine has stood still for {LONGEST_PAUSE_S:g} s")
             return
-        if self._key is None:
-            label = await self._ask_label(scope, LABELS[scope["path"]])
-            # Not every character of a label may stand in a name there.
-            self._key = hashlib.blake2b(label.encode(), digest_size=16).hexdigest()
         with contextlib.suppress(ValueError, TypeError):  # the engine says what is wrong with it
-            body = json.dumps(json.loads(body) | {"cache_salt": self._key}).encode()
+            body = json.dumps(json.loads(body) | {"cache_salt": key}).encode()
         length = [(b"content-length", str(len(body)).encode())]
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

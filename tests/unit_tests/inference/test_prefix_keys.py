@@ -21,6 +21,8 @@ class Engine:
     def __init__(self, label_route: str):
         self.label, self.label_route, self.labels_asked = "e/0", label_route, 0
         self.asked: list[Any] = []
+        self.meanwhile: Callable[[], Awaitable[None]] | None = None
+        """What happens between its answer of a label and the arrival of that"""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = (await receive()).get("body", b"")
@@ -29,6 +31,9 @@ class Engine:
             assert scope["method"] == "GET"
             self.labels_asked += 1
             answer = {"weight_version": self.label}
+            if (meanwhile := self.meanwhile) is not None:
+                self.meanwhile = None
+                await meanwhile()
         elif "generate" in scope["path"]:
             assert dict(scope["headers"])[b"content-length"] == str(len(body)).encode()
             self.asked.append(json.loads(body) if body[:1] == b"{" else body)
@@ -75,8 +80,8 @@ async def test_requests_share_with_those_of_the_weights_that_answer_them(
     body = json.dumps({"token_ids": list(range(100)), "cache_salt": "mine"}).encode()
     for _ in range(2):
         await ask("POST", generate, body)
-    first, second = engine.asked
-    assert first == second and first["token_ids"] == list(range(100))
+    first, again = engine.asked
+    assert first == again and first["token_ids"] == list(range(100))
     # vLLM's rule for such names.
     assert first["cache_salt"] != "mine" and first["cache_salt"].isalnum() and len(first["cache_salt"]) <= 128
     assert engine.labels_asked == 1
@@ -89,6 +94,21 @@ async def test_requests_share_with_those_of_the_weights_that_answer_them(
     await ask("POST", resume)
     await waiting
     assert engine.asked[-1]["cache_salt"] not in ("mine", first["cache_salt"])
+
+    second = engine.asked[-1]["cache_salt"]
+
+    async def update() -> None:
+        await ask("POST", pause, query=b"mode=keep")
+        engine.label = "e/2"
+        await ask("POST", resume)
+
+    # The label that is asked for is that of weights which go before it arrives.
+    await ask("POST", resume)
+    engine.meanwhile = update
+    await ask("POST", generate, body)
+    third = engine.asked[-1]["cache_salt"]
+    await ask("POST", generate, body)
+    assert engine.asked[-1]["cache_salt"] == third and len({first["cache_salt"], second, third}) == 3
 
     # Requests may finish before an update: what comes meanwhile is the engine's to refuse.
     await ask("POST", pause, query=b"mode=wait") if pause == "/pause" else None
