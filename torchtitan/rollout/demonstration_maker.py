@@ -35,7 +35,8 @@ class DemonstrationMaker(PromptMaker):
     def __init__(self, config: JobConfig, tokenizer: Tokenizer):
         super().__init__(config, tokenizer)
         self._sft = config.sft
-        self._end = tokenizer.eos_token_ids
+        self._end = tokenizer.eos_token_ids[:1]
+        self._stops = {*tokenizer.eos_token_ids, *config.rollout.stop_token_ids}
         self.longest = config.training.seq_len
         self.limit = f"training.seq_len = {self.longest}"
 
@@ -44,17 +45,14 @@ class DemonstrationMaker(PromptMaker):
         content, completion = row[self._rollout.prompt_column], row.get(self._sft.completion_column)
         branches: list[Branch] = []
         if isinstance(content, str) and isinstance(completion, str) and not self._rollout.chat_template:
-            add_turn(branches, self._tokenizer.encode(content), self._said(completion))
+            add_turn(branches, self._tokenise(content), self._said(completion))
         else:
             content = self._add_chat(branches, content, completion, index)
         last = branches[-1]
         asked = last.token_ids[: len(last) - len(last.sampled[-1].token_ids)]
         if self._sft.loss_on == "all":
             branches = [Branch([Given(one.token_ids[:1]), _as_sampled(one.token_ids[1:])]) for one in branches]
-        columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}
-        if self._answer_column in columns:
-            columns.setdefault("answer", columns[self._answer_column])
-        return Demonstration(index, content, asked, columns, branches=branches)
+        return Demonstration(index, content, asked, self._columns(row), self._prefill(asked), branches)
 
     def fits(self, prompt: Prompt) -> bool:
         assert isinstance(prompt, Demonstration)
@@ -85,10 +83,11 @@ class DemonstrationMaker(PromptMaker):
         return messages[: trained[-1]]
 
     def _said(self, text: str) -> Completion:
-        """Text of the policy's with the end token: where the template has written one, up to there."""
+        """Text of the policy's up to the token that ends it, as the template or the row has written it, or the end
+        token."""
         tokens = self._tokenizer.encode_shielded(text)
-        ends = [place for place, token in enumerate(tokens) if token in self._end]
-        return _as_sampled(tokens[: ends[-1] + 1] if ends else tokens + self._end[:1])
+        ends = [place for place, token in enumerate(tokens) if token in self._stops]
+        return _as_sampled(tokens[: ends[-1] + 1] if ends else tokens + self._end)
 
 
 def _as_sampled(token_ids: list[int]) -> Completion:

@@ -50,12 +50,8 @@ class PromptMaker:
             UserError: chat messages where the tokenizer has no chat template.
         """
         content = row[self._rollout.prompt_column]
-        columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}
-        if self._answer_column in columns:
-            columns.setdefault("answer", columns[self._answer_column])
         token_ids = self._tokenise(content)
-        prefill = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
-        return Prompt(index, content, token_ids, columns, prefill[0] if prefill else "")
+        return Prompt(index, content, token_ids, self._columns(row), self._prefill(token_ids))
 
     def extended(self, prompt: Prompt, text: str) -> list[int]:
         """The tokens of a prompt to which an environment adds `text`: at its end, or to its last message."""
@@ -74,6 +70,16 @@ class PromptMaker:
     def length(self, prompt: Prompt) -> int:
         """The tokens for which there must be room."""
         return len(prompt.token_ids)
+
+    def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        columns = {name: value for name, value in row.items() if name != self._rollout.prompt_column}
+        if self._answer_column in columns:
+            columns.setdefault("answer", columns[self._answer_column])
+        return columns
+
+    def _prefill(self, token_ids: list[int]) -> str:
+        found = PREFILL.search(self._tokenizer.decode(token_ids[-PREFILL_TOKENS:], skip_special=False))
+        return found[0] if found else ""
 
     def _tokenise(self, content: str | list[dict[str, Any]]) -> list[int]:
         if isinstance(content, str) and not self._rollout.chat_template:

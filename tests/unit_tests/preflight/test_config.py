@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -1104,3 +1105,13 @@ def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
     ):
         assert words in text, text
     assert "rewards.functions" not in text
+
+
+def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfig, tmp_path: Path) -> None:
+    arguments = write_config()
+    for step in (9, 10):
+        shutil.copytree("checkpoint", tmp_path / "run" / "hf" / f"step-{step}")
+    (tmp_path / "latest").symlink_to("run")
+    config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / "latest")])
+    # The link will soon be another run's.
+    assert config.model.hf_assets_path == str((tmp_path / "run" / "hf" / "step-10").resolve())
