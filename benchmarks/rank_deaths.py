@@ -34,6 +34,7 @@ DEATHS = (("SIGKILL", 1), ("SIGSTOP", 1), ("SIGTERM", 0), ("SIGKILL", 0), ("SIGS
 BARS = {
     "exit_code": ("<=", 0.0),
     "most_steps_again": ("<=", 20.0),
+    "steps_again_of_sigterm": ("<=", 0.0),
     "server_lived": (">=", 1.0),
     "pass_at_1_gain": (">=", 0.3),
 }
@@ -146,6 +147,9 @@ def measure(
         "steps_missing_or_double": float(sum(abs(trained.count(step) - 1) for step in range(1, steps + 1))),
         "deaths": float(len(restarts)),
         "most_steps_again": float(max(record["steps_again"] for record in restarts)),
+        "steps_again_of_sigterm": float(
+            sum(record["steps_again"] for record, (name, _) in zip(restarts, deaths, strict=True) if name == "SIGTERM")
+        ),
         "batches_kept": float(sum(record["batches_kept"] for record in restarts)),
         "groups_lost": float(sum(record["groups_lost"] for record in restarts)),
         "server_lived": float(served_throughout),
@@ -166,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, interval, deaths, options = 200, 20, DEATHS, list[str]()
     if arguments.quick:
-        steps, interval, deaths = 24, 5, DEATHS[:1]
+        steps, interval, deaths = 16, 4, (("SIGKILL", 1), ("SIGTERM", 1))
         options = ["--training.global_batch_size", "64", "--eval.num_prompts", "8"]
     with tempfile.TemporaryDirectory(prefix="rank_deaths_") as temporary:
         figures, conditions = measure(

@@ -148,6 +148,9 @@ class Job:
             self.controller.published(self.version, published)
             if not self.config.grpo.async_weight_update:
                 self._recorder.add("sync stall", begun)
+            if result.asked_to_leave and not self.signals.stop_requested:
+                logger.warning("%d rank(s) were told to stop: saving and leaving", result.asked_to_leave)
+                self.signals.start_deadline()
 
     def _wake_actors(self) -> None:
         """Actors that slept on these devices take their weights' memory again (collective)."""
@@ -332,6 +335,7 @@ class Job:
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
         self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
+        self.trainer.is_told_to_stop = lambda: self.signals.told
         self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
         self.weights = self._closing.enter_context(
             open_weight_path(config, policy, epoch, token, self.run_dir, self.replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,6 +63,8 @@ class BatchResult:
     metrics: dict[str, float | None] = field(default_factory=dict)
     votes_against: int = 0
     """Ranks that had no free slot for the new version"""
+    asked_to_leave: int = 0
+    """Ranks that a signal has told to stop"""
     last_step_applied: bool = True
     """False where the batch's last optimizer step was dropped as non-finite"""
 
@@ -91,6 +94,8 @@ class PolicyTrainer:
         self.settings = stage_settings(config)
         rate = config.training.expert_bias_rate
         self.expert_load = ExpertLoad(policy, rate) if rate else None
+        self.is_told_to_stop: Callable[[], bool] = lambda: False
+        """Whether a signal has told this rank; rides on the last reduction, too"""
 
     def train_batch(self, batch: Batch, slots: Slots | None = None) -> BatchResult:
         """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
@@ -115,10 +120,11 @@ class PolicyTrainer:
             last = position == len(schedule) - 1
             against = 1.0 if last and slots is not None and not slots.reserve() else 0.0
             loss = self._forward_backward(parts[part], fixed[part], totals, first=position == 0, last=last)
-            votes = torch.stack((torch.tensor(against, device=self.device), (~loss.isfinite()).float()))
+            own = torch.tensor([against, float(self.is_told_to_stop())], device=self.device)
+            votes = torch.cat((own, (~loss.isfinite()).float().reshape(1)))
             norm, votes = gradient_norm_and_votes(self.parameters, votes)
-            votes_against, not_finite = votes.tolist()
-            result.votes_against = int(votes_against)
+            votes_against, asked_to_leave, not_finite = votes.tolist()
+            result.votes_against, result.asked_to_leave = int(votes_against), int(asked_to_leave)
             result.last_step_applied = bool(torch.isfinite(norm)) and not_finite == 0
             if result.last_step_applied:
                 if self.config.training.max_norm > 0:

@@ -23,8 +23,8 @@ class SignalFlags:
     """
 
     def __init__(self, save_deadline_s: float, leads: bool = True):
-        """leads: this rank's first stop signal counts for the job. Elsewhere it waits for the leading rank's decision:
-        torchrun signals all ranks, and one that acted alone would tear the others down."""
+        """leads: this rank's first stop signal counts for the job. Elsewhere it waits for the decision of the leading
+        rank, which hears of it with the next batch: one that acted alone would tear the others down."""
         self.save_deadline_s = save_deadline_s
         self.leads = leads
         self.stop_signal: int | None = None
@@ -50,6 +50,11 @@ class SignalFlags:
     @property
     def stop_requested(self) -> bool:
         return self.stop_signal is not None
+
+    @property
+    def told(self) -> bool:
+        """Whether a stop signal has reached this rank, whatever it counts for."""
+        return bool(self._stopped_at)
 
     @property
     def exit_code(self) -> int:

@@ -206,7 +206,7 @@ def test_actors_sleep_before_a_batch_and_wake_around_its_version(
     job.weights = job._recorder = cast("Any", parts)
     job._commanded_at = 0.0
     parts.calls.clear()
-    job.publish(cast("Any", SimpleNamespace(votes_against=int(skipped), last_step_applied=True)))
+    job.publish(cast("Any", SimpleNamespace(votes_against=int(skipped), asked_to_leave=0, last_step_applied=True)))
     weights, cache = (["wake weights"], ["wake kv_cache"]) if sleep_level else ([], [])
     applied = [] if skipped else ["applied 1"]
     decided = [f"append_decision 1 {not skipped}", *applied, *cache, "set_version 1"]
