@@ -25,7 +25,12 @@ from torchtitan.preflight.plan import describe_plan
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     mode = argv[0] if argv and argv[0] in ("--describe", "--missing-assets", "--servers") else ""
-    gpus = int(argv[1]) if mode == "--servers" else 0
+    gpus = 0
+    if mode == "--servers":
+        gpus = int(argv[1]) if argv[1:] and argv[1].isdigit() else 0
+        if not gpus:
+            print("error: --servers needs the number of a node's GPUs, 1 or more", file=sys.stderr)
+            return 2
     draft, dry_run = read_command_line(argv[2 if gpus else 1 if mode else 0 :])
     try:
         config = validated(draft, planning=bool(mode) or dry_run)
