@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,12 @@ class SamplingParameters:
     def truncated(self) -> bool:
         """Whether some tokens are left out before sampling (greedy decoding leaves none out)."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+def stream_seed(*parts: object) -> int:
+    """A seed for these parts, of 48 bits, which every engine and every JSON reader can hold: what is redone after a
+    failure or a resume draws the same random numbers."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest(), "little")
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import math
 from collections import Counter
 from dataclasses import replace
@@ -11,13 +9,13 @@ from typing import Any, Protocol
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.trajectory import Branch, add_turn
-from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.inference.types import Completion, GenerateRequest, stream_seed
 from torchtitan.rollout.environments.pool import EnvironmentPool, Episode, Reply
+from torchtitan.rollout.player import Player
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.workers.process import CallFailed
 
 
 class Sampler(Protocol):
@@ -28,11 +26,8 @@ class Sampler(Protocol):
     ) -> list[Completion]: ...
 
 
-class EpisodePlayer:
-    """Plays episodes: a turn is sampled, the environment answers, and its answer's tokens follow.
-
-    `statistics` counts turns, and episodes by how they ended.
-    """
+class EpisodePlayer(Player):
+    """A turn is sampled, the environment answers, and its answer's tokens follow."""
 
     def __init__(
         self,
@@ -42,47 +37,18 @@ class EpisodePlayer:
         maker: PromptMaker,
         tokenizer: Tokenizer,
     ):
-        self._config, self._engines, self._environments = config, engines, environments
+        super().__init__(config)
+        self._engines, self._environments = engines, environments
         self._maker, self._tokenizer, self._renderer = maker, tokenizer, ChatRenderer(tokenizer)
-        self.statistics: Counter[str] = Counter({"turns": 0, "episodes_redone": 0, "episodes_lost": 0})
 
     def counts(self) -> Counter[str]:
-        """Turns, episodes and failures since the start."""
         return Counter({**self.statistics, **self._environments.statistics})
 
-    async def play(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
-        """request.sampling.n episodes of one prompt, each with an environment of its own; fewer where environments
-        fail again and again. Raises UserError where no actor can sample or no environment worker starts."""
-        episodes = [self._persist(prompt, request, number, min_version) for number in range(request.sampling.n)]
-        tasks = [asyncio.ensure_future(one) for one in episodes]
-        try:
-            played = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [trajectory for trajectory in played if trajectory is not None]
-
-    async def _persist(
-        self, prompt: Prompt, request: GenerateRequest, number: int, min_version: int
+    async def play_one(
+        self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
     ) -> Trajectory | None:
-        """One episode. Where its environment fails it begins again, with other random numbers: what was sampled may be
-        why."""
-        group = request.request_id
-        for attempt in range(1 + self._config.environment.max_retries):
-            seed = stream_seed(request.sampling.seed, number, attempt)
-            own = GenerateRequest(
-                f"{request.request_id}-{number}-{attempt}", [], replace(request.sampling, n=1, seed=seed)
-            )
-            try:
-                async with await self._environments.episode() as episode:
-                    if (trajectory := await self._play(prompt, own, group, episode, min_version)) is not None:
-                        return trajectory
-                    break
-            except CallFailed:
-                self.statistics["episodes_redone"] += attempt < self._config.environment.max_retries
-        self.statistics["episodes_lost"] += 1
-        return None
+        async with await self._environments.episode() as episode:
+            return await self._play(prompt, request, group, episode, min_version)
 
     async def _play(
         self, prompt: Prompt, template: GenerateRequest, group: str, episode: Episode, min_version: int
@@ -132,11 +98,6 @@ class EpisodePlayer:
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
         return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
-
-
-def stream_seed(*parts: object) -> int:
-    """A seed for these parts, of 48 bits, which every engine and every JSON reader can hold."""
-    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest(), "little")
 
 
 def _described(messages: list[dict[str, Any]], reply: Reply) -> list[dict[str, Any]]:

@@ -9,9 +9,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch, add_turn
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.rollout.agents.player import AgentPlayer
-from torchtitan.rollout.episodes import EpisodePlayer, stream_seed
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
+from torchtitan.rollout.player import Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ class GroupMaker:
         rewards: RewardPool,
         tokenizer: Tokenizer,
         epoch: str,
-        episodes: EpisodePlayer | AgentPlayer | None = None,
+        episodes: Player | None = None,
     ):
         """episodes: where the policy talks to an environment; otherwise a prompt has one turn."""
         self._config = config

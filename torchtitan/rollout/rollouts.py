@@ -23,6 +23,7 @@ from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.player import Player
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class Rollouts:
         self._maker = maker or PromptMaker(config, tokenizer)
         self.pool, self.rewards = pool, rewards
         self._environments, self._gateway = environments, gateway
-        episodes: EpisodePlayer | AgentPlayer | None = None
+        episodes: Player | None = None
         if isinstance(environments, AgentPool) and gateway is not None:
             episodes = AgentPlayer(config, gateway, environments, tokenizer)
         elif environments is not None:

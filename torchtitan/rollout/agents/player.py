@@ -2,80 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
-from dataclasses import replace
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.trajectory import Branch, sampled_segments
 from torchtitan.inference.types import GenerateRequest
 from torchtitan.rollout.agents.pool import AgentPool
-from torchtitan.rollout.episodes import stream_seed
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
+from torchtitan.rollout.player import Player
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.workers.process import CallFailed
 
-logger = logging.getLogger(__name__)
 
+class AgentPlayer(Player):
+    """Agents ask the policy through the gateway. `statistics` counts calls that were not answered, too."""
 
-class AgentPlayer:
-    """Plays episodes as episodes.EpisodePlayer does, with agents that ask the policy through the gateway.
-
-    `statistics` counts turns, and episodes by how they ended.
-    """
+    failures = (CallFailed, GatewayLost)
 
     def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
-        self._config, self._gateway, self._agents, self._tokenizer = config, gateway, agents, tokenizer
-        self.statistics: Counter[str] = Counter(
-            {"turns": 0, "episodes_redone": 0, "episodes_lost": 0, "calls_failed": 0}
-        )
+        super().__init__(config)
+        self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
+        self.statistics["calls_failed"] = 0
 
     def counts(self) -> Counter[str]:
-        """Turns, episodes and failures since the start."""
         return Counter({**self.statistics, **self._agents.statistics, **self._gateway.statistics})
 
-    async def play(self, prompt: Prompt, request: GenerateRequest, min_version: int) -> list[Trajectory]:
-        """request.sampling.n episodes of one row; fewer where agents fail again and again.
-
-        Raises UserError where neither gateway nor worker starts.
-        """
-        tasks = [
-            asyncio.ensure_future(self._persist(prompt, request, number, min_version))
-            for number in range(request.sampling.n)
-        ]
-        try:
-            played = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [trajectory for trajectory in played if trajectory is not None]
-
-    async def _persist(
-        self, prompt: Prompt, request: GenerateRequest, number: int, min_version: int
-    ) -> Trajectory | None:
-        """One episode; begun again, with other random numbers, where the agent or the system failed."""
-        for attempt in range(1 + self._config.environment.max_retries):
-            seed = stream_seed(request.sampling.seed, number, attempt)
-            own = GenerateRequest(
-                f"{request.request_id}-{number}-{attempt}", [], replace(request.sampling, n=1, seed=seed)
-            )
-            try:
-                return await self._play(prompt, own, request.request_id, min_version)
-            except (CallFailed, GatewayLost) as error:
-                logger.debug("episode %s: %s", own.request_id, error)
-                self.statistics["episodes_redone"] += attempt < self._config.environment.max_retries
-        self.statistics["episodes_lost"] += 1
-        return None
-
-    async def _play(self, prompt: Prompt, own: GenerateRequest, group: str, min_version: int) -> Trajectory:
-        """Raises CallFailed, or GatewayLost."""
+    async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
         environment = self._config.environment
         row = {self._config.rollout.prompt_column: prompt.text, **prompt.columns}
         door = await self._gateway.open(
-            own.request_id, own.sampling, min_version=min_version, shares=group, many=bool(environment.verifiers)
+            request.request_id,
+            request.sampling,
+            min_version=min_version,
+            shares=group,
+            many=bool(environment.verifiers),
         )
         try:
             async with await self._agents.episode() as episode:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
@@ -17,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.gateway.engines import Engines, NoAnswer
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer
 from torchtitan.rollout.gateway.sessions import Session
@@ -210,7 +209,7 @@ class GatewayServer:
                 raise WrongCall(f"a call with this key names its session in the header {SESSION_HEADER}")
             name = f"{door.name}-{given}"
         if name not in door.sessions:
-            sampling = replace(door.sampling, seed=derived_seed(door.sampling.seed, len(door.sessions)))
+            sampling = replace(door.sampling, seed=stream_seed(door.sampling.seed, len(door.sessions)))
             door.sessions[name] = Session(name, sampling, self._settings.seq_len, door.min_version, door.shares)
         return door.sessions[name]
 
@@ -272,7 +271,7 @@ class GatewayServer:
             own,
             max_tokens=min(room, own.max_tokens, max_tokens or room),
             stop_token_ids=stops,
-            seed=derived_seed(own.seed, number),
+            seed=stream_seed(own.seed, number),
         )
         name = f"{session.name}-{number}"
         try:
@@ -302,8 +301,3 @@ def _ended() -> WrongCall:
 
 def _error(message: str, status: int, kind: str, code: str | None) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """48 bits of (seed, number of the call), so that an episode that is redone draws the same random numbers."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")
