@@ -103,11 +103,8 @@ def group_advantages(
         tokens: how many tokens of every sample are trained (reinforce_pp, opo); 1 each where not given.
 
     Raises:
-        ValueError: unknown scale_rewards.
         UserError: a function of one's own does not return advantages, or a negative reward is to be scaled by `mean`.
     """
-    if scale_rewards not in ("none", "group", "batch", "mean"):
-        raise ValueError(f"scale_rewards must be none, group, batch or mean, not {scale_rewards!r}")
     rewards = [torch.tensor(one, dtype=torch.float64) for one in groups]
     counts = _ones(rewards) if tokens is None else [torch.tensor(one, dtype=torch.float64) for one in tokens]
     centred = load_estimator(estimator)(rewards, counts)

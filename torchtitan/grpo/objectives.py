@@ -127,7 +127,7 @@ def gmpo(
     sequences: Sequences,
 ) -> TokenLoss:
     """-(Π min(ρ, 1 + ε_high))^(1/length) A of its sequence, per token; max(ρ, 1 - ε_low) where A is negative: the
-    geometric mean of token ratios that are clipped one by one (Zhao et al. 2025, GMPO, eq. 4, arXiv 2507.20673)."""
+    geometric mean of token ratios that are clipped one by one (Zhao et al. 2025, GMPO, arXiv 2507.20673)."""
     clip = options.clip
     lowest, highest = math.log(1 - clip.low) if clip.low < 1 else -math.inf, math.log(1 + clip.high)
     high, low = (log_ratio > highest) & (advantages > 0), (log_ratio < lowest) & (advantages < 0)

@@ -117,12 +117,15 @@ def test_isolated_functions_reach_nothing(words: tuple[str, ...], tmp_path: Path
     if shutil.which(words[0]) is None:
         pytest.skip(f"{words[0]} is not installed")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        attempts = [f"write {tmp_path}/x", f"connect {server.getsockname()[1]}", f"signal {os.getpid()}", "undo /"]
-        results, _ = score(make_config("reaches"), (PROMPT, completions_of(*attempts[:3])))
-        assert totals(results[0]) == [1.0, 1.0, 1.0]
+        attempts = [f"write {tmp_path}/x", f"connect {server.getsockname()[1]}", f"signal {os.getpid()}"]
+        results, _ = score(make_config("reaches"), (PROMPT, completions_of(*attempts, "mounted rw")))
+        assert totals(results[0]) == [1.0, 1.0, 1.0, 1.0]
         monkeypatch.setattr(pool_module, "isolation_command", lambda: words)
-        results, _ = score(make_config("reaches", isolate=True), (PROMPT, completions_of(*attempts, "write own")))
-    assert totals(results[0]) == [0.0, 0.0, 0.0, 0.0, 1.0]
+        results, _ = score(
+            make_config("reaches", isolate=True),
+            (PROMPT, completions_of(*attempts, "mounted rw", "undo /", "write own")),
+        )
+    assert totals(results[0]) == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_isolation_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

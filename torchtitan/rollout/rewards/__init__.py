@@ -13,8 +13,6 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.utils.loading import did_you_mean, load_object
 
-__all__ = ["BUILTIN", "CHECKS_MATHEMATICS", "NEEDS_ANSWER", "load_reward"]
-
 BUILTIN: dict[str, str] = {
     "accuracy": "torchtitan.rollout.rewards.accuracy:accuracy",
     "arithmetic": "torchtitan.rollout.rewards.text:arithmetic",

@@ -68,7 +68,6 @@ class RewardPool:
         self.statistics: Counter[str] = Counter({"failures": 0, "timeouts": 0, "worker_restarts": 0})
         self.last_failure = ""
         """The latest failure in words, for messages"""
-        self._logged = 0
 
     async def start(self) -> None:
         """Start all workers. Raises UserError where they cannot start."""
@@ -174,9 +173,8 @@ class RewardPool:
         """Count a sample's lost reward."""
         self.statistics["failures"] += 1
         self.last_failure = f"reward function {name!r}: {failure.kind} ({failure})"
-        self._logged += 1
-        if self._logged <= LOGGED_FAILURES:
-            silence = "; further ones are only counted" if self._logged == LOGGED_FAILURES else ""
+        if (count := self.statistics["failures"]) <= LOGGED_FAILURES:
+            silence = "; further ones are only counted" if count == LOGGED_FAILURES else ""
             logger.warning("a sample has no reward: %s%s", self.last_failure, silence)
 
     def _accept(
