@@ -77,7 +77,7 @@ def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
     try:
         return _read_foreign(Path(directory), config)
     except UserError as error:
-        raise UserError(f"{directory}: {error}") from error
+        raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {error}") from error
 
 
 def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:

@@ -174,7 +174,7 @@ def test_a_hang_with_a_forked_child_ends_too(text: str) -> None:
 def test_slow_wrong_answers_do_not_vanish() -> None:
     """Review: three towers of powers took 18 s and four workers, and their rewards were None."""
     texts = [r"\boxed{9^{9^{9^{9}}}}"] * 3 + [r"so \boxed{4}"] * 5
-    results, statistics = score(make_config("accuracy", timeout_s=10.0), (PROMPT, completions_of(*texts)))
+    results, statistics = score(make_config("accuracy", timeout_s=60.0), (PROMPT, completions_of(*texts)))
     assert totals(results[0]) == [0.0] * 3 + [1.0] * 5
     assert statistics == {"failures": 0, "timeouts": 0, "worker_restarts": 0}
 
