@@ -14,9 +14,9 @@ from tests.engines.job import PROMPT, Trainer, differences, start_actor
 from tests.engines.models import END, VOCABULARY, randomize
 from tests.mixtures import make_mixture
 from tests.processes import Processes
-from torchtitan.config.derived import probe_tolerance
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.parity import probe_tolerance
 from torchtitan.models import load_policy
 from torchtitan.models.lora import synced_parameters
 from torchtitan.preflight.debug_checkpoint import write_tokenizer

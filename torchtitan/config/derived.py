@@ -97,14 +97,6 @@ def verification(config: JobConfig) -> str:
     return "digest" if config.inference.backend == "embedded" and config.lora.rank == 0 else "probe"
 
 
-def probe_tolerance(config: JobConfig) -> float:
-    """weight_sync.probe_tolerance, or what rounding explains: kernels sum in other orders, in the coarser type."""
-    if config.weight_sync.probe_tolerance > 0:
-        return config.weight_sync.probe_tolerance
-    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
-    return 0.03 if "bfloat16" in types else 0.001
-
-
 def apply_timeout(sync: WeightSync, version_bytes: int, drain_s: float) -> float:
     """Seconds of weight_sync.apply_timeout_s; where it is 0, what a version of so many bytes may take, and draining."""
     return sync.apply_timeout_s or 10.0 + drain_s + version_bytes / APPLIED_PER_SECOND

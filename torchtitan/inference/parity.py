@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan.config.derived import probe_tolerance, verification
+from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor import Actor
 from torchtitan.inference.client import ActorError, ScoredTokens
+from torchtitan.models.shape import read_shape
 from torchtitan.utils.events import EventLog
+from torchtitan.utils.machine import has_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,29 @@ KEPT_VERSIONS = 32
 SILENT_S = 60.0
 # So many wrong answers in a row are no accident any more.
 MOST_FAILURES = 3
+# Where the model's shape is not known.
+USUAL_LAYERS = 28
+
+
+def probe_tolerance(config: JobConfig) -> float:
+    """weight_sync.probe_tolerance, or the mean difference of log-probs, in nats, that rounding explains.
+
+    In bfloat16 a layer rounds about four times by up to u = 2**-9 of a value, evenly spread: u / sqrt(3) each, and
+    sqrt(4 L) of that after L layers, in the trainer and in the engine. Values that move by a share of e move
+    log-probs by e times how far logits lie apart where there is probability, some 2 nats. Of the difference of two
+    such errors the mean size is 0.8 · sqrt(2) of one: 0.005 · sqrt(L), doubled. An engine that rounds its logits, too,
+    adds half a step of bfloat16 between 8 and 16: 0.03.
+    """
+    if config.weight_sync.probe_tolerance > 0:
+        return config.weight_sync.probe_tolerance
+    types = (config.inference.dtype, config.training.mixed_precision_param, config.training.dtype)
+    if "bfloat16" not in types:
+        return 0.001
+    args = read_shape(config)
+    layers = USUAL_LAYERS if args is None else args.num_hidden_layers
+    # See EXACT_HEAD in the engines' modules; servers that run already were started by others.
+    rounds_logits = config.inference.dtype == "bfloat16" and (bool(config.inference.servers) or not has_gpu())
+    return 0.01 * math.sqrt(layers) + (0.03 if rounds_logits else 0.0)
 
 
 class ProbeAnswers:

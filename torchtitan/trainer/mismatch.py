@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torchtitan.config.derived import has_engines, probe_tolerance, verification
+from torchtitan.config.derived import has_engines, verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.parity import probe_tolerance
 from torchtitan.rollout.tokenizer import Tokenizer
 
 WHAT_TO_LOOK_AT = (

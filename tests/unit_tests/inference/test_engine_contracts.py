@@ -91,7 +91,7 @@ VLLM_OPTIONS = {
     "--host", "--port", "--middleware", "--enable-scale-out", "--logprobs-mode", "--worker-extension-cls",
     "--weight-transfer-config", "--model", "--dtype", "--tensor-parallel-size", "--max-model-len", "--max-num-seqs",
     "--generation-config", "--disable-uvicorn-access-log", "--enforce-eager", "--no-enable-chunked-prefill",
-    "--kv-cache-memory-bytes", "--return-sampling-mask", "--block-size",
+    "--kv-cache-memory-bytes", "--return-sampling-mask", "--block-size", "--hf-overrides",
 }  # fmt: skip
 # GenerateTokensResponse, as both versions' own class gives it: a sample, and a text that was scored.
 VLLM_ANSWER = json.loads(
@@ -163,7 +163,7 @@ SGLANG_OPTIONS = {
     "--model-path", "--dtype", "--tp-size", "--context-length", "--max-running-requests", "--skip-tokenizer-init",
     "--skip-server-warmup", "--log-level", "--log-level-http", "--disable-radix-cache", "--device",
     "--attention-backend", "--sampling-backend", "--disable-overlap-schedule", "--mem-fraction-static",
-    "--max-total-tokens", "--sleep-on-idle",
+    "--max-total-tokens", "--sleep-on-idle", "--enable-fp32-lm-head",
 }  # fmt: skip
 # 0.5.23's answer, as its own class writes it; 0.5.20's has the same names. The kept tokens are what its server adds.
 SGLANG_ANSWER = json.loads(
@@ -341,16 +341,19 @@ def test_engines_know_the_options_that_they_are_started_with(
 ) -> None:
     monkeypatch.setattr(vllm_engine, "has_gpu", lambda: gpu)
     monkeypatch.setattr(sglang_engine, "has_gpu", lambda: gpu)
-    changes = itertools.product(("direct", "agent"), ("keep", "recompute"))
-    for route, kv in changes:
-        asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5})
+    changes = itertools.product(("direct", "agent"), ("keep", "recompute"), ("float32", "bfloat16"))
+    for route, kv, dtype in changes:
+        asked = EngineOptions(**{**vars(options), "route": route, "in_flight_kv": kv, "memory_gb": 0.5, "dtype": dtype})
         words, environment = vllm_engine.ENGINE.command(asked)
         theirs = [*serve.OWN_OPTIONS, *words[words.index("--") + 1 :]]
         assert option_names(theirs) <= VLLM_OPTIONS
         assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+        # bfloat16 logits would be further from the trainer's than weights that are one version old.
+        exact = gpu and asked.dtype == "bfloat16"
+        assert (json.dumps({"head_dtype": "float32"}) in theirs) is exact
         words, environment = sglang_engine.ENGINE.command(asked)
         theirs = words[words.index("--") + 1 :]
-        assert option_names(theirs) <= SGLANG_OPTIONS
+        assert option_names(theirs) <= SGLANG_OPTIONS and ("--enable-fp32-lm-head" in theirs) is exact
         # Neither the weights nor the labels of a step that is under way may change.
         assert ("--disable-overlap-schedule" in theirs) is (not gpu or kv == "keep")
         assert environment["SGLANG_RUST_SERVER"] == "0"

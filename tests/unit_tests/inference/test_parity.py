@@ -199,13 +199,15 @@ def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) ->
 
 def test_rounding_passes_and_more_does_not(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, coarse: Liar, wrong: Liar) -> None:
-        coarse.noise, wrong.noise = 0.02, 0.04
+        # Two servers that others started, of 28 layers: 0.01 · sqrt(28) of the layers, and 0.03 of the logits.
+        coarse.noise, wrong.noise = 0.07, 0.1
         pool.answers.expect(0, IDS, truth(0))
         await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
         assert len(coarse.scored) == 1  # once per version
 
     config = make_config()
     config.inference.dtype = "bfloat16"
+    config.model.name, config.model.flavor = "qwen3", "0.6B"
     assert [event["actor"] for event in of(run(tmp_path, config, scenario), "weights_differ")] == ["actor-1"]
 
 
@@ -280,6 +282,7 @@ def test_mismatch_alarm_and_stop() -> None:
 def test_an_engine_in_the_trainers_processes_is_judged_by_what_it_samples() -> None:
     config = JobConfig()
     config.inference.backend, config.inference.mode, config.inference.dtype = "vllm", "colocate", "bfloat16"
+    config.model.name, config.model.flavor = "qwen3", "0.6B"
     noise, stale = ({"mismatch_kl": 0.2, "mismatch_kl/same_version": value} for value in (3e-5, 0.07))
     assert mismatch.reason_to_stop(config, noise, 5) is None
     assert mismatch.reason_to_stop(config, {"mismatch_kl": 0.2, "mismatch_kl/same_version": None}, 5) is None

@@ -34,7 +34,8 @@ class WeightSync:
     """Versions from one such proof to the next"""
 
     probe_tolerance: NotNegative = 0.0
-    """probe: largest mean difference of log-probs, in nats; 0 takes 0.001, or 0.03 where anything is bfloat16"""
+    """probe: largest mean difference of log-probs, in nats; 0 takes what rounding explains: 0.001, or
+    with bfloat16 0.01 · sqrt(layers), and 0.03 more for an engine whose logits are bfloat16"""
 
     disk_path: str = ""
     """disk: folder that trainer and actors share; empty is weights/ in the run folder"""

@@ -18,6 +18,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.offload import OptimizerOffload
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.engine_memory import GIB, STEP_TOKENS, EngineMemory, colocated_memory
+from torchtitan.inference.vllm.engine import EXACT_HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ def engine_arguments(config: JobConfig, memory: EngineMemory, device_bytes: int 
         arguments["enforce_eager"] = True
     else:
         arguments["gpu_memory_utilization"] = memory.utilization(device_bytes)
+        if inference.dtype != "float32":
+            arguments["hf_overrides"] = dict(EXACT_HEAD)
         arguments["enable_sleep_mode"] = inference.sleep_level > 0
     for key, value in inference.engine_args.items():
         _set(arguments, option_name(key).replace("-", "_"), value)

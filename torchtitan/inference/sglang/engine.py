@@ -16,6 +16,8 @@ from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
 NO_OVERLAP = "--disable-overlap-schedule"
+# Logits of the head are fp32, as the trainer's are.
+EXACT_HEAD = "--enable-fp32-lm-head"
 # Arguments with a meaning of their own to us, which the engine's own may still override.
 CPU_ARGUMENTS = (
     "--device", "cpu",
@@ -58,6 +60,8 @@ class SGLang(ForeignEngine):
             theirs += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
         elif options.in_flight_kv == "keep":
             theirs.append(NO_OVERLAP)  # see control.py
+        if not on_cpu and options.dtype != "float32":
+            theirs.append(EXACT_HEAD)
         # Its server in Rust would not ask for our token, whoever asked for that one in this shell.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
