@@ -521,7 +521,7 @@ class OnePass(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("fused_objective: its gradients were used up by the first backward")
-        is_one = by_loss.device.type == "cpu" and by_loss.item() == 1.0
+        is_one = not on_gpu(by_loss) and by_loss.item() == 1.0
         if ctx.accumulated and not is_one:
             torch._assert_async(
                 by_loss == 1.0, "fused_objective(accumulate=True): its loss must be what backward() is called on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan.config.derived import has_reference, is_colocated, teacher_config, trains_only_adapters
+from torchtitan.config.device_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_shape, trained_parameters
@@ -25,16 +26,20 @@ class MemoryEstimate:
     4.25 bits per weight. A reference policy that is not the trained one without its adapters takes the same share of
     the model once more, in host memory where it is offloaded. The rest is rough:
 
-    - gathered: FSDP2 holds two units at a time (the one computing, the one prefetched) in mixed_precision_param; the
-      largest unit is a layer, or the root with embedding and head. Of a layer's experts it is those of one rank of
-      expert_parallel_degree. Of quantised projections also the largest one as it is computed with, on one rank too.
-      An offloaded reference comes to the device in such units on one rank, too.
+    - gathered, activations, logits, unreduced: as they are at the moment at which they take the most together, which is
+      one of three. In the head: the root (embedding and head) and a layer are gathered in mixed_precision_param. In the
+      backward of a layer: the root and two layers, that one and the next. At its end: the root alone. Of a layer's
+      experts it is those of one rank of expert_parallel_degree; of quantised projections also the largest one as it is
+      computed with. An offloaded reference comes to the device in such units on one rank, too.
     - activations: T tokens of a full micro-batch; a layer keeps per token its residual stream, normed inputs and
       projection outputs for the backward, about 5 hidden + 3 query + 4 key/value + 4 intermediate elements (of a
       mixture those of a token's experts, and its rows on the way there and back), shared among the tensor-parallel
       ranks. Checkpointed layers keep 1 hidden instead and one of them at a time is whole.
-    - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit. With model.logprob_head full, T ×
-      vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
+    - logits: model.logprob_head_budget_mb, or less where a micro-batch's fit, twice on a GPU. With model.logprob_head
+      full, T × vocabulary in fp32, four such tensors alive at the peak, over the tensor-parallel ranks.
+    - unreduced: gradients before FSDP2 has reduced them. In the head the fp32 sum of its weight's, and its rounded
+      copy; in a layer that copy, the layer's, and those in mixed_precision_reduce as they are sent; at the end the same
+      of the root.
     - slots: weight_sync.num_slots copies of what the rank sends, its share of the weights or of the adapters, in
       inference.dtype, and one more for deltas; none where the engines are colocated.
     """
@@ -46,6 +51,7 @@ class MemoryEstimate:
     gathered: int
     activations: int
     logits: int
+    unreduced: int
     slots: int
 
     @property
@@ -80,9 +86,10 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         experts = args.experts.count * 3 * args.hidden_size * args.experts.intermediate_size
     kept = 5 * args.hidden_size + 3 * query + 4 * key_value + 4 * wide
     whole, checkpointed = _layers_by_checkpointing(config, args.num_hidden_layers)
-    per_token = whole * kept + checkpointed * args.hidden_size + (kept if checkpointed else 0)
+    per_token = whole * kept + checkpointed * args.hidden_size
     tokens, head = -(-training.tokens_per_micro_batch // config.parallelism.context_parallel_degree), config.model
     budget = (head.logprob_head_budget_mb << 20) or default_head_budget(tokens, args.vocab_size, args.hidden_size)
+    budget = budget // tensor * (2 if trains_on_gpu() else 1)
     all_logits = 4 * tokens * args.vocab_size * 4 // tensor
     reference = 0
     if has_reference(config):
@@ -91,11 +98,26 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         if taught and (teacher := read_shape(teacher_config(config))) is not None:
             second = teacher.num_parameters() * master
         reference = -(-second // (shard * tensor))
-    # Without FSDP2 (one rank) parameters are used where they lie.
-    fsdp = ranks > 1 or (reference > 0 and reference_on_host(config))
+    # Without FSDP2 parameters are used where they lie, and gradients added up where they stay.
+    training_types = {training.mixed_precision_param, training.mixed_precision_reduce, training.dtype}
+    fsdp = ranks > 1 or len(training_types) > 1 or (reference > 0 and reference_on_host(config))
     held = (layer - experts - sum(quantized)) * computed + int(sum(quantized) * QUANTIZED_BITS / 8)
     held = held // tensor + experts * computed // config.parallelism.expert_parallel_degree
-    gathered = 2 * max(root * computed // tensor, held) if fsdp else 0
+    held_root, sent = root * computed // tensor, BYTES[training.mixed_precision_reduce]
+    held, held_root = (held, held_root) if fsdp else (0, 0)
+    # Adapters' gradients are small beside all else.
+    trains = fsdp and not config.lora.rank
+    of_head = args.vocab_size * args.hidden_size // tensor
+    by_head = of_head * computed if trains else 0
+    logits = all_logits if head.logprob_head == "full" else min(all_logits, budget)
+    stays, one = tokens * per_token * computed // tensor, tokens * kept * computed // tensor if checkpointed else 0
+    moments = (
+        # gathered, activations, logits, unreduced
+        (held_root + held, stays, logits, (of_head * BYTES["float32"] + by_head) if trains else 0),
+        (held_root + 2 * held, stays + one, 0, (by_head + held + held * sent // computed) if trains else 0),
+        (held_root, 0, 0, held_root * (computed + sent) // computed if trains else 0),
+    )
+    gathered, activations, logits, unreduced = max(moments, key=sum)
     gathered += max(quantized, default=0) * computed
     whole_gradients = 0
     if ranks > 1 and config.parallelism.fsdp_reduce_gradients == "optimizer_step":
@@ -107,8 +129,9 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
         optimizer=2 * trained_bytes,
         reference=reference,
         gathered=gathered,
-        activations=tokens * per_token * computed // tensor,
-        logits=all_logits if head.logprob_head == "full" else min(all_logits, budget),
+        activations=activations,
+        logits=logits,
+        unreduced=unreduced,
         slots=slots * trained * BYTES[config.inference.dtype],
     )
 

@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 from torchtitan.config.derived import has_engines, is_loopback, shares_devices
+from torchtitan.config.device_defaults import trains_on_gpu
 from torchtitan.config.engine_args import wrong_options
 from torchtitan.config.servers import SCHEME, slurm_urls
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
+from torchtitan.inference.nccl_versions import differing_nccl
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu
@@ -47,6 +49,7 @@ def check_inference(check: Check) -> None:
             actor_cores(inference, 0)
         except UserError as error:
             refuse("inference.pin_cores", True, str(error))
+    _check_transport(check)
     text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
     refuse("inference.health_timeout_s", inference.health_timeout_s <= inference.health_interval_s, text)
 
@@ -118,6 +121,22 @@ def _check_engine(check: Check) -> None:
     no_file = inference.engine_python and not Path(inference.engine_python).is_file()
     text = "there is no such file; empty takes what scripts/install_engine.sh made"
     refuse("inference.engine_python", no_file, text)
+
+
+def _check_transport(check: Check) -> None:
+    """Transports from device to device need more of trainer and engine than that both have one."""
+    config, key = check.config, "weight_sync.transport"
+    if config.weight_sync.transport == "nccl" and (text := differing_nccl(config)) is not None:
+        check.refuse(key, True, text)
+    inference = config.inference
+    started = inference.mode == "server" and inference.backend != "embedded" and not inference.servers
+    # A process opens memory only of devices that it sees.
+    text = (
+        "engines that the run starts see their own GPUs, and not the ranks' whose memory they would open: take tcp, or "
+        "inference.sleep_level for engines on the ranks' GPUs, or start servers that see all (inference.servers)"
+    )
+    apart = started and not shares_devices(config) and not config.rollout.replay and trains_on_gpu()
+    check.refuse(key, config.weight_sync.transport == "ipc" and apart, text)
 
 
 def _check_replay(check: Check) -> None:

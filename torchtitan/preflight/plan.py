@@ -17,8 +17,10 @@ from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
+from torchtitan.inference.nccl_versions import differing_nccl
 from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_host, reference_on_host, version_bytes
 from torchtitan.models.shape import read_shape
+from torchtitan.preflight.step_time import describe_step_time
 from torchtitan.utils.machine import has_gpu
 
 # Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
@@ -83,7 +85,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
     plan = make_plan(config, world_size)
     context = f"{plan.context} context × " if plan.context > 1 else ""
     lines = [
-        *([f"WARNING: {rounded}"] if (rounded := without_masters(config)) else []),
+        *(f"WARNING: {said}" for said in (without_masters(config), differing_nccl(config)) if said),
         f"device: {_device(config)}",
         f"ranks: {plan.ranks}",
         f"mesh: {plan.replicate} replicate × {plan.shard} shard × {context}{plan.tensor} tensor parallel"
@@ -93,7 +95,8 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
         f"{config.grpo.num_iterations * config.grpo.num_minibatches} optimizer step(s)",
         f"tokens per step: at most {plan.max_tokens:,}, of which at most {plan.max_generated_tokens:,} are generated",
     ]
-    if plan.parameters is None or plan.version_bytes is None or plan.memory is None:
+    args = read_shape(config)
+    if args is None or plan.parameters is None or plan.version_bytes is None or plan.memory is None:
         lines.append(f"model: not known before {config.model.hf_assets_path} is made; no byte figures")
     else:
         memory = plan.memory
@@ -104,6 +107,8 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
             f"memory estimate per rank: {_size(memory.total)}",
             *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
+        if trains_on_gpu():
+            lines += describe_step_time(config, args, world_size)
         if is_colocated(config) or shares_devices(config):
             lines += _describe_shared(config, world_size, memory)
     return config_to_toml(config) + "\n# Plan\n" + "\n".join(f"# {line}" for line in lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import pytest
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.placement import engine_devices, visible_devices
+from torchtitan.preflight.check import Check
+from torchtitan.preflight.inference import check_inference
+from torchtitan.preflight.plan import describe_plan
 from torchtitan.utils import machine
 
 
@@ -69,3 +74,48 @@ def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_
     assert engine_devices(config, 1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     with pytest.raises(UserError, match="there are 4"):
         engine_devices(config, 2)
+
+
+@pytest.fixture
+def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Makes an environment with a version of NCCL, and returns its interpreter."""
+
+    def make(name: str, version: str) -> str:
+        packages = tmp_path / name / "lib" / "python3.12" / "site-packages"
+        (packages / f"nvidia_nccl_cu13-{version}.dist-info").mkdir(parents=True)
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir()
+        python.symlink_to(sys.executable)
+        return str(python)
+
+    return make
+
+
+@pytest.mark.parametrize("theirs", ["2.29.7", "2.30.7"])
+def test_communicators_need_one_version_of_nccl(
+    theirs: str, environments: Callable[[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = environments("engine", theirs)
+    monkeypatch.setattr(sys, "executable", environments("trainer", "2.29.7"))
+    config = JobConfig()
+    config.inference.backend, config.inference.engine_python = "vllm", engine
+    config.model.name, config.model.flavor = "qwen3", "0.6B"
+    differs = theirs != "2.29.7"
+    assert ("# WARNING: the trainer's NCCL is 2.29.7 and vllm's 2.30.7" in describe_plan(config, 1)) is differs
+    for transport in ("tcp", "disk", "nccl"):
+        config.weight_sync.transport = transport
+        check = Check(config, 1, planning=True)
+        check_inference(check)
+        refused = [problem.text for problem in check.problems if "NCCL" in problem.text]
+        assert len(refused) == (differs and transport == "nccl")
+
+
+def test_ipc_needs_engines_that_see_the_ranks_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    config.inference.backend, config.weight_sync.transport = "sglang", "ipc"
+    for device, apart in (("cuda", True), ("cpu", True), ("cuda", False)):
+        monkeypatch.setenv("TORCHTITAN_DEVICE", device)
+        config.inference.sleep_level, config.grpo.async_weight_update = (0, True) if apart else (1, False)
+        check = Check(config, 1, planning=True)
+        check_inference(check)
+        assert any("see their own GPUs" in one.text for one in check.problems) is (device == "cuda" and apart)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torchtitan.errors import ConfigError
 from torchtitan.grpo.loss_settings import loss_settings
 from torchtitan.grpo.objectives import ClipRange
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.preflight import plan
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.inference import ROUTES
 from torchtitan.preflight.loading import load_config, validated
@@ -997,6 +999,7 @@ FOR_GPUS = {
     "qwen3_30b_a3b_8gpu": 8,
     "llama3.1_8b_128k_8gpu": 8,
     "qwen3_0.6b_gsm8k_vllm": 1,
+    "qwen3_0.6b_1gpu": 1,
     "qwen2.5_math_7b_colocated": 8,
     "qwen2.5_math_72b_4nodes": 32,
     "llama3.1_8b_gsm8k_sglang": 4,
@@ -1009,10 +1012,15 @@ def test_shipped_configurations_for_gpus_are_planned_without_their_files(
 ) -> None:
     write_config()
     monkeypatch.setenv("WORLD_SIZE", str(FOR_GPUS[name]))
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    device_bytes = (24 if name == "qwen3_0.6b_1gpu" else 80) * 2**30
+    monkeypatch.setattr(plan, "device_bytes_of_driver", lambda: device_bytes)
     file = ROOT / "train_configs" / f"{name}.toml"
     assert main(["--dry-run", "--job.config_file", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "memory estimate per rank" in said and "DOES NOT FIT" not in said
+    assert "memory estimate per rank" in said and "DOES NOT FIT" not in said and "step time at most: " in said
+    for half in re.findall(r"while (?:training|generating): (\S+) GiB", said):
+        assert float(half) * 2**30 < device_bytes
     # Without its files nothing but planning is possible, and what is missing is said.
     assert main(["--job.config_file", str(file)]) == 2
     assert "model.hf_assets_path" in capsys.readouterr().err
@@ -1052,6 +1060,24 @@ def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.Mon
         if hidden is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert device_defaults.trains_on_gpu() is (listed > 0 and hidden is None)
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_commands_in_the_headers_of_configurations_for_gpus_exist(name: str) -> None:
+    text = (ROOT / "train_configs" / f"{name}.toml").read_text(encoding="utf-8")
+    header = text[: text.index("[job]")]
+    scripts = set(re.findall(r"\S*?((?:scripts/|\./)\w+\.(?:sh|slurm))", header))
+    assert {"scripts/setup_env.sh", "./run_grpo.sh"} <= scripts and all((ROOT / one).is_file() for one in scripts)
+    assert re.findall(r"CONFIG_FILE=(\S+)", header) == [f"train_configs/{name}.toml"]
+    # The extra data brings datasets, and with it the program hf.
+    assert "scripts/setup_env.sh data &&" in header and "EXTRAS=data" in header
+    (repository, folder) = re.findall(r"\.venv/bin/hf download (\S+) --local-dir (\S+)", header)[0]
+    assert f'hf_assets_path = "./{folder}"' in text and repository.endswith(Path(folder).name)
+    assert "hf" in {script.name for script in entry_points(group="console_scripts")}
+    engine = re.findall(r"scripts/install_engine\.sh (\w+)", header)
+    assert engine == re.findall(r'^backend = "(\w+)"$', text, re.MULTILINE)
+    ranks = [int(count) for count in re.findall(r"NGPU=(\d+)", header)]
+    assert ranks in ([], [FOR_GPUS[name]]) and (ranks or FOR_GPUS[name] == 1)
 
 
 DEBUG = sorted(file for file in (ROOT / "train_configs").glob("*.toml") if file.stem not in FOR_GPUS)
