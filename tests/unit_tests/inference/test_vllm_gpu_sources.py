@@ -1,0 +1,75 @@
+"""What vLLM does on GPUs alone, held against the sources of an installed one: nothing of it is imported or run.
+
+On a CPU vLLM runs its first model runner and cannot sleep; with Triton it runs Model Runner V2. What of both we rely on
+is in files that every build has.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from torchtitan.errors import UserError
+from torchtitan.inference.agent.command import find_python
+
+
+@pytest.fixture(scope="module")
+def sources() -> Path:
+    try:
+        environment = Path(find_python("vllm", "")).absolute().parent.parent
+    except UserError as error:
+        pytest.skip(str(error))
+    (package,) = environment.glob("lib/python3*/site-packages/vllm")
+    return package
+
+
+def functions(file: Path, name: str = "") -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of a module, or of one of its classes."""
+    tree: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
+    if name:
+        tree = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    nodes = ast.iter_child_nodes(tree)
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    return [argument.arg for argument in function.args.args]
+
+
+def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path) -> None:
+    runner = functions(sources / "v1/worker/gpu/model_runner.py", "GPUModelRunner")
+    assert "get_model" in runner and "weights_iterator" in arguments(runner["reload_weights"])
+    # Log-probs of what was sampled are those behind temperature and truncation; a scored text has them, too.
+    sampler = (sources / "v1/worker/gpu/sample/sampler.py").read_text(encoding="utf-8")
+    assert "if self.logprobs_mode in PROCESSED_LOGPROBS_MODES:\n                logits = processed_logits" in sampler
+    assert "PromptLogprobsWorker(" in (sources / "v1/worker/gpu/model_runner.py").read_text(encoding="utf-8")
+    # Colocated engines are on an external launcher: only pipelines keep that from V2.
+    unsupported = functions(sources / "config/vllm.py", "VllmConfig")["_get_v2_model_runner_unsupported_features"]
+    said = ast.unparse(unsupported)
+    assert (
+        said.count("== 'external_launcher'")
+        == said.count("== 'external_launcher' and self.parallel_config.pipeline")
+        == 1
+    )
+    for ours in ("prompt_logprobs", "logprobs_mode", "sleep", "weight_transfer", "tensor_parallel"):
+        assert ours not in said
+
+
+def test_sleep_takes_our_levels_modes_and_tags(sources: Path) -> None:
+    worker = functions(sources / "v1/worker/gpu_worker.py", "Worker")
+    assert arguments(worker["sleep"]) == ["self", "level"] and arguments(worker["wake_up"]) == ["self", "tags"]
+    routes = functions(sources / "entrypoints/serve/dev/sleep/api_router.py")
+    asked = arguments(routes["sleep"])
+    assert asked == ["raw_request", "level", "mode"] and "getlist('tags')" in ast.unparse(routes["wake_up"])
+    engine = functions(sources / "v1/engine/llm_engine.py", "LLMEngine")
+    assert arguments(engine["sleep"]) == ["self", "level", "mode"]
+    # The second level keeps buffers, which no version of the weights brings.
+    assert "named_buffers" in ast.unparse(worker["sleep"])
+
+
+def test_the_head_sums_to_fp32_where_it_is_asked_to(sources: Path) -> None:
+    text = (sources / "model_executor/layers/logits_processor.py").read_text(encoding="utf-8")
+    assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in text
+    assert 'getattr(config, "head_dtype", None)' in (sources / "config/model.py").read_text(encoding="utf-8")
