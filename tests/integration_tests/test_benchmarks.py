@@ -96,6 +96,11 @@ def test_benchmark_ends_with_its_figures(name: str) -> None:
         assert namespaces() <= before, "namespaces are left behind"
 
 
+@pytest.mark.slow
+def test_every_sabotage_of_an_embedded_engine_is_noticed_and_nothing_else() -> None:
+    assert run_quickly("sabotage", set()) == {"missed": 0, "false_alarms": 0}
+
+
 def test_namespaces_are_refused_clearly_without_their_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="root and iproute2"), slow_network(["a"], 10.0):

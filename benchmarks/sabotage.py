@@ -1,0 +1,204 @@
+"""Real engines that do not hold what the trainer sent: who notices, and does an honest version ever look like that?
+
+    python benchmarks/sabotage.py --backend embedded|vllm|sglang --json
+
+A small random Qwen3 in bfloat16 with a tied head. After a few honest versions the engine's next load is spoiled from
+within (saboteur.py), once for each of these, and after each the actor has to be whole again with the next version:
+
+    flip, flip_low  one element of a live weight has another bit: the highest, or the lowest of its exponent
+    one_of_two      one of two tensor-parallel workers keeps the weights that it had
+    stale           all of them do, under the new version's label
+    missing         one parameter is not loaded
+    tied_head       a head that is computed with in a packed copy is not packed anew
+    swap            two layers' matrices of one shape have changed places
+    torn            half of a matrix is another version's, as if memory had been written while it was read
+    base            adapters are merged into other weights than they were trained on
+
+Noticed is what a run acts on: the load is refused, the actor is poisoned (weight_sync.verify = digest looks at the live
+weights), or its log-probs of the probe differ by more than weight_sync.probe_tolerance, twice in a row. Then honest
+versions, each looked at in the same way.
+
+    missed         sabotages that nothing noticed; of vllm and sglang the probe sees what moves log-probs
+    false_alarms   honest versions that looked wrong
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks import common, saboteur  # noqa: E402
+from tests.engines import adapter_trainer, job  # noqa: E402
+from tests.engines.models import VOCABULARY, make_model  # noqa: E402
+from tests.processes import Processes  # noqa: E402
+from torchtitan.config.derived import probe_tolerance  # noqa: E402
+from torchtitan.config.job_config import JobConfig  # noqa: E402
+from torchtitan.errors import UserError  # noqa: E402
+from torchtitan.inference.agent.command import find_python  # noqa: E402
+from torchtitan.inference.agent.control import AdminClient  # noqa: E402
+from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
+from torchtitan.inference.parity import mean_difference  # noqa: E402
+from torchtitan.trainer.mismatch import probe_tokens  # noqa: E402
+
+BARS = {"missed": ("<=", 0), "false_alarms": ("<=", 0)}
+WHOLE = ("flip", "flip_low", "stale", "missing", "swap", "torn")
+KINDS = {"embedded": WHOLE, "vllm": (*WHOLE, "one_of_two", "tied_head"), "sglang": (*WHOLE, "one_of_two")}
+SECONDS = 90.0
+LOOKS = 2
+
+
+class Embedded(job.Actor):
+    """The embedded engine: server and engine in one process."""
+
+    def __init__(self, processes: Processes, model: Path):
+        command = [sys.executable, "-m", "benchmarks.saboteur", "--model", str(model), "--dtype", "bfloat16"]
+        command += ["--threads", "1", "--token-env", TOKEN_VARIABLE]
+        port = processes.start_server("embedded", command, SECONDS, **{TOKEN_VARIABLE: job.TOKEN})
+        self.processes, self.kind, self.name, self.url = processes, "embedded", "embedded", f"http://127.0.0.1:{port}"
+        self.agent = AdminClient(self.url, job.TOKEN)
+
+
+class Watch:
+    """Looks at an actor as a run does."""
+
+    def __init__(self, actor: job.Actor, trainer: job.Trainer, model: Path, digest: bool):
+        self._actor, self._trainer, self._digest = actor, trainer, digest
+        config = JobConfig()
+        config.inference.dtype, config.weight_sync.verify, config.model.hf_assets_path = "bfloat16", "probe", str(model)
+        self._tolerance = probe_tolerance(config)
+        self._tokens = probe_tokens(config, VOCABULARY)
+        self.difference = 0.0
+
+    def noticed(self) -> str:
+        """What finds that the actor does not hold the trainer's newest version; nothing where it does. Raises
+        AssertionError where neither is known in time."""
+        begun, version, trainer = time.time(), self._trainer.version, self._trainer
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            said = [line for line in _journal(trainer.folder) if line["time"] > begun - SECONDS]
+            bad = {"poisoned": "poisoned", "ended": "refused"}
+            for line in said:
+                if line["event"] in bad and line["version"] == version and line.get("outcome") in (None, "refused"):
+                    return f"{bad[line['event']]}: {line['reason'][:200]}"
+            known = trainer.sync.actors().get("actor-0")
+            if known is not None and known.serves and known.version == version:
+                if not self._digest:
+                    return self._probe()
+                if self._actor.health()["verified"]["version"] == version:
+                    return ""
+            time.sleep(0.02)
+        raise AssertionError(f"version {version} was neither served nor refused:\n{trainer.journal_tail()}")
+
+    def _probe(self) -> str:
+        expected = self._trainer.log_probs(self._tokens)
+        for _ in range(LOOKS):
+            self.difference, _place = mean_difference(expected, self._actor.score(self._tokens))
+            if self.difference <= self._tolerance:
+                return ""
+        return f"probe: {self.difference:.3g} nats apart"
+
+
+def _journal(folder: Path) -> list[dict[str, Any]]:
+    return [line for event in ("poisoned", "ended") for line in job.journal_of(folder, event, 0)]
+
+
+@contextlib.contextmanager
+def started(backend: str, model: Path, processes: Processes) -> Iterator[job.Actor]:
+    """The engine, with two workers where it has workers. Ends the benchmark where the engine is not installed."""
+    if backend == "embedded":
+        yield Embedded(processes, model)
+        return
+    try:
+        python = Path(find_python(backend, ""))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    options = ["--tensor-parallel-size", "2", "--dtype", "bfloat16"]
+    plugins = processes.folder / "plugins"
+    saboteur.install_into_sglang(plugins)
+    if backend == "vllm":
+        options += ["--", "--worker-extension-cls", "benchmarks.saboteur_vllm.WorkerExtension"]
+    environment = {"PYTHONPATH": f"{REPOSITORY}:{plugins}"}
+    yield job.start_actor(processes, backend, python, model, *options, **environment)
+
+
+def spoil_next(file: Path, kind: str) -> None:
+    """Of both workers, where there are two."""
+    for rank in range(2):
+        Path(f"{file}.{rank}").write_text(kind)
+
+
+def leave_alone(file: Path) -> None:
+    for rank in range(2):
+        Path(f"{file}.{rank}").unlink(missing_ok=True)
+
+
+def play(actor: job.Actor, trainer: job.Trainer, watch: Watch, kinds: tuple[str, ...], file: Path) -> dict[str, str]:
+    """Each sabotage once: who has noticed."""
+    found = {}
+    for _ in range(2):
+        trainer.bring()
+        assert not (why := watch.noticed()), why
+    for kind in kinds:
+        spoil_next(file, kind)
+        trainer.publish()
+        found[kind] = watch.noticed() or f"NOTHING ({watch.difference:.2g} nats apart)"
+        common.progress(f"{kind:10} {found[kind]}")
+        leave_alone(file)
+        trainer.bring()
+        assert not (why := watch.noticed()), f"not whole again after {kind}: {why}"
+    return found
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--backend", choices=tuple(KINDS), default="embedded")
+    parser.add_argument("--versions", type=int, default=1000, help="honest ones")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.versions = 20
+    alarms, backend = 0, arguments.backend
+    with tempfile.TemporaryDirectory() as name, Processes(Path(name)) as processes:
+        folder, file = Path(name), Path(name) / "sabotage"
+        os.environ[saboteur.VARIABLE], os.environ[TOKEN_VARIABLE] = str(file), job.TOKEN
+        model, other = (make_model(folder / f"model{seed}", seed=100 + seed, dtype="bfloat16") for seed in range(2))
+        with started(backend, model, processes) as actor:
+            with job.training(folder / "whole", model, dtype="bfloat16") as trainer:
+                actor.connect(trainer)
+                watch = Watch(actor, trainer, model, backend == "embedded")
+                found = play(actor, trainer, watch, KINDS[backend], file)
+                for number in range(arguments.versions):
+                    trainer.bring()
+                    alarms += bool(watch.noticed())
+                    if number % 100 == 99:
+                        common.progress(f"{number + 1} honest versions, {alarms} alarms")
+            if backend == "embedded":
+                # It merges into what it has loaded, which has been replaced.
+                processes.stop("embedded")
+                actor = Embedded(processes, model)
+            with adapter_trainer.training(folder / "adapters", other, dtype="bfloat16") as adapters:
+                actor.connect(adapters)
+                watch = Watch(actor, adapters, model, digest=False)
+                adapters.publish()
+                found["base"] = watch.noticed() or "NOTHING"
+                common.progress(f"base       {found['base']}")
+    missed = [kind for kind, who in found.items() if who.startswith("NOTHING")]
+    figures = {"missed": len(missed), "false_alarms": alarms}
+    given = {name: value for name, value in vars(arguments).items() if name != "json"}
+    conditions = {**given, "noticed_by": found, "cpu": common.processor()}
+    common.report("sabotage", figures, BARS, conditions, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
