@@ -231,7 +231,7 @@ class Run:
     def _supervised(self) -> dict[str, launch.SupervisedProcess]:
         publication = self.sync._publication
         assert publication.registry is not None
-        return {"server": publication.shard_server.supervised, "registry": publication.registry.supervised}
+        return {"server": publication.shard_server, "registry": publication.registry}
 
     def _strike(self, kind: str, actor: str, number: int) -> bool:
         processes = self._supervised

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,16 +60,13 @@ def model_parameters(version_bytes: int, where: torch.device) -> dict[str, torch
 class Slots:
     """A publisher, and the shard server's part of its slots: every version that is READY is published at once."""
 
-    def __init__(
-        self, parameters: dict[str, torch.Tensor], folder: Path, on_device: bool, stream: SideStream | None = None
-    ):
+    def __init__(self, parameters: dict[str, torch.Tensor], on_device: bool, stream: SideStream | None = None):
         self.publisher = Publisher(
             parameters,
             rank=0,
             dtype="bfloat16",
             num_slots=3,
             bucket_bytes=BUCKET_BYTES,
-            folder=folder,
             on_device=on_device,
             stream=stream,
         )
@@ -119,10 +115,10 @@ def on_stream_seconds(work: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def snapshot_shares(parameters: dict[str, torch.Tensor], folder: Path, repeats: int) -> dict[str, float]:
+def snapshot_shares(parameters: dict[str, torch.Tensor], repeats: int) -> dict[str, float]:
     """Snapshots into host memory and into device slots against plain copies."""
     where = next(iter(parameters.values())).device
-    host, on_device = Slots(parameters, folder, False), Slots(parameters, folder, True)
+    host, on_device = Slots(parameters, False), Slots(parameters, True)
     count = host.version_bytes
     source = torch.empty(count, dtype=torch.uint8, device=where)
     pinned = torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -192,10 +188,10 @@ class Training:
 
 
 def side_stream_ratio(
-    parameters: dict[str, torch.Tensor], folder: Path, repeats: int, steps: int, step_seconds: float
+    parameters: dict[str, torch.Tensor], repeats: int, steps: int, step_seconds: float
 ) -> dict[str, float]:
     """Steps that snapshot every version to the host against steps that do not."""
-    slots, training = Slots(parameters, folder, False), Training(parameters, step_seconds)
+    slots, training = Slots(parameters, False), Training(parameters, step_seconds)
 
     def run(snapshots: bool) -> float:
         torch.cuda.synchronize()
@@ -246,12 +242,12 @@ class _Unheld:
         """The mutation: nothing."""
 
 
-def torn_without_fence(folder: Path, where: torch.device, on_device: bool) -> float:
+def torn_without_fence(where: torch.device, on_device: bool) -> float:
     """1 when only the fence keeps late snapshots whole."""
 
     def whole(drops_hold: bool) -> bool:
         parameter = torch.zeros(1 << 20, device=where)
-        slots = Slots({"p": parameter}, folder, on_device, LateStream(where, drops_hold))
+        slots = Slots({"p": parameter}, on_device, LateStream(where, drops_hold))
         try:
             good = True
             for version in range(1, 4):
@@ -271,9 +267,9 @@ def torn_without_fence(folder: Path, where: torch.device, on_device: bool) -> fl
     return float(whole(drops_hold=False) and not whole(drops_hold=True))
 
 
-def ipc_share(parameters: dict[str, torch.Tensor], folder: Path, repeats: int) -> dict[str, float]:
+def ipc_share(parameters: dict[str, torch.Tensor], repeats: int) -> dict[str, float]:
     """This process sends, another maps the slots and copies."""
-    slots = Slots(parameters, folder, True)
+    slots = Slots(parameters, True)
     slots.snapshot()
     slots.finish()
     index, _ = slots.live.filled()[slots.serial]
@@ -347,18 +343,16 @@ def main() -> None:
     torch.cuda.set_device(where)
     torch.manual_seed(0)
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parameters = model_parameters(int(gigabytes * GIGABYTE), where)
-        common.progress("snapshots against copies")
-        figures |= snapshot_shares(parameters, folder, repeats)
-        common.progress("training steps with and without snapshots")
-        figures |= side_stream_ratio(parameters, folder, repeats, steps, options.step)
-        common.progress("copies over CUDA IPC")
-        figures |= ipc_share(parameters, folder, repeats)
-        common.progress("without the fence")
-        torn = [torn_without_fence(folder, where, on_device) for on_device in (False, True)]
-        figures["torn_without_fence"] = min(torn)
+    parameters = model_parameters(int(gigabytes * GIGABYTE), where)
+    common.progress("snapshots against copies")
+    figures |= snapshot_shares(parameters, repeats)
+    common.progress("training steps with and without snapshots")
+    figures |= side_stream_ratio(parameters, repeats, steps, options.step)
+    common.progress("copies over CUDA IPC")
+    figures |= ipc_share(parameters, repeats)
+    common.progress("without the fence")
+    torn = [torn_without_fence(where, on_device) for on_device in (False, True)]
+    figures["torn_without_fence"] = min(torn)
     conditions = {
         "gpu": torch.cuda.get_device_name(where),
         "torch": torch.__version__,

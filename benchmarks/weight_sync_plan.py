@@ -19,7 +19,6 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,12 +133,10 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
 class Versions:
     """A publisher of a model in so many tensors, whose slot is freed at once, as a server with fast actors would."""
 
-    def __init__(self, tensors: int, memory: torch.Tensor, folder: Path):
+    def __init__(self, tensors: int, memory: torch.Tensor):
         elements = memory.numel() // tensors
         parameters = {f"p{i}": piece for i, piece in enumerate(memory[: elements * tensors].split(elements))}
-        self.publisher = Publisher(
-            parameters, rank=0, dtype="bfloat16", num_slots=1, bucket_bytes=BUCKET_BYTES, folder=folder
-        )
+        self.publisher = Publisher(parameters, rank=0, dtype="bfloat16", num_slots=1, bucket_bytes=BUCKET_BYTES)
         self._live = LiveSlots(self.publisher.slots.state_words)
         self._serial = 0
 
@@ -179,14 +176,13 @@ def main() -> None:
         planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh), arguments.workers))
         common.progress(f"planned in {sum(planned[-1].values()):.2f} s")
     memory = torch.ones(arguments.bytes // 2)
-    with tempfile.TemporaryDirectory() as folder:
-        sides = {
-            "many": Versions(arguments.parameters, memory, Path(folder)),
-            "few": Versions(arguments.few, memory, Path(folder)),
-        }
-        seconds = common.interleaved({name: side.version for name, side in sides.items()}, arguments.versions)
-        for side in sides.values():
-            side.close()
+    sides = {
+        "many": Versions(arguments.parameters, memory),
+        "few": Versions(arguments.few, memory),
+    }
+    seconds = common.interleaved({name: side.version for name, side in sides.items()}, arguments.versions)
+    for side in sides.values():
+        side.close()
     figures = {
         "plan_s": statistics.median(sum(parts.values()) for parts in planned),
         "growth_per_version": common.median_ratio(seconds["many"], seconds["few"]),

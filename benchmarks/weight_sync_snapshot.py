@@ -18,7 +18,6 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -39,11 +38,9 @@ BUCKET_BYTES = 16 << 20
 class Side:
     """A model in one dtype, its publisher, and memory for plain copies."""
 
-    def __init__(self, sizes: list[tuple[int, ...]], source: torch.dtype, dtype: str, folder: Path):
+    def __init__(self, sizes: list[tuple[int, ...]], source: torch.dtype, dtype: str):
         parameters = {f"p{i}": torch.randn(size).to(source) for i, size in enumerate(sizes)}
-        self.publisher = Publisher(
-            parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=BUCKET_BYTES, folder=folder
-        )
+        self.publisher = Publisher(parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=BUCKET_BYTES)
         self._live = LiveSlots(self.publisher.slots.state_words)
         self._sources = list(parameters.values())
         counts = [parameter.numel() for parameter in self._sources]
@@ -89,15 +86,14 @@ def main() -> None:
     torch.set_num_threads(1)
     sizes = common.language_model_shapes(arguments.layers, arguments.hidden, arguments.vocabulary)
     figures: dict[str, float] = {"snapshot_ratio": 0.0}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (source, dtype) in CASTS.items():
-            side = Side(sizes, source, dtype, Path(folder))
-            seconds = common.interleaved({"snapshot": side.snapshot, "copy": side.copy}, arguments.repeats, warm_up=3)
-            side.publisher.close()
-            ratio = common.median_ratio(seconds["snapshot"], seconds["copy"])
-            figures[f"ratio_{name}"] = ratio
-            figures |= {f"{what}_ms_{name}": 1e3 * statistics.median(taken) for what, taken in seconds.items()}
-            figures["snapshot_ratio"] = max(figures["snapshot_ratio"], ratio)
+    for name, (source, dtype) in CASTS.items():
+        side = Side(sizes, source, dtype)
+        seconds = common.interleaved({"snapshot": side.snapshot, "copy": side.copy}, arguments.repeats, warm_up=3)
+        side.publisher.close()
+        ratio = common.median_ratio(seconds["snapshot"], seconds["copy"])
+        figures[f"ratio_{name}"] = ratio
+        figures |= {f"{what}_ms_{name}": 1e3 * statistics.median(taken) for what, taken in seconds.items()}
+        figures["snapshot_ratio"] = max(figures["snapshot_ratio"], ratio)
     conditions = {
         **{name: value for name, value in vars(arguments).items() if name != "json"},
         "bytes_per_version": side.bytes,

@@ -16,7 +16,7 @@ from deterministic.machine import Machine, Process, Violation
 from torchtitan.weight_sync.boundary import Boundary
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.delta import decode_into
-from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity
+from torchtitan.weight_sync.handshake import ACTOR, Identity
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
 from torchtitan.weight_sync.needs import Needs
@@ -128,7 +128,6 @@ class Rank:
             token=TOKEN,
             registry=REGISTRY,
             address=self.address,
-            identity=Identity.of(TOKEN, RANK, str(self.number)),
             lease_s=shape.lease_s,
             refer=self._refer if refer else None,
         )

@@ -232,7 +232,7 @@ def test_ports_can_be_fixed(tmp_path: Path) -> None:
 
 
 def supervised(job: Job, part: str) -> Any:
-    return job.registry.supervised if part == "registry" else job.publication.shard_server.supervised
+    return job.registry if part == "registry" else job.publication.shard_server
 
 
 @pytest.mark.parametrize("part", ["registry", "shard server"])
@@ -276,7 +276,7 @@ def test_everything_ends_with_the_trainer(start: Callable[..., Job], tmp_path: P
     script = (
         "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
         "job = Job(Path(sys.argv[1])); job.publish()\n"
-        "print(job.registry.supervised.process.pid, job.publication.shard_server.supervised.process.pid, flush=True)\n"
+        "print(job.registry.process.pid, job.publication.shard_server.process.pid, flush=True)\n"
         "sys.stdin.read()"
     )
     trainer = subprocess.Popen(

@@ -233,7 +233,7 @@ def test_a_skipped_version_is_owed(tmp_path: Path) -> None:
         registry = job.sync._publication.registry
         assert registry is not None
         # Without a registry no version is published, and every slot fills.
-        frozen = registry.supervised.process
+        frozen = registry.process
         frozen.send_signal(signal.SIGSTOP)
         outcomes = [job.step() for _ in range(6)]
         assert outcomes[-1] == "skipped" and job.sync.owed == job.version

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checksums import sum_checksum_numpy
 from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
-from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
+from torchtitan.weight_sync.device_checksum import sum_checksum
 from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.publisher import Publisher
 
@@ -64,16 +65,12 @@ def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_slots_hold_what_a_plain_cast_gives(
-    on_device: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_hold_what_a_plain_cast_gives(on_device: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "SCRATCH_BYTES", 1 << 16)  # several parts, and parameters cut into pieces
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(shape, generator=generator) for shape in ((257, 129), (7,), (50000,), ())]
     parameters = {f"p{index}": value.cuda() for index, value in enumerate(values)}
-    publisher = Publisher(
-        parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=1 << 16, folder=tmp_path, on_device=on_device
-    )
+    publisher = Publisher(parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=1 << 16, on_device=on_device)
     publisher.reserve()
     publisher.snapshot(0, 1)
     slot = wait_until_ready(publisher, 1)
@@ -86,7 +83,7 @@ def test_slots_hold_what_a_plain_cast_gives(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool, tmp_path: Path) -> None:
+def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool) -> None:
     whole = []
     for drops_hold in (False, True):
         parameter = torch.zeros(1 << 20, device=torch.device("cuda", 0))
@@ -96,7 +93,6 @@ def test_only_the_fence_keeps_a_late_copy_whole(on_device: bool, tmp_path: Path)
             dtype="bfloat16",
             num_slots=2,
             bucket_bytes=1 << 20,
-            folder=tmp_path,
             on_device=on_device,
             stream=LateStream(parameter.device, drops_hold),
         )

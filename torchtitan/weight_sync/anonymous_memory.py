@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from pathlib import Path
 
 _WORD_BYTES = 8
 
 
-def anonymous_file(name: str, size: int, folder: Path) -> int:
-    """A descriptor of `size` zero bytes: memfd, or an unlinked file in `folder` where the system has none."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=name, dir=folder)
-        os.unlink(path)
+def anonymous_file(name: str, size: int) -> int:
+    """A descriptor of `size` zero bytes."""
+    descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, size)
     return descriptor
 
@@ -30,9 +23,9 @@ class Pulse:
         self._word = memoryview(mmap.mmap(descriptor, _WORD_BYTES)).cast("Q")
 
     @classmethod
-    def create(cls, name: str, folder: Path) -> Pulse:
+    def create(cls) -> Pulse:
         """A new one, at zero."""
-        return cls(anonymous_file(name, _WORD_BYTES, folder))
+        return cls(anonymous_file("weight-sync-pulse", _WORD_BYTES))
 
     @property
     def count(self) -> int:

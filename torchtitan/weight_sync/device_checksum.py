@@ -34,16 +34,6 @@ def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
     return _combine(plain, weighted)
 
 
-def sum_checksum_numpy(data: bytes | bytearray | memoryview) -> str:
-    """The same without torch; slow, for tests and for readers without one."""
-    raw = numpy.frombuffer(data, numpy.uint8)
-    padded = numpy.zeros(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, numpy.uint8)
-    padded[: len(raw)] = raw
-    words = padded.view("<i4").astype(numpy.int64).view(numpy.uint64)
-    weights = 2 * numpy.arange(len(words), dtype=numpy.uint64) + numpy.uint64(1)
-    return _format(int(words.sum(dtype=numpy.uint64)), int((words * weights).sum(dtype=numpy.uint64)))
-
-
 def host_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
     """Host memory as a uint8 tensor, not copied. Read-only memory must not be written through it."""
     if len(data) == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy
 import torch
 
@@ -22,10 +20,10 @@ class DeviceSlots(SlotWords):
         """What names each tensor's memory to other processes, once a transport has asked for it (ipc)"""
 
     @classmethod
-    def create(cls, count: int, slot_bytes: int, folder: Path, where: torch.device) -> DeviceSlots:
+    def create(cls, count: int, slot_bytes: int, where: torch.device) -> DeviceSlots:
         """New slots, all free and zero."""
         tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
-        return cls(cls.new_file(count, folder), tensors)
+        return cls(cls.new_file(count), tensors)
 
     @property
     def device(self) -> torch.device:
@@ -40,11 +38,11 @@ class DeviceSlots(SlotWords):
 Slots = SharedSlots | DeviceSlots
 
 
-def create_slots(count: int, slot_bytes: int, folder: Path, where: torch.device, on_device: bool) -> Slots:
+def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bool) -> Slots:
     """New slots. where: the parameters' device; on the CPU a device's memory is memory that processes can share."""
     if _are_on_device(where, on_device):
-        return DeviceSlots.create(count, slot_bytes, folder, where)
-    return SharedSlots.create(count, slot_bytes, folder)
+        return DeviceSlots.create(count, slot_bytes, where)
+    return SharedSlots.create(count, slot_bytes)
 
 
 def checksum_kind(where: torch.device, on_device: bool) -> str:

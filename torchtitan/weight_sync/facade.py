@@ -201,17 +201,8 @@ class WeightSync:
     def actors(self) -> dict[str, ActorStatus]:
         """Every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
         return {
-            name: ActorStatus(
-                fields["state"],
-                self.epoch,
-                fields["version"],
-                fields["digest"],
-                fields["serves"],
-                fields["pinned"],
-                fields["reason"],
-                fields["evictions"],
-            )
-            for name, fields in self._actors().items()
+            name: ActorStatus(**{key: {**actor, "epoch": self.epoch}[key] for key in ActorStatus._fields})
+            for name, actor in self._actors().items()
         }
 
     def _actors(self) -> dict[str, Message]:

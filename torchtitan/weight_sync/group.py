@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync.anonymous_memory import anonymous_file
@@ -179,9 +177,7 @@ class Leader(Puller):
         assert self._layout is not None
         if self._layout is not before:
             self._free_memory()
-            self._memory = anonymous_file(
-                "weights-staging", self._layout.slot_starts()[-1], Path(tempfile.gettempdir())
-            )
+            self._memory = anonymous_file("weights-staging", self._layout.slot_starts()[-1])
             self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
             self._send(self._model)
 

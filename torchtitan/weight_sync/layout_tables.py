@@ -7,11 +7,10 @@ of neighbours, of which there are few, everything else as plain JSON. No torch.
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,13 +91,6 @@ class ParameterTable:
         for name, kind in zip(self.names, self.kind.tolist(), strict=True):
             yield ParameterEntry(name, *self.kinds[kind])
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ParameterTable):
-            return NotImplemented
-        return self.names == other.names and _same_rows(self.kinds, self.kind, other.kinds, other.kind)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def feed(self, update: Callable[[bytes], object]) -> None:
         """Everything in this table, for a hash."""
         update(json.dumps([self.names, self.kinds]).encode())
@@ -160,17 +152,6 @@ class ShardTable:
             box = self.boxes[number]
             yield ShardEntry(parameter, box.offset, box.shape, byte_offset)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardTable):
-            return NotImplemented
-        return (
-            np.array_equal(self.parameter, other.parameter)
-            and np.array_equal(self.byte_offset, other.byte_offset)
-            and _same_rows(self.boxes, self.box, other.boxes, other.box)
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
     def feed(self, update: Callable[[bytes], object]) -> None:
         """Everything in this table, for a hash."""
         update(json.dumps([[box.offset, box.shape] for box in self.boxes]).encode())
@@ -202,16 +183,6 @@ def numbered(items: Iterable[Item]) -> tuple[tuple[Item, ...], np.ndarray]:
     numbers: dict[Item, int] = {}
     index = np.fromiter((numbers.setdefault(item, len(numbers)) for item in items), np.int64)
     return tuple(numbers), index
-
-
-def _same_rows(
-    values: Sequence[Hashable], index: np.ndarray, other_values: Sequence[Hashable], other_index: np.ndarray
-) -> bool:
-    if values == other_values:
-        return np.array_equal(index, other_index)
-    # Equal rows may be numbered differently, and values may be there that no row has.
-    _, translation = numbered(itertools.chain(values, other_values))
-    return np.array_equal(translation[index], translation[len(values) :][other_index])
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

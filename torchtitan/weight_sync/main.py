@@ -19,7 +19,6 @@ from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.catalogue import Catalogue
 from torchtitan.weight_sync.disk import SlotFiles
-from torchtitan.weight_sync.handshake import RANK, Identity
 from torchtitan.weight_sync.journal import Journal
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.registry import Registry
@@ -62,20 +61,8 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
         folder = Path(arguments["disk_folder"])
         files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)
         refer, persist = files.refer, files.write
-    server = ShardServer(
-        runtime,
-        slots,
-        layout,
-        rank=rank,
-        epoch=arguments["epoch"],
-        token=token,
-        registry=arguments["registry"],
-        address=arguments["address"],
-        identity=Identity.of(token, RANK, str(rank)),
-        lease_s=arguments["lease_s"],
-        refer=refer,
-        persist=persist,
-    )
+    facts = {name: arguments[name] for name in ("rank", "epoch", "registry", "address", "lease_s")}
+    server = ShardServer(runtime, slots, layout, token=token, refer=refer, persist=persist, **facts)
     bell, listener = (socket.socket(fileno=arguments[name]) for name in ("bell_fd", "listen_fd"))
     serve(runtime, server, bell, listener)
 

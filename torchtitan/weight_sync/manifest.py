@@ -27,7 +27,7 @@ class WeightsRefused(ValueError):
     """The engine takes no such version; it serves what it served before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankLayout:
     """What one rank sends: its shards and the bytes of its slot (0: this rank sends nothing)."""
 
@@ -35,7 +35,7 @@ class RankLayout:
     shards: ShardTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Names, dtypes, shapes and shards of every version of a job."""
 

@@ -5,16 +5,13 @@ The trainer's layout and an actor's are independent: a tensor-parallel worker as
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from torchtitan.weight_sync.layout_tables import Box, numbered
 from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, LayoutError
-from torchtitan.weight_sync.wire import ProtocolError
 
 # Rank -> ranges of buckets, in order, that do not touch each other; None: all buckets of all ranks.
 Needs = dict[int, list[tuple[int, int]]] | None
@@ -123,35 +120,3 @@ def all_keys(layout: Layout, needs: Needs) -> list[tuple[int, int]]:
         for first, end in ranges
         for bucket in range(first, end)
     ]
-
-
-def needs_to_json(needs: Needs, of_rank: int | None = None) -> dict[str, list[list[int]]] | None:
-    """For whoever sends on a data connection: of one rank, or of all."""
-    if needs is None:
-        return None
-    return {
-        str(rank): [list(bounds) for bounds in ranges]
-        for rank, ranges in needs.items()
-        if of_rank is None or rank == of_rank
-    }
-
-
-def needs_from_json(data: Any) -> Needs:
-    """Raises ProtocolError for anything but what needs_to_json makes."""
-    if data is None:
-        return None
-    if not isinstance(data, dict):
-        raise ProtocolError("buckets are not an object of ranks")
-    needs = {}
-    for rank, ranges in data.items():
-        if not (rank.isascii() and rank.isdigit() and isinstance(ranges, list)):
-            raise ProtocolError(f"buckets of rank {rank!r} are not a list")
-        for bounds in ranges:
-            if not (isinstance(bounds, list) and len(bounds) == 2 and set(map(type, bounds)) == {int}):
-                raise ProtocolError(f"not a range of buckets: {bounds!r}")
-        pairs = [(first, end) for first, end in ranges]
-        edges = list(itertools.chain(*pairs))
-        if edges != sorted(set(edges)) or (edges and edges[0] < 0):
-            raise ProtocolError(f"ranges of buckets of rank {rank} are out of order")
-        needs[int(rank)] = pairs
-    return needs

@@ -67,7 +67,6 @@ class Publication:
             dtype=dtype,
             num_slots=slots,
             bucket_bytes=bucket_bytes,
-            folder=folder,
             on_device=transport in ON_DEVICE,
         )
         if files:
@@ -79,18 +78,20 @@ class Publication:
         self.registry: RegistryServer | None = None
         self.watcher: Watcher | None = None
         if registry is None:
-            self.registry = RegistryServer(epoch, token, settings, folder, host, port, max_restarts, files)
+            where = host, port, max_restarts
+            self.registry = RegistryServer(epoch, token, settings, folder, where, files)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
         self.shard_server: ShardServerProcess | ShardServerThread
-        common = self.publisher, epoch, token, registry, settings.lease_s
         where = host, port + 1 + local_rank if port else 0, max_restarts
+        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
         if isinstance(self.publisher.slots, DeviceSlots) or transport == "nccl":
             chunks = (chunk_bytes, chunk_timeout_s) if transport == "nccl" else None
-            self.shard_server = ShardServerThread(*common, chunks, *where)
+            self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
         else:
-            self.shard_server = ShardServerProcess(*common, transport, folder, *where, settings.world_size, files)
+            facts |= {"transport": transport, "world_size": settings.world_size, "disk_folder": files}
+            self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
 
     @property
     def failure(self) -> str:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -104,7 +103,6 @@ class Publisher:
         dtype: str,
         num_slots: int,
         bucket_bytes: int,
-        folder: Path,
         on_device: bool = False,
         stream: SideStream | None = None,
     ):
@@ -120,7 +118,7 @@ class Publisher:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
         self.rank = rank
-        self.slots = create_slots(num_slots, own.slot_bytes, folder, where, on_device)
+        self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
         self._writer = self.slots.writer()
         self.memory = slot_tensors(self.slots)
         self._make_resident()

@@ -91,7 +91,9 @@ class Puller:
         self._pinned: int | None = None
         self._numbers = itertools.count(1)
         name = identity.name
-        self._arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
+        self._arrivals = arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
+        # See source.Wanted.
+        self.place, self.piece, self.bucket, self.lost = arrivals.place, arrivals.piece, arrivals.bucket, arrivals.lost
         self._gone_in_a_row = 0
         self._pauses = 0
         self._pause_ends: Timer | None = None
@@ -369,22 +371,6 @@ class Puller:
             self._end_pull("gone", "the snapshot is gone")
             # Something newer is there, and the registry will say so; should it be away, asking at once is no use.
             self._pause()
-
-    def place(self, source: Source, message: Message) -> memoryview | None:
-        """See Arrivals."""
-        return self._arrivals.place(source, message)
-
-    def piece(self, message: Message, piece: memoryview) -> None:
-        """See Arrivals."""
-        self._arrivals.piece(message, piece)
-
-    def bucket(self, source: Source, message: Message) -> None:
-        """See Arrivals."""
-        self._arrivals.bucket(source, message)
-
-    def lost(self, rank: int) -> None:
-        """See Arrivals."""
-        self._arrivals.lost(rank)
 
     def _verified(self) -> None:
         if self._relay is not None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.handshake import Gate, Identity
-from torchtitan.weight_sync.needs import needs_from_json
 from torchtitan.weight_sync.runtime import Channel, Runtime
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
@@ -136,11 +135,7 @@ class Readers:
 
     def _open(self, reader: Reader, message: Message) -> None:
         count = self._store.buckets(reader.rank) or 0
-        ranges = message.get("buckets")
-        needs = needs_from_json({"0": [[0, count]] if ranges is None else ranges}) or {}
-        buckets = [bucket for first, end in needs[0] for bucket in range(first, min(end, count + 1))]
-        if buckets and buckets[-1] >= count:
-            raise ProtocolError(f"rank {reader.rank} has no bucket {buckets[-1]}")
+        buckets = _buckets_in(message.get("buckets"), count)
         if self._store.version(message["serial"]) is None:
             reader.channel.send({"type": "gone", "pull": message["pull"]})
             return
@@ -209,3 +204,17 @@ class Readers:
             busy = reader.sending is not None or reader.waiting
             if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
                 reader.channel.close("idle")
+
+
+def _buckets_in(ranges: list[Any] | None, count: int) -> list[int]:
+    """Of a rank with so many: the numbers in ranges [first, end), which follow each other; None stands for all. Raises
+    ProtocolError."""
+    buckets: list[int] = []
+    for bounds in [[0, count]] if ranges is None else ranges:
+        if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
+            raise ProtocolError(f"{bounds!r} is no range of buckets")
+        first, end = bounds
+        if not (buckets[-1] if buckets else -1) < first <= end <= count:
+            raise ProtocolError(f"buckets {first} to {end} of {count}, or out of order")
+        buckets += range(first, end)
+    return buckets

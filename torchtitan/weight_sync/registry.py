@@ -20,7 +20,7 @@ from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, I
 from torchtitan.weight_sync.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
-from torchtitan.weight_sync.registry_state import Actor, Gathering, Rank, Settings
+from torchtitan.weight_sync.registry_state import Actor, Gathering, Rank, Settings, relaying
 from torchtitan.weight_sync.relay import relay_sources
 from torchtitan.weight_sync.runtime import Channel, Runtime
 from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
@@ -131,7 +131,7 @@ class Registry:
         for name, actor in list(self.actors.items()):
             if now - actor.heard_at > SILENCE_SECONDS and actor.channel is not None:
                 actor.channel.close(f"said nothing for {SILENCE_SECONDS:g} s")
-            elif self._applies_too_long(actor, now):
+            elif actor.has_applied_for(now) > self.settings.apply_timeout_s:
                 actor.applies_since = None
                 if actor.channel is not None:
                     actor.channel.close(f"did not apply a version within {self.settings.apply_timeout_s:g} s")
@@ -145,11 +145,6 @@ class Registry:
         for name in self.lanes.expire(now):
             self._lost_lane(name)
         self._tell_if_changed(before)
-
-    def _applies_too_long(self, actor: Actor, now: float) -> bool:
-        # A pinned one has to wait.
-        since = None if actor.pinned else actor.applies_since
-        return since is not None and now - since > self.settings.apply_timeout_s
 
     # Ranks
 
@@ -265,14 +260,7 @@ class Registry:
     def _relay_sources(self) -> dict[str, Message]:
         """Who pulls from which other actor. The fast ones come first."""
         fanout = self.settings.relay_fanout
-        able = [
-            name
-            for name, actor in self.actors.items()
-            if fanout and actor.channel is not None and actor.address and name not in self.lanes.lost
-        ]
-        able.sort(key=lambda name: (self.actors[name].speed_class, name))
-        addresses = {name: self.actors[name].address for name in able}
-        return relay_sources(addresses, fanout, self._relay_key)
+        return relay_sources(relaying(self.actors, self.lanes.lost) if fanout else {}, fanout, self._relay_key)
 
     def _relay_key(self, name: str) -> str:
         """By which an actor knows the keys of all that may pull from it."""
@@ -419,11 +407,8 @@ class Registry:
         self._write("ended", {"actor": name, **{key: message[key] for key in ("version", "outcome", "reason")}})
 
     def _on_serving(self, name: str, actor: Actor, message: Message) -> None:
-        newest = self.newest
-        if newest is not None and (
-            message["version"] > newest.version
-            or (message["version"] == newest.version and message["digest"] != newest.digest)
-        ):
+        newest, claim = self.newest, (message["version"], message["digest"])
+        if newest is not None and claim[0] >= newest.version and claim != (newest.version, newest.digest):
             raise ProtocolError(f"{name} serves version {message['version']} of other bytes than were published")
         actor.state, actor.reason, actor.applies_since, actor.failures = "READY", "", None, 0
         actor.version, actor.digest, actor.figures = message["version"], message["digest"], message["figures"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from torchtitan.weight_sync.runtime import Channel
@@ -66,6 +67,10 @@ class Actor:
         transfer_s = self.figures.get("transfer_s")
         return math.inf if transfer_s is None else round(math.log(max(transfer_s, 1e-3), 4))
 
+    def has_applied_for(self, now: float) -> float:
+        """Seconds since it had staged what it does not serve yet. A pinned one has to wait: 0."""
+        return 0.0 if self.pinned or self.applies_since is None else now - self.applies_since
+
     def status(self) -> Message:
         """What the trainer is told."""
         shown = ("state", "version", "digest", "serves", "pinned", "reason", "figures", "evictions", "failures")
@@ -81,3 +86,10 @@ class Gathering:
     checksums: dict[int, list[str]] = field(default_factory=dict)
     files: dict[int, Message] = field(default_factory=dict)
     """Of the disk transport: what each rank has written"""
+
+
+def relaying(actors: Mapping[str, Actor], slow: Container[str]) -> dict[str, str]:
+    """Addresses by name of the actors that pass versions on, the fast ones first."""
+    able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]
+    able.sort(key=lambda name: (actors[name].speed_class, name))
+    return {name: actors[name].address for name in able}

@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torchtitan.distributed import device
 from torchtitan.weight_sync import launch, wire
 from torchtitan.weight_sync.device_memory import device_references
 from torchtitan.weight_sync.device_slots import DeviceSlots, slots_device
-from torchtitan.weight_sync.handshake import RANK, Identity
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.nccl import Chunks, SendingLink
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, listen
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, Where, listen
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Message
@@ -30,22 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class ShardServerThread:
-    """The shard server of one rank. chunks: for nccl, None for ipc; the others as ShardServerProcess has them."""
+    """The shard server of one rank. chunks: for nccl, None for ipc; facts: of ShardServer; where: see servers.py."""
 
     def __init__(
-        self,
-        publisher: Publisher,
-        epoch: str,
-        token: str,
-        registry: str,
-        lease_s: float,
-        chunks: tuple[int, float] | None,
-        host: str,
-        port: int,
-        max_restarts: int,
+        self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where_listens: Where, **facts: Any
     ):
-        self._publisher, self._epoch, self._token = publisher, epoch, token
-        self._registry, self._lease_s, self._max_restarts = registry, lease_s, max_restarts
+        self._publisher, self._token, self._facts = publisher, token, facts
+        host, port, self._max_restarts = where_listens
         self._name = f"weight shard server of rank {publisher.rank}"
         where = slots_device(publisher.slots)
         self._chunks = None if chunks is None else Chunks(*chunks, where)
@@ -109,14 +100,11 @@ class ShardServerThread:
             publisher.slots,
             publisher.layout,
             rank=publisher.rank,
-            epoch=self._epoch,
             token=self._token,
-            registry=self._registry,
             address=self.address,
-            identity=Identity.of(self._token, RANK, str(publisher.rank)),
-            lease_s=self._lease_s,
             refer=self._refer,
             make_link=None if self._chunks is None else partial(SendingLink, runtime, self._chunks),
+            **self._facts,
         )
         # Copies: the rank's own ones outlive every life of the server.
         with publisher.server_bell.dup() as bell, self._listener.dup() as listener:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ MODULE = "torchtitan.weight_sync.main"
 # The parent looks once a second: so many looks without a sign of life are a frozen process.
 FROZEN_LOOKS = 3
 BACKLOG = 1024
+Where = tuple[str, int, int]
+"""Host and port to listen at, and how often in a row a process is started again"""
 # A rank that has no connection to the registry by then has no way to it.
 REACH_SECONDS = 10.0
 
@@ -73,123 +76,61 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-class RegistryServer:
-    """The registry beside rank 0. port: 0 for any. disk_folder: of the disk transport, empty for others."""
+class ServerProcess(SupervisedProcess):
+    """A supervised process of main.py that listens at `address`. part: which one; arguments: what it is told besides;
+    descriptors: of open files that it is given, by name; port: 0 for any."""
 
     def __init__(
         self,
-        epoch: str,
+        part: str,
+        arguments: dict[str, Any],
+        descriptors: dict[str, int],
         token: str,
-        settings: Settings,
-        folder: Path,
+        log_file: Path,
         host: str,
         port: int,
         max_restarts: int,
-        disk_folder: str = "",
+        pulse: Callable[[], int],
     ):
         self._listener = listen(host, port)
-        self._pulse = Pulse.create("weight-sync-pulse", folder)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
-        descriptors = [self._listener.fileno(), self._pulse.descriptor]
-
-        def arguments(term: int) -> dict[str, Any]:
-            return {
-                "part": "registry",
-                "epoch": epoch,
-                "term": term,
-                "settings": asdict(settings),
-                "listen_fd": self._listener.fileno(),
-                "pulse_fd": self._pulse.descriptor,
-                "journal": str(folder / "registry.jsonl"),
-                "disk_folder": disk_folder,
-            }
-
-        self.supervised = SupervisedProcess(
-            "weight registry",
-            MODULE,
-            arguments,
-            descriptors,
-            token,
-            folder / "registry.log",
-            max_restarts,
-            lambda: self._pulse.count,
-            FROZEN_LOOKS,
-        )
-
-    @property
-    def failure(self) -> str:
-        """Why it is not started again, if so."""
-        return self.supervised.failure
+        descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
+        told = {"part": part, "address": self.address, **arguments, **descriptors}
+        name, given = f"weight {log_file.stem.replace('-', ' ')}", list(descriptors.values())
+        make = lambda number: {**told, "term": number}  # noqa: E731
+        super().__init__(name, MODULE, make, given, token, log_file, max_restarts, pulse, FROZEN_LOOKS)
 
     def close(self, deadline: float) -> None:
-        """End the process by `deadline` (time.monotonic())."""
-        self.supervised.close(deadline)
+        super().close(deadline)
         self._listener.close()
+
+
+class RegistryServer(ServerProcess):
+    """The registry beside rank 0. where: host, port and max_restarts; disk_folder: of the disk transport, empty for
+    others."""
+
+    def __init__(self, epoch: str, token: str, settings: Settings, folder: Path, where: Where, disk_folder: str = ""):
+        self._pulse = Pulse.create()
+        journal = str(folder / "registry.jsonl")
+        told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, "disk_folder": disk_folder}
+        files = {"pulse_fd": self._pulse.descriptor}
+        super().__init__("registry", told, files, token, folder / "registry.log", *where, lambda: self._pulse.count)
+
+    def close(self, deadline: float) -> None:
+        super().close(deadline)
         self._pulse.close()
 
 
-class ShardServerProcess:
-    """The shard server of one rank, over the publisher's slots in host memory."""
+class ShardServerProcess(ServerProcess):
+    """The shard server of one rank, over the publisher's slots in host memory. facts: what the process is told as it
+    is given here."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        epoch: str,
-        token: str,
-        registry: str,
-        lease_s: float,
-        transport: str,
-        folder: Path,
-        host: str,
-        port: int,
-        max_restarts: int,
-        world_size: int,
-        disk_folder: str = "",
-    ):
-        slots = publisher.slots
+    def __init__(self, publisher: Publisher, token: str, folder: Path, where: Where, **facts: Any):
+        slots, rank = publisher.slots, publisher.rank
         assert isinstance(slots, SharedSlots)
-        self._listener = listen(host, port)
-        self.address = wire.format_address(host, self._listener.getsockname()[1])
-        layout_file = folder / f"layout-rank{publisher.rank}.json"
+        layout_file = folder / f"layout-rank{rank}.json"
         layout_file.write_text(json.dumps(publisher.layout.to_json()))
-        descriptors = {
-            "words_fd": slots.words_fd,
-            "data_fd": slots.data_fd,
-            "bell_fd": publisher.server_bell.fileno(),
-            "listen_fd": self._listener.fileno(),
-        }
-        arguments = {
-            **descriptors,
-            "part": "shard server",
-            "rank": publisher.rank,
-            "epoch": epoch,
-            "registry": registry,
-            "address": self.address,
-            "lease_s": lease_s,
-            "transport": transport,
-            "world_size": world_size,
-            "disk_folder": disk_folder,
-            "layout_file": str(layout_file),
-            "num_slots": slots.count,
-        }
-        self.supervised = SupervisedProcess(
-            f"weight shard server of rank {publisher.rank}",
-            MODULE,
-            lambda _number: arguments,
-            list(descriptors.values()),
-            token,
-            folder / f"shard-server-rank{publisher.rank}.log",
-            max_restarts,
-            lambda: slots.pulse,
-            FROZEN_LOOKS,
-        )
-
-    @property
-    def failure(self) -> str:
-        """Why it is not started again, if so."""
-        return self.supervised.failure
-
-    def close(self, deadline: float) -> None:
-        """End the process by `deadline` (time.monotonic())."""
-        self.supervised.close(deadline)
-        self._listener.close()
+        told = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count, **facts}
+        files = {"words_fd": slots.words_fd, "data_fd": slots.data_fd, "bell_fd": publisher.server_bell.fileno()}
+        log_file = folder / f"shard-server-rank{rank}.log"
+        super().__init__("shard server", told, files, token, log_file, *where, lambda: slots.pulse)

@@ -14,7 +14,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import checksum_function
 from torchtitan.weight_sync.delta import element_bytes
 from torchtitan.weight_sync.deltas import Deltas
-from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity, role_key
 from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.readers import Link, Reader, Readers
@@ -69,7 +69,6 @@ class ShardServer:
         token: str,
         registry: str,
         address: str,
-        identity: Identity,
         lease_s: float,
         refer: Callable[[int, int, int], Message] | None = None,
         make_link: Callable[[Channel, str], Link] | None = None,
@@ -90,7 +89,7 @@ class ShardServer:
         self._due: float | None = None
         """When the thread at the snapshot must have got on"""
         self._told_failed = 0
-        fields = {"epoch": epoch, "address": address}
+        fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
         self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message)
         self._closed = False
         self._stop_listening: Callable[[], None] = lambda: None

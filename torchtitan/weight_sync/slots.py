@@ -1,6 +1,6 @@
 """Slots in memory that the trainer and its shard server share, and the words that say whose each is. No torch.
 
-The memory has no name (memfd, or an unlinked file in the run folder), so nothing is left behind however a process dies.
+The memory has no name (memfd), so nothing is left behind however a process dies.
 State words are 64-bit and aligned: one store each, no lock. The doorbell after a store is a system call, which also
 orders the slot's bytes before it.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from pathlib import Path
 
 from torchtitan.weight_sync.anonymous_memory import anonymous_file
 from torchtitan.weight_sync.slot_states import SlotView, SlotWriter
@@ -31,9 +30,9 @@ class SlotWords:
         self._words = memoryview(self._words_map).cast("Q")
 
     @staticmethod
-    def new_file(count: int, folder: Path) -> int:
+    def new_file(count: int) -> int:
         """Descriptor of words that are all FREE."""
-        return anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES, folder)
+        return anonymous_file("weight-sync-words", (count + _EXTRA_WORDS) * _WORD_BYTES)
 
     def writer(self) -> SlotWriter:
         """The trainer's side."""
@@ -77,10 +76,10 @@ class SharedSlots(SlotWords):
         self._memory = memoryview(self.map)
 
     @classmethod
-    def create(cls, count: int, slot_bytes: int, folder: Path) -> SharedSlots:
+    def create(cls, count: int, slot_bytes: int) -> SharedSlots:
         """New slots, all free and zero."""
-        data_fd = anonymous_file("weight-sync-slots", count * _stride(slot_bytes), folder)
-        return cls(cls.new_file(count, folder), data_fd, count, slot_bytes)
+        data_fd = anonymous_file("weight-sync-slots", count * _stride(slot_bytes))
+        return cls(cls.new_file(count), data_fd, count, slot_bytes)
 
     def offset(self, index: int) -> int:
         """First byte of a slot in `map`."""

@@ -83,12 +83,12 @@ def test_ranks_layouts_merge_into_one_and_gaps_are_refused() -> None:
 
     layout = merge_layouts([part(0), part(1)])
     assert layout.ranks[0].slot_bytes == 64 + 3 * 2, "the second shard is aligned"
-    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))).layout_id() == layout.layout_id()
     assert [layout.bucket_range(0, bucket) for bucket in range(layout.bucket_count(0))] == [(0, 64), (64, 70)]
     elsewhere = part(1)
     kind = zlib.decompress(base64.b64decode(elsewhere["parameters"]["kind"]))
     elsewhere["parameters"]["kind"] = base64.b64encode(zlib.compress(kind, 0)).decode()
-    assert elsewhere != part(1) and merge_layouts([part(0), elsewhere]) == layout
+    assert elsewhere != part(1) and merge_layouts([part(0), elsewhere]).layout_id() == layout.layout_id()
     with pytest.raises(LayoutError, match="the same parameters"):
         merge_layouts([part(0), {**part(1), "bucket_bytes": 128}])
     with pytest.raises(LayoutError, match="elements of 10"):
@@ -182,22 +182,13 @@ def test_coverage_is_what_its_definition_says(layout: Layout) -> None:
 @given(layout=layouts())
 def test_tables_are_their_rows_and_travel_as_json(layout: Layout) -> None:
     again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
-    assert again == layout and again.layout_id() == layout.layout_id()
+    assert again.layout_id() == layout.layout_id()
     assert [again.parameters[i] for i in range(len(layout.parameters))] == list(layout.parameters)
     for one, other in zip(again.ranks, layout.ranks, strict=True):
         assert [one.shards[i] for i in range(len(one.shards))] == list(other.shards)
         rows = list(other.shards)
-        assert ShardTable.of(rows) == other.shards
-        assert (ShardTable.of(rows[::-1]) == other.shards) == (rows[::-1] == rows)
+        assert list(ShardTable.of(rows)) == rows and list(ShardTable.of(rows[::-1])) == rows[::-1]
         assert one.shards.elements.tolist() == [shard.elements for shard in rows]
-
-
-def test_equal_rows_are_equal_however_they_are_numbered() -> None:
-    parameters = [ParameterEntry(name, "float32", shape) for name, shape in (("a", (2,)), ("b", (3,)), ("c", (2,)))]
-    table = ParameterTable.of(parameters)
-    renumbered = ParameterTable(table.names, (("bfloat16", (9,)), *table.kinds[::-1]), np.array([2, 1, 2]))
-    assert renumbered == table
-    assert ParameterTable(table.names, table.kinds[::-1], table.kind) != table
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def test_tied_parameters_go_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> None:
+def test_snapshot_is_cast_fenced_and_assembled(dtype: str) -> None:
     parameters = {f"w{n}": torch.randn(5, n) for n in range(1, 6)} | {"scalar": torch.tensor(2.5)}
     expected = {name: value.clone().to(getattr(torch, dtype)) for name, value in parameters.items()}
-    publisher = Publisher(parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=100, folder=tmp_path)
+    publisher = Publisher(parameters, rank=0, dtype=dtype, num_slots=2, bucket_bytes=100)
     with pytest.raises(RuntimeError, match="without a reserved slot"):
         publisher.snapshot(0, 1)
     assert publisher.reserve() and publisher.reserve(), "reserving twice is one reservation"
@@ -86,8 +86,8 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str, tmp_path: Path) -> No
     publisher.close()
 
 
-def test_publisher_never_blocks_on_a_dead_shard_server(tmp_path: Path) -> None:
-    publisher = Publisher({"w": torch.zeros(1)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8, folder=tmp_path)
+def test_publisher_never_blocks_on_a_dead_shard_server() -> None:
+    publisher = Publisher({"w": torch.zeros(1)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=8)
     for serial in range(2):
         assert publisher.reserve()
         publisher.snapshot(serial, serial + 1)
@@ -103,8 +103,8 @@ def test_publisher_never_blocks_on_a_dead_shard_server(tmp_path: Path) -> None:
     publisher.slots.close_files()
 
 
-def test_slots_are_shared_through_their_descriptors(tmp_path: Path) -> None:
-    slots = SharedSlots.create(3, 5000, tmp_path)
+def test_slots_are_shared_through_their_descriptors() -> None:
+    slots = SharedSlots.create(3, 5000)
     other = SharedSlots(slots.words_fd, slots.data_fd, 3, 5000)
     writer, live = slots.writer(), LiveSlots(other.state_words)
     index = writer.reserve()

@@ -168,8 +168,10 @@ def test_next_pull_and_done_end_what_was_asked_for_before() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[3, 5]]}, "has no bucket 4"),
-        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 10**12]]}, "has no bucket 4"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[3, 5]]}, "buckets 3 to 5 of 4"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 10**12]]}, "to 1000000000000 of 4"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[2, 3], [1, 2]]}, "out of order"),
+        ({"kind": "open", "pull": 1, "serial": 1, "buckets": [[0, 1.0]]}, "no range"),
         ({"kind": "granted", "pull": 1}, "who pulls does not send 'granted'"),
         ({"kind": "ping"}, "who pulls does not send 'ping'"),
     ],

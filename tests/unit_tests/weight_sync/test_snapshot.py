@@ -6,18 +6,18 @@ import math
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S
 from tests.unit_tests.weight_sync.streams import DelayedStream
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync import publisher as publisher_module
-from torchtitan.weight_sync.device_checksum import sum_checksum, sum_checksum_numpy
+from torchtitan.weight_sync.device_checksum import sum_checksum
 from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.parameters import placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
@@ -69,13 +69,11 @@ def test_a_scratch_of_any_size_fills_a_slot_as_one_copy_does(
 
 
 @pytest.mark.parametrize("with_fence", [True, False])
-def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Path, with_fence: bool) -> None:
+def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(with_fence: bool) -> None:
     """The optimizer runs on the compute stream, the copy on a side stream that is late."""
     stream = DelayedStream(drop_hold=not with_fence)
     parameter = torch.zeros(1000)
-    publisher = Publisher(
-        {"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=stream
-    )
+    publisher = Publisher({"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, stream=stream)
     live = LiveSlots(publisher.slots.state_words)
     found = []
     for version in range(4):
@@ -100,9 +98,9 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(tmp_path: Pa
     assert found == [with_fence] * 4
 
 
-def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done(tmp_path: Path) -> None:
+def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done() -> None:
     parameter, go, past = torch.ones(1000), threading.Event(), threading.Event()
-    publisher = Publisher({"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path)
+    publisher = Publisher({"p": parameter}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024)
     side_stream(torch.device("cpu")).run(lambda: go.wait(PATIENCE_S))  # the copy comes after it
     publisher.reserve()
     publisher.snapshot(0, 1)
@@ -133,13 +131,11 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_closing_leaves_memory_that_is_still_written_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_leaves_memory_that_is_still_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     unpinned = []
     monkeypatch.setattr(publisher_module, "unpin", unpinned.append)
     stream = DelayedStream()
-    publisher = Publisher(
-        {"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=stream
-    )
+    publisher = Publisher({"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, stream=stream)
     publisher.reserve()
     publisher.snapshot(0, 1)
     publisher.close(timeout=0.05)
@@ -150,23 +146,21 @@ def test_closing_leaves_memory_that_is_still_written_alone(tmp_path: Path, monke
     assert publisher.failure == ""
 
 
-def test_closing_closes_everything_where_unpinning_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_closes_everything_where_unpinning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_slots: object) -> None:
         raise RuntimeError("cannot unpin")
 
     monkeypatch.setattr(publisher_module, "unpin", fail)
-    publisher = Publisher({"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=64, folder=tmp_path)
+    publisher = Publisher({"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=64)
     with pytest.raises(RuntimeError, match="cannot unpin"):
         publisher.close()
     assert not is_open(publisher.slots.words_fd)
     assert publisher.doorbell.fileno() == publisher.server_bell.fileno() == -1
 
 
-def test_a_snapshot_takes_no_trainer_time_for_its_copy(tmp_path: Path) -> None:
+def test_a_snapshot_takes_no_trainer_time_for_its_copy() -> None:
     stream = DelayedStream()
-    publisher = Publisher(
-        {"p": torch.ones(8)}, rank=0, dtype="bfloat16", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=stream
-    )
+    publisher = Publisher({"p": torch.ones(8)}, rank=0, dtype="bfloat16", num_slots=2, bucket_bytes=1024, stream=stream)
     publisher.reserve()
     publisher.snapshot(0, 1)
     # Back, although the copy cannot have begun: nothing waited for it.
@@ -177,7 +171,7 @@ def test_a_snapshot_takes_no_trainer_time_for_its_copy(tmp_path: Path) -> None:
     publisher.close()
 
 
-def test_a_failed_copy_is_told(tmp_path: Path) -> None:
+def test_a_failed_copy_is_told() -> None:
     class Broken:
         def run(self, work):  # type: ignore[no-untyped-def]
             return self
@@ -192,7 +186,7 @@ def test_a_failed_copy_is_told(tmp_path: Path) -> None:
             pass
 
     publisher = Publisher(
-        {"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, folder=tmp_path, stream=Broken()
+        {"p": torch.ones(8)}, rank=0, dtype="float32", num_slots=2, bucket_bytes=1024, stream=Broken()
     )
     publisher.reserve()
     publisher.snapshot(0, 1)

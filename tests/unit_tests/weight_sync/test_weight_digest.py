@@ -15,10 +15,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S
 from torchtitan.inference.embedded.verification import Verifier
 from torchtitan.weight_sync.coverage import merge_layouts
-from torchtitan.weight_sync.device_checksum import sum_checksum_numpy
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.layout_tables import ParameterEntry
 from torchtitan.weight_sync.manifest import Layout
