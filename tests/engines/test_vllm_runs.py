@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 
 from tests.engines.job import ONE_PROCESS, TOKEN, Actor, holding_weights
+from tests.engines.models import VOCABULARY
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
+from tests.unit_tests.models.test_transformers_policy import make_foreign
 from torchtitan.inference.client import TOKEN_VARIABLE
+from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 # Rewards have risen by 0.1 then, of which the held-out prompts show four standard errors.
 STEPS = 60
 KILL_AT = 8
+FOREIGN = ("olmoe",)
 
 
 @pytest.mark.usefixtures("vllm_python")
@@ -64,3 +68,25 @@ def test_a_trainer_that_waits_for_a_running_server(
         assert row["grad_norm"] > 0, "no version would differ from the one before"
     check_same_weights(run.steps())
     assert untied_actor.health()["status"] == "ok"
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_layers_of_transformers_train_with_vllm(
+    case: str, vllm_python: Path, processes: Processes, tmp_path: Path
+) -> None:
+    """Files hold its experts one by one, transformers two matrices of each in one stack; vLLM has both again."""
+    model = make_foreign(case, tmp_path / "model", vocab_size=VOCABULARY, hidden_size=128, bos_token_id=None)
+    write_tokenizer(model)
+    run = Run(
+        processes, "debug_cpu_vllm", model, tmp_path,
+        "--model.implementation", "transformers",
+        "--training.steps", "20", "--training.global_batch_size", "64", "--eval.enable", "false",
+        "--grpo.async_weight_update", "false", "--inference.max_sequences", "64", "--inference.max_retries", "0",
+        "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
+    )  # fmt: skip
+    run.end()
+    steps = run.steps()
+    assert [row["weight_sync/actor-0/version"] for row in steps] == list(range(1, 21))
+    assert all(row["grad_norm"] > 0 for row in steps)
+    check_same_weights(steps)
+    assert not run.events("weights_differ") and run.events("weights_probed")

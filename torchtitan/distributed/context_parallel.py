@@ -7,7 +7,7 @@ sequences: windows, sinks and kernels are what they are on one rank, and ranks h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,18 +97,6 @@ class ContextParallel:
         return torch.ops.torchtitan.exchange_heads(x, False, self.ranks, self.name)
 
 
-# (layer, q, k, v) -> attention
-Attend = Callable[..., torch.Tensor]
-
-
-class _Share:
-    """A layer as this rank sees it: with the sinks of its heads."""
-
-    def __init__(self, layer: Any, sinks: torch.Tensor):
-        self.index, self.window, self.scale, self.softcap = layer.index, layer.window, layer.scale, layer.softcap
-        self.sinks = sinks
-
-
 class ContextAttention:
     """Attention of tokens that are spread over ranks, through one of whole packs: [tokens of this rank, heads, D] each.
 
@@ -132,6 +120,7 @@ class ContextAttention:
         q, k, v = (self.context.to_heads(F.pad(x, (0, 0, 0, missing)) if missing else x) for x in (q, k, v))
         if layer.sinks is not None:
             sinks = F.pad(layer.sinks, (0, missing)).unflatten(0, (ranks, -1))[self.context.rank]
-            layer = _Share(layer, sinks)
+            # The layer as this rank sees it: with the sinks of its heads.
+            layer = SimpleNamespace(window=layer.window, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
         out = self.context.to_tokens(self.attend(layer, q, k, v))
         return out[:, :heads] if missing else out

@@ -50,13 +50,14 @@ class Attention(nn.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
+    sinks: torch.Tensor | None
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
         self.index, self.head_dim = index, args.head_dim
         self.window, self.softcap = args.window(index), args.attention_softcap
         self.scale = args.attention_scale or 1 / math.sqrt(args.head_dim)
-        self.sinks: torch.Tensor | None = None
+        self.sinks = nn.Parameter(torch.empty(args.num_attention_heads)) if args.kind.sinks else None
         self.rotary_pairs = args.kind.rotary_pairs
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
         self.joint_sizes = (query, key_value, key_value) if args.kind.joint_qkv else None

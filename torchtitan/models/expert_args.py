@@ -14,6 +14,9 @@ MISSING = -1
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+Score = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+
+
 @dataclass(frozen=True)
 class ExpertFamily:
     """What a family fixes.
@@ -23,7 +26,7 @@ class ExpertFamily:
     block and projections: what checkpoint files call the feed-forward, and an expert's gate, up and down.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     normalize: bool | None = None
     bias: bool = False
     shared: bool = False
@@ -31,6 +34,8 @@ class ExpertFamily:
     """Where config.json holds the width of an expert"""
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
+    """Files hold stacks, as moe.StackedExperts has them"""
 
 
 _MIXTRAL: dict[str, Any] = {
@@ -43,6 +48,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "mixtral": ExpertFamily(normalize=True, **_MIXTRAL),
     "minimax_m2": ExpertFamily(score="sigmoid", normalize=True, bias=True, **_MIXTRAL),
     "glm4_moe": ExpertFamily(score="sigmoid", bias=True, shared=True),
+    "gpt_oss": ExpertFamily(score="softmax_of_chosen", size_key="intermediate_size", stacked=True),
 }
 
 
@@ -54,7 +60,7 @@ class ExpertArgs:
     per_token: int
     intermediate_size: int
     """Of one expert"""
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     normalize: bool = False
     scale: float = 1.0
     """Of what all chosen experts add up to"""
@@ -66,6 +72,10 @@ class ExpertArgs:
     """Of the expert that every token passes; 0: there is none"""
     dense_layers: tuple[int, ...] = ()
     """Layers with an ordinary feed-forward"""
+    stacked: bool = False
+    """See moe.StackedExperts, as the next two"""
+    alpha: float = 1.702
+    limit: float = 7.0
 
     @property
     def active_size(self) -> int:
@@ -103,6 +113,9 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
         best_groups=config.get("topk_group") or 1,
         shared_intermediate_size=size * (config.get("n_shared_experts") or 0) if fixed.shared else 0,
         dense_layers=_dense_layers(config),
+        stacked=fixed.stacked,
+        alpha=config.get("swiglu_alpha", 1.702),
+        limit=config.get("swiglu_limit", 7.0),
     )
 
 
@@ -121,7 +134,7 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
     config: dict[str, Any] = {"num_experts_per_tok": args.per_token, "output_router_logits": False}
     config |= dict.fromkeys(COUNT_KEYS if fixed.score == "sigmoid" else COUNT_KEYS[:2], args.count)
     if fixed.size_key == "intermediate_size":
-        return config | {"intermediate_size": args.intermediate_size, "sliding_window": None}
+        return config | ({} if fixed.stacked else {"sliding_window": None})
     config |= {"moe_intermediate_size": args.intermediate_size, "norm_topk_prob": args.normalize}
     if fixed.score == "softmax":
         return config | {"decoder_sparse_step": 1, "mlp_only_layers": list(args.dense_layers)}
@@ -142,6 +155,8 @@ def names_in_files(family: str, args: ExpertArgs | None, name: str) -> list[tupl
     if args is None:
         return [(name, None)]
     fixed = EXPERT_FAMILIES[family]
+    if fixed.stacked:
+        return [(name.replace(".mlp.gate.", ".mlp.router."), None)]
     name = name.replace(".mlp.", f".{fixed.block}.")
     if fixed.block != "mlp":
         name = name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")

@@ -39,6 +39,8 @@ class Family:
     rotary_pairs: bool = False
     """Rotary positions turn neighbours instead of the two halves of a head"""
     activation: str = "silu"
+    sinks: bool = False
+    """Every head has one more key with a score of its own and value 0"""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of hidden_size"""
     defaults: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -72,6 +74,7 @@ _EXPERTS = (
 )
 # Of further layers that guess several tokens at a time, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM"),
@@ -100,6 +103,20 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        sinks=True,
+        full_every=2,
+        keys=(*_EXPERTS, "swiglu_alpha", "swiglu_limit", "experts_per_token", "initial_context_length"),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_scaling": _GPT_OSS_YARN,
         },
     ),
     "mistral": Family("MistralForCausalLM", defaults={"sliding_window": 4096}),

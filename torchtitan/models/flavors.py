@@ -51,6 +51,13 @@ def _llama3(
     )
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelArgs:
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "vocab_size": 201088, "hidden_size": 2880}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "eos_token_id": 200002}
+    shape = {**sizes, **heads, "intermediate_size": 2880, "max_position_embeddings": 131072}
+    return ModelArgs.from_hf_config({"model_type": "gpt_oss", "tie_word_embeddings": False, **shape})
+
+
 def _qwen2(
     hidden: int,
     intermediate: int,
@@ -144,6 +151,7 @@ FLAVORS: dict[str, dict[str, ModelArgs]] = {
         "30B-A3B": _qwen3_moe(2048, 768, 48, 32, 4),
         "235B-A22B": _qwen3_moe(4096, 1536, 94, 64, 4),
     },
+    "gpt_oss": {"20B": _gpt_oss(24, 32), "120B": _gpt_oss(36, 128)},
 }
 
 

@@ -85,7 +85,8 @@ def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
 
     lacking = [key for key in REQUIRED_KEYS if not config.get(key)]
     if lacking:
-        raise UserError(f"config.json lacks {', '.join(lacking)}: not a decoder of text alone")
+        kind = config.get("model_type")
+        raise UserError(f"config.json of model_type {kind!r} lacks {', '.join(lacking)}: no decoder of text alone")
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     each = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
     strange = sorted({*(config.get("layer_types") or ())} - ATTENTION)

@@ -107,7 +107,7 @@ class ModelArgs:
         """What of a layer cannot be shared among tensor-parallel ranks; empty where all can."""
         kind = self.kind
         joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
-        return joint or ("norms over all heads" if kind.qk_norm == "whole" else "")
+        return joint or ("norms over all heads" if kind.qk_norm == "whole" else "attention sinks" * kind.sinks)
 
     def window(self, layer: int) -> int:
         """How many tokens one sees, itself included; 0: all."""
@@ -256,7 +256,9 @@ class ModelArgs:
             counts |= {name: counts[name] // layers * len(self.dense_layers) for name in PROJECTIONS[4:]}
             counts["experts"] = mixed * experts.count * matrix * experts.intermediate_size
             counts["shared_experts"] = mixed * matrix * experts.shared_intermediate_size
-            counts["gate"] = mixed * experts.count * (hidden + experts.bias)
+            counts["gate"] = mixed * experts.count * (hidden + (experts.bias or experts.stacked))
+            counts["experts"] += mixed * experts.count * (2 * experts.intermediate_size + hidden) * experts.stacked
+        counts["sinks"] = layers * self.num_attention_heads * self.kind.sinks
         if self.qk_norm:
             heads = (self.num_attention_heads, self.num_key_value_heads) if self.qk_norm == "whole" else (1, 1)
             counts |= {name: layers * n * self.head_dim for name, n in zip(("q_norm", "k_norm"), heads, strict=True)}

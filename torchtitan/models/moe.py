@@ -54,12 +54,14 @@ class _Sigmoid(torch.autograd.Function):
 class Router(nn.Module):
     """Chooses experts for each token, and how much each of them counts."""
 
+    bias: torch.Tensor | None
     e_score_correction_bias: torch.Tensor | None
 
     def __init__(self, args: ExpertArgs, hidden_size: int):
         super().__init__()
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.count, hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(args.count)) if args.stacked else None)
         # A buffer: it has no gradient. It is loaded, saved and sent as parameters are.
         self.register_buffer("e_score_correction_bias", torch.zeros(args.count) if args.bias else None)
 
@@ -83,6 +85,8 @@ class Router(nn.Module):
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
             scores = _Sigmoid.apply(F.linear(x.float(), weight.float()))
+        elif args.score == "softmax_of_chosen":
+            scores = F.linear(x, weight, self.bias).float()
         else:
             scores = F.linear(x, weight).float().softmax(-1)
         with torch.no_grad():
@@ -90,6 +94,8 @@ class Router(nn.Module):
             if routes is not None:
                 experts = torch.where(routes[:, :1] == MISSING, experts, routes.long())
         chosen = scores.gather(-1, experts)
+        if args.score == "softmax_of_chosen":
+            chosen = chosen.softmax(-1)
         if args.normalize:
             chosen = chosen / (chosen.sum(-1, keepdim=True) + (1e-20 if args.score == "sigmoid" else 0.0))
         return experts, (chosen * args.scale).to(x.dtype)
@@ -199,12 +205,39 @@ class Experts(nn.Module):
 
     def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
         """Rows [R, H] of this rank's experts [R] in any order."""
-        places = places_of(expert, _local(self.gate_proj).shape[0], step)
+        places = places_of(expert, _local(self.down_proj).shape[0], step)
         return self._rows(spread(rows, places), places.ends).index_select(0, places.place)
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         gate, up, down = (_local(stack).to(rows.dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj))
         return grouped_linear(swiglu(grouped_linear(rows, gate, ends), grouped_linear(rows, up, ends)), down, ends)
+
+
+class StackedExperts(Experts):
+    """gpt-oss: gate_up [E, H, 2 I] has columns of gate and up in turns, down [E, I, H], both with biases; gate and up
+    are clamped to `limit`, and the activation is (up + 1) · gate · sigmoid(alpha · gate)."""
+
+    def __init__(self, args: ExpertArgs, hidden_size: int):
+        nn.Module.__init__(self)
+        self.count, self.alpha, self.limit, wide = args.count, args.alpha, args.limit, args.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(args.count, hidden_size, 2 * wide))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(args.count, 2 * wide))
+        self.down_proj = nn.Parameter(torch.empty(args.count, wide, hidden_size))
+        self.down_proj_bias = nn.Parameter(torch.empty(args.count, hidden_size))
+        self.exchange = None
+
+    def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        # Rows past the last end hold anything: their bias is one of their own.
+        expert = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
+
+        def project(x: torch.Tensor, stack: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            weight, bias = _local(stack).to(x.dtype), _local(bias).to(x.dtype)
+            return grouped_linear(x, weight.transpose(1, 2), ends) + F.pad(bias, (0, 0, 0, 1))[expert]
+
+        both = project(rows, self.gate_up_proj, self.gate_up_proj_bias)
+        gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
+        activated = (up + 1) * gate * _Sigmoid.apply(self.alpha * gate)
+        return project(activated, self.down_proj, self.down_proj_bias)
 
 
 def _local(stack: torch.Tensor) -> torch.Tensor:
@@ -218,7 +251,7 @@ class MoE(nn.Module):
         super().__init__()
         self.index = index
         self.gate = Router(args, hidden_size)
-        self.experts = Experts(args, hidden_size)
+        self.experts = (StackedExperts if args.stacked else Experts)(args, hidden_size)
         self.shared_experts = shared
         # Under sequence parallelism this rank's part of the pack and the number of parts: routes come for all of it.
         self.part, self.parts = 0, 1

@@ -131,7 +131,7 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
     [
         (2, "qwen3_moe", TWO_RANKS),
         (2, "glm4_moe", TWO_RANKS[1:4]),
-        (2, "qwen3_moe", [{"name": "cp x ep", CP: 2, EP: 2}]),
+        (2, "gpt_oss", [{"name": "cp x ep", CP: 2, EP: 2}]),
         (4, "mixtral", FOUR_RANKS),
     ],
     ids=["two", "shared", "contexts", "four"],

@@ -34,6 +34,8 @@ PUBLISHED = {
     ("qwen3", "32B"): 32_762_123_264,
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    ("gpt_oss", "20B"): 20_914_757_184,
+    ("gpt_oss", "120B"): 116_829_156_672,
 }
 ALL = [(family, flavor) for family, flavors in FLAVORS.items() for flavor in flavors]
 

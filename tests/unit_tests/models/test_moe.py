@@ -44,9 +44,10 @@ def _their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([model(one[None]).logits[0] for one in tokens.split(LENGTHS)])
 
 
-def _stacked(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A gradient of theirs under our names: gate and up lie in one stack there."""
-    if not name.endswith("gate_up_proj"):
+def _stacked(family: str, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A gradient of theirs under our names: gate and up lie in one stack there, but for gpt-oss here, too."""
+    name = name.replace(".mlp.router.", ".mlp.gate.")
+    if not name.endswith("gate_up_proj") or family == "gpt_oss":
         return {name: gradient}
     gate, up = gradient.chunk(2, dim=1)
     return {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
@@ -61,7 +62,7 @@ def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
     (expected.log_softmax(-1) * weights).sum().backward()
     (logits.log_softmax(-1) * weights).sum().backward()
-    wanted = {n: g for name, p in theirs.named_parameters() for n, g in _stacked(name, p.grad).items()}
+    wanted = {n: g for name, p in theirs.named_parameters() for n, g in _stacked(mixture.name, name, p.grad).items()}
     ours = {name: p.grad for name, p in policy.named_parameters()}
     assert ours.keys() == wanted.keys()
     for name, gradient in wanted.items():

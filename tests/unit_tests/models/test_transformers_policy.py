@@ -62,6 +62,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "phi3": ("phi3", {"sliding_window": 11}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 9, "final_logit_softcapping": 5.0},
+    ),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
 }
 LENGTHS = [37, 5, 60]
@@ -188,7 +193,7 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
         ({"layer_types": ["linear_attention"] * 3}, "linear_attention in config.json: not trained here"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic in config.json: not trained here"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json"),
-        ({"hidden_size": None}, "config.json lacks hidden_size: not a decoder of text alone"),
+        ({"hidden_size": None}, "lacks hidden_size: no decoder of text alone"),
         ({"model_type": "no_such_model"}, "cannot make a model of its config.json"),
     ],
 )

@@ -997,6 +997,7 @@ def test_missing_debug_checkpoint_is_named_for_the_launcher(
 # Configurations for GPUs -> their ranks; they are planned by a public shape.
 FOR_GPUS = {
     "qwen3_30b_a3b_8gpu": 8,
+    "gpt_oss_20b_8gpu": 8,
     "llama3.1_8b_128k_8gpu": 8,
     "qwen3_0.6b_gsm8k_vllm": 1,
     "qwen3_0.6b_1gpu": 1,

@@ -12,7 +12,7 @@ from torchtitan.config.values import TABLE, Count, CountOrZero, PathText, Positi
 
 @dataclass(config=TABLE)
 class Model:
-    name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe"] = "auto"
+    name: Literal["auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"] = "auto"
     """Model family; auto reads it from hf_assets_path/config.json"""
 
     implementation: Literal["auto", "native", "transformers"] = "auto"
