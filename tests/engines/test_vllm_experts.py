@@ -3,6 +3,7 @@ and what vLLM computes with afterwards is what was sent."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.weight_sync.facade import WeightSync
 
 TOLERANCE = 1e-4
-UPDATES = 6
+# More of them: TORCHTITAN_TEST_UPDATES=50 pytest -s tests/engines/test_vllm_experts.py
+UPDATES = int(os.environ.get("TORCHTITAN_TEST_UPDATES", "6"))
 
 
 class MixtureTrainer(Trainer):
@@ -67,17 +69,20 @@ def test_vllm_computes_with_the_experts_of_every_version(
     try:
         actor.connect(trainer)
         before: list[float] = []
+        largest = 0.0
         for _ in range(UPDATES):
             trainer.bring()
             (completion,) = actor.generate(PROMPT, 24, temperature=1.0, seed=trainer.version, stop_token_ids=[])
             ids = [*PROMPT, *completion.token_ids]
             expected = trainer.log_probs(ids)
-            assert differences(completion.log_probs, expected[len(PROMPT) - 1 :]) < TOLERANCE
-            assert differences(actor.score(ids), expected) < TOLERANCE
+            sampled = differences(completion.log_probs, expected[len(PROMPT) - 1 :])
+            largest = max(largest, sampled, differences(actor.score(ids), expected))
+            assert largest < TOLERANCE
             # The versions are far apart, so what is left of an older one cannot hide.
             now = trainer.log_probs(PROMPT)
             assert not before or differences(now, before) > 1
             before = now
+        print(f"{UPDATES} updates: log-probs of vLLM and trainer differ by at most {largest:.1e}")
         # Without the packing every version is served and none is right: the probe of a run sees that.
         unpacked.touch()
         trainer.bring()

@@ -87,6 +87,7 @@ def test_layers_of_transformers_train_with_vllm(
     run.end()
     steps = run.steps()
     assert [row["weight_sync/actor-0/version"] for row in steps] == list(range(1, 21))
-    assert all(row["grad_norm"] > 0 for row in steps)
+    # At the end all rewards may be equal.
+    assert all(row["grad_norm"] > 0 for row in steps[:10])
     check_same_weights(steps)
     assert not run.events("weights_differ") and run.events("weights_probed")
