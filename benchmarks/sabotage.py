@@ -43,7 +43,7 @@ from benchmarks import common, saboteur  # noqa: E402
 from tests.engines import adapter_trainer, job  # noqa: E402
 from tests.engines.models import VOCABULARY, make_model  # noqa: E402
 from tests.processes import Processes  # noqa: E402
-from torchtitan.config.derived import probe_tolerance  # noqa: E402
+from torchtitan.inference.parity import probe_tolerance  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.errors import UserError  # noqa: E402
 from torchtitan.inference.agent.command import find_python  # noqa: E402

@@ -31,6 +31,7 @@ KEYS = {
     "weight_sync_plan": {"plan_s", "growth_per_version"},
     "weight_sync_fanout": {"egress_growth_4_to_16", "egress_mb_relay_16"},
     "weight_sync_slow": {"healthy_gap_versions", "healthy_gap_versions_four_slots", "healthy_gap_versions_ten"},
+    "accuracy_hostile": {"accuracy_seconds_worst", "clock_worst_s"},
     "agents": {"prefill_saved", "gateway_overhead"},
     "engine_log_probs": {"share_equal", "share_equal_packs"},
     "learning": {"sft_loss", "grpo_gain"},
