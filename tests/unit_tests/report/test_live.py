@@ -125,7 +125,7 @@ def test_whole_lines_as_the_files_grow_and_are_cut(tmp_path: Path) -> None:
                 answer = await client.get(f"/lines/{name}", headers=BEARER)
                 assert answer.status == 404 or (await answer.json())["lines"] == []
             about = await (await client.get("/run", headers=BEARER)).json()
-            assert about["actors"] == {} and len(about["plots"]) == 10
+            assert about["actors"] == {} and len(about["plots"]) == 11
             (run_dir / ACTORS_FILE).write_text('{"step": 4, "actors": {"actor-0": "READY v3"}}')
             assert (await (await client.get("/run", headers=BEARER)).json())["actors"] == {"actor-0": "READY v3"}
 
