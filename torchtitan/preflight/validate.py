@@ -141,11 +141,12 @@ def _check_objective(check: Check) -> None:
     biased = grpo.kl_coefficient > 0 and grpo.kl_estimator == "k1" and not grpo.kl_ratio_correction
     text = "needs grpo.kl_ratio_correction = true, without which the gradient of k1 has mean zero: take k2 or k3"
     refuse("grpo.kl_estimator", biased, text)
-    text = "it does not bound how much an off-policy token counts (nor does grpo.epsilon_high, where the advantage "
-    text += "is negative), and an asynchronous run trains on samples of older policies: set grpo.delta to 3, a "
-    text += f"correction and caps of at most {NO_BOUND:g}, or grpo.allow_uncorrected = true"
     if grpo.async_weight_update and not grpo.allow_uncorrected and (key := _unbounded(check.config)):
-        refuse(key, True, text)
+        text = "it does not bound how much an off-policy token counts (nor does grpo.epsilon_high, where the advantage "
+        text += "is negative), and an asynchronous run trains on samples of older policies: set "
+        bounds = {"grpo.delta": "grpo.delta to 3", "grpo.loss_type": "another objective, whose ratio has a bound"}
+        caps = f"a correction and caps of at most {NO_BOUND:g}"
+        refuse(key, True, f"{text}{bounds.get(key, caps)}, or grpo.allow_uncorrected = true")
     single = grpo.reward_aggregation == "normalize_each" and len(check.config.rewards.functions) == 1
     single = single and not environment_name(check.config)
     refuse("grpo.reward_aggregation", single, "needs at least two of rewards.functions")
