@@ -6,12 +6,11 @@ session; the gateway records all those of an episode's key.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
-from torchtitan.rollout.agents.worker import Agents
-from torchtitan.rollout.workers.inside import protect, serve, set_up
+from torchtitan.rollout.agents.worker import ABOUT, Agents
+from torchtitan.rollout.workers.inside import run
 
 
 class Taskset:
@@ -56,17 +55,5 @@ class Taskset:
         return {"reward": float(trace.reward)}
 
 
-def main() -> None:
-    incoming, outgoing = protect()
-    agents: list[Agents] = []
-
-    def load(setup: dict[str, Any]) -> dict[str, Any]:
-        agents.append(Agents(Taskset(setup).play))
-        return {"tools": [], "rewards": True}
-
-    if set_up(incoming, outgoing, load):
-        asyncio.run(serve(incoming, outgoing, agents[0].answer, agents[0].drop))
-
-
 if __name__ == "__main__":
-    main()
+    run(lambda setup: (Agents(Taskset(setup).play), ABOUT))

@@ -24,12 +24,15 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.programs import read_number
-from torchtitan.rollout.workers.inside import protect, serve, set_up, without_stop_iteration
+from torchtitan.rollout.workers.inside import run, without_stop_iteration
 from torchtitan.utils.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The end of what a command prints, in which its reward is looked for.
 TAIL_BYTES = 1 << 16
+
+# What the trainer is told of agents.
+ABOUT = {"tools": [], "rewards": True}
 
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the episode of a message"""
@@ -110,17 +113,5 @@ async def run_command(words: list[str], message: dict[str, Any]) -> dict[str, An
         raise ValueError(f"the last line that {words[0]} printed is no reward: {last[:200]!r}") from None
 
 
-def main() -> None:
-    incoming, outgoing = protect()
-    agents: list[Agents] = []
-
-    def load(setup: dict[str, Any]) -> dict[str, Any]:
-        agents.append(Agents(find_agent(setup["agent"])))
-        return {"tools": [], "rewards": True}
-
-    if set_up(incoming, outgoing, load):
-        asyncio.run(serve(incoming, outgoing, agents[0].answer, agents[0].drop))
-
-
 if __name__ == "__main__":
-    main()
+    run(lambda setup: (Agents(find_agent(setup["agent"])), ABOUT))

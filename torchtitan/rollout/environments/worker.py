@@ -18,7 +18,7 @@ import traceback
 from typing import Any
 
 from torchtitan.rollout.environments.programs import Instance, Program
-from torchtitan.rollout.workers.inside import protect, serve, set_up
+from torchtitan.rollout.workers.inside import run
 
 
 class Host:
@@ -53,18 +53,10 @@ class Host:
             instance.close()
 
 
-def main() -> None:
-    incoming, outgoing = protect()
-    hosts: list[Host] = []
-
-    def load(setup: dict[str, Any]) -> dict[str, Any]:
-        program = Program(setup["factory"], setup["tools"], setup["parser"])
-        hosts.append(Host(program, setup["longest"]))
-        return program.about
-
-    if set_up(incoming, outgoing, load):
-        asyncio.run(serve(incoming, outgoing, hosts[0].answer, hosts[0].drop))
+def load(setup: dict[str, Any]) -> tuple[Host, dict[str, Any]]:
+    program = Program(setup["factory"], setup["tools"], setup["parser"])
+    return Host(program, setup["longest"]), program.about
 
 
 if __name__ == "__main__":
-    main()
+    run(load)

@@ -127,21 +127,18 @@ def _is_finite_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
+def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bool], dict[str, Any]]:
+    functions = {name: load_reward(name) for name in setup["functions"]}
+    if not CHECKS_MATHEMATICS.isdisjoint(functions):
+        math_check.checker()  # no call's time limit pays for loading it
+    return (functions, setup["side_by_side"]), {}
+
+
 def main() -> None:
     incoming, outgoing = protect()
-    functions: dict[str, Callable[..., Any]] = {}
-    side_by_side = False
-
-    def load(setup: dict[str, Any]) -> dict[str, Any]:
-        nonlocal side_by_side
-        side_by_side = setup["side_by_side"]
-        functions.update((name, load_reward(name)) for name in setup["functions"])
-        if not CHECKS_MATHEMATICS.isdisjoint(functions):
-            math_check.checker()  # no call's time limit pays for loading it
-        return {}
-
-    if not set_up(incoming, outgoing, load):
+    if (loaded := set_up(incoming, outgoing, load)) is None:
         return
+    functions, side_by_side = loaded
     if side_by_side:
         asyncio.run(serve(incoming, outgoing, lambda one: answer_beside_others(functions[one["function"]], one)))
         return

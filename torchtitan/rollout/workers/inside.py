@@ -16,12 +16,31 @@ import signal
 import struct
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from torchtitan.errors import UserError
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
+
+Loaded = TypeVar("Loaded")
+
+
+class Episodes(Protocol):
+    """The episodes of a worker process."""
+
+    async def answer(self, message: dict[str, Any], /) -> dict[str, Any]:
+        """The reply to a message."""
+
+    def drop(self, episode: int, /) -> None:
+        """Forget an episode."""
+
+
+def run(load: Callable[[dict[str, Any]], tuple[Episodes, dict[str, Any]]]) -> None:
+    """Be a worker process with episodes, until its parent has no more messages; `load` as in set_up."""
+    incoming, outgoing = protect()
+    if (episodes := set_up(incoming, outgoing, load)) is not None:
+        asyncio.run(serve(incoming, outgoing, episodes.answer, episodes.drop))
 
 
 def protect() -> tuple[BinaryIO, BinaryIO]:
@@ -68,24 +87,27 @@ def write_message(file: BinaryIO, message: dict[str, Any]) -> None:
     file.flush()
 
 
-def set_up(incoming: BinaryIO, outgoing: BinaryIO, load: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Read the set-up, import what it needs with `load`, whose result is sent back, and limit the memory.
+def set_up(
+    incoming: BinaryIO, outgoing: BinaryIO, load: Callable[[dict[str, Any]], tuple[Loaded, dict[str, Any]]]
+) -> Loaded | None:
+    """Read the set-up, import what it needs with `load`, and limit the memory. None: there is nothing more to do.
 
-    The set-up has `path` (folders to import from) and `memory_limit_mb`. False: there is nothing more to do.
+    The set-up has `path` (folders to import from) and `memory_limit_mb`. `load` makes of it what is returned here, and
+    what is told the parent.
     """
     setup = read_message(incoming)
     if setup is None:
-        return False
+        return None
     sys.path.extend(folder for folder in setup["path"] if folder not in sys.path)
     try:
-        about = load(setup)
+        loaded, about = load(setup)
     except Exception as error:  # of user code
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         write_message(outgoing, {"error": text})
-        return False
+        return None
     limit_memory(setup["memory_limit_mb"])
     write_message(outgoing, {"ready": True, **about})
-    return True
+    return loaded
 
 
 async def serve(
