@@ -1,12 +1,16 @@
-"""What vLLM does on GPUs alone, held against the sources of an installed one: nothing of it is imported or run.
+"""What vLLM does on GPUs alone, and what we import of it, held against its sources: nothing of it is imported or run.
 
 On a CPU vLLM runs its first model runner and cannot sleep; with Triton it runs Model Runner V2. What of both we rely on
-is in files that every build has.
+is in files that every build has: in the one that is installed here, and in the wheel for GPUs, which is read where
+VLLM_WHEEL is its path (pip download --no-deps "vllm==0.33.0").
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +18,14 @@ import pytest
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import find_python
 
+INFERENCE = Path(find_python.__code__.co_filename).parents[1]
 
-@pytest.fixture(scope="module")
-def sources() -> Path:
+
+@pytest.fixture(scope="module", params=["installed", "wheel for GPUs"])
+def sources(request: pytest.FixtureRequest) -> Path | zipfile.Path:
+    if request.param != "installed":
+        wheel = os.environ.get("VLLM_WHEEL")
+        return zipfile.Path(wheel) / "vllm" if wheel else pytest.skip("VLLM_WHEEL names no wheel")
     try:
         environment = Path(find_python("vllm", "")).absolute().parent.parent
     except UserError as error:
@@ -25,7 +34,42 @@ def sources() -> Path:
     return package
 
 
-def functions(file: Path, name: str = "") -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+def imports_of_vllm() -> Iterator[tuple[str, str]]:
+    """(module, name) of all that our code imports from vLLM."""
+    for file in INFERENCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
+                yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def test_what_is_imported_is_there(sources: Path | zipfile.Path) -> None:
+    wanted = sorted(set(imports_of_vllm()))
+    assert ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload") in wanted
+    missing = []
+    for module, name in wanted:
+        place = sources
+        for part in module.split(".")[1:]:
+            place = place / part
+        file = place.parent / f"{place.name}.py"
+        file = file if file.is_file() else place / "__init__.py"
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                    found.add(node.name)
+                case ast.Name(ctx=ast.Store()):
+                    found.add(node.id)
+                case ast.alias():
+                    found.add(node.asname or node.name)
+                case ast.Constant(value=str()) if module == "vllm":
+                    found.add(node.value)  # the package's own names are imported when they are asked for
+        if name not in found and not (place / f"{name}.py").is_file():
+            missing.append(f"{module}: {name}")
+    assert not missing
+
+
+def functions(file: Path | zipfile.Path, name: str = "") -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """The functions of a module, or of one of its classes."""
     tree: ast.AST = ast.parse(file.read_text(encoding="utf-8"))
     if name:
@@ -38,7 +82,7 @@ def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [argument.arg for argument in function.args.args]
 
 
-def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path) -> None:
+def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path | zipfile.Path) -> None:
     runner = functions(sources / "v1/worker/gpu/model_runner.py", "GPUModelRunner")
     assert "get_model" in runner and "weights_iterator" in arguments(runner["reload_weights"])
     # Log-probs of what was sampled are those behind temperature and truncation; a scored text has them, too.
@@ -57,7 +101,7 @@ def test_model_runner_v2_has_what_loading_and_log_probs_need(sources: Path) -> N
         assert ours not in said
 
 
-def test_sleep_takes_our_levels_modes_and_tags(sources: Path) -> None:
+def test_sleep_takes_our_levels_modes_and_tags(sources: Path | zipfile.Path) -> None:
     worker = functions(sources / "v1/worker/gpu_worker.py", "Worker")
     assert arguments(worker["sleep"]) == ["self", "level"] and arguments(worker["wake_up"]) == ["self", "tags"]
     routes = functions(sources / "entrypoints/serve/dev/sleep/api_router.py")
@@ -69,7 +113,7 @@ def test_sleep_takes_our_levels_modes_and_tags(sources: Path) -> None:
     assert "named_buffers" in ast.unparse(worker["sleep"])
 
 
-def test_the_head_sums_to_fp32_where_it_is_asked_to(sources: Path) -> None:
+def test_the_head_sums_to_fp32_where_it_is_asked_to(sources: Path | zipfile.Path) -> None:
     text = (sources / "model_executor/layers/logits_processor.py").read_text(encoding="utf-8")
     assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in text
     assert 'getattr(config, "head_dtype", None)' in (sources / "config/model.py").read_text(encoding="utf-8")
