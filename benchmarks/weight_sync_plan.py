@@ -4,8 +4,8 @@
 
 plan_s             everything between DTensor placements and the first bucket, one after the other on one core: every
                    rank's shards, their way to the registry as JSON, the merged layout with its check that every
-                   element is sent exactly once, its way to the actor, and the buckets that each tensor-parallel worker
-                   asks for. In a job the ranks' part runs on all ranks at the same time.
+                   element is sent exactly once, and its way to the actor. In a job the ranks' part runs on all ranks at
+                   the same time.
 growth_per_version time of the trainer thread in reserve, commit and fence per version, without anything to overlap it,
                    with many tensors ÷ with few, the same bytes in both; median over versions, taken in turns
 """
@@ -30,10 +30,8 @@ import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from torchtitan.weight_sync.coverage import check_coverage, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.layout_tables import Box  # noqa: E402
 from torchtitan.weight_sync.live_slots import LiveSlots  # noqa: E402
 from torchtitan.weight_sync.manifest import Layout  # noqa: E402
-from torchtitan.weight_sync.needs import needed_buckets  # noqa: E402
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
 from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
 
@@ -72,19 +70,6 @@ def model(count: int) -> list[tuple[str, tuple[int, ...], tuple[Sharded | None, 
     return parameters[:count]
 
 
-def worker_boxes(parameters: list[tuple[str, tuple[int, ...], tuple]], worker: int, workers: int) -> dict[str, Box]:
-    """What a tensor-parallel worker of the actor holds: rows, columns or all of each tensor."""
-    boxes = {}
-    for name, shape, placements in parameters:
-        cut = placements[1]
-        offset, size = [0] * len(shape), list(shape)
-        if cut is not None:
-            size[cut.dim] //= workers
-            offset[cut.dim] = worker * size[cut.dim]
-        boxes[name] = Box(tuple(offset), tuple(size))
-    return boxes
-
-
 def rank_view(
     parameters: list[tuple[str, tuple[int, ...], tuple]], rank: int, mesh: tuple[int, int]
 ) -> list[PlacedParameter]:
@@ -100,12 +85,11 @@ def rank_view(
     return view
 
 
-def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, float]:
+def plan_seconds(count: int, mesh: tuple[int, int]) -> dict[str, float]:
     """Seconds of each part of the planning."""
     parameters = model(count)
     views = [rank_view(parameters, rank, mesh) for rank in range(mesh[0] * mesh[1])]
-    boxes = [worker_boxes(parameters, worker, workers) for worker in range(workers)]
-    parts = dict.fromkeys(("ranks", "to_registry", "merge", "to_actor", "workers"), 0.0)
+    parts = dict.fromkeys(("ranks", "to_registry", "merge", "to_actor"), 0.0)
 
     def part(name: str, work: Callable[[], object]) -> object:
         begun = time.perf_counter()
@@ -124,9 +108,6 @@ def plan_seconds(count: int, mesh: tuple[int, int], workers: int) -> dict[str, f
     received = part("to_actor", lambda: Layout.from_json(json.loads(sent)))
     part("to_actor", lambda: check_coverage(received))
     part("to_actor", received.layout_id)
-    for held in boxes:
-        needs = part("workers", lambda held=held: needed_buckets(received, held))
-        assert needs
     return parts
 
 
@@ -161,7 +142,6 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--parameters", type=int, default=64512)
     parser.add_argument("--mesh", type=int, nargs=2, default=(8, 8), help="trainer ranks: data and tensor parallel")
-    parser.add_argument("--workers", type=int, default=8, help="tensor-parallel workers of the actor")
     parser.add_argument("--repeats", type=int, default=3, help="of the planning")
     parser.add_argument("--versions", type=int, default=15, help="of each number of tensors")
     parser.add_argument("--few", type=int, default=1008, help="tensors")
@@ -173,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(1)
     planned = []
     for _ in range(arguments.repeats):
-        planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh), arguments.workers))
+        planned.append(plan_seconds(arguments.parameters, tuple(arguments.mesh)))
         common.progress(f"planned in {sum(planned[-1].values()):.2f} s")
     memory = torch.ones(arguments.bytes // 2)
     sides = {

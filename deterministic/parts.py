@@ -19,7 +19,6 @@ from torchtitan.weight_sync.delta import decode_into
 from torchtitan.weight_sync.handshake import ACTOR, Identity
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
-from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.puller import Puller
 from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.runtime import Channel
@@ -219,8 +218,8 @@ class Actor:
 
     # Engine
 
-    def prepare(self, layout: Layout) -> Needs:
-        return None
+    def prepare(self, layout: Layout) -> list[tuple[int, int]]:
+        return layout.bucket_keys()
 
     def bucket(self, key: tuple[int, int]) -> memoryview:
         rank, bucket = key

@@ -27,8 +27,8 @@ from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 class Group:
     """The leader in this process, its workers in processes of their own."""
 
-    def __init__(self, job: Job, parts: bool = False, **options: Any):
-        self.parts = parts
+    def __init__(self, job: Job, shares: bool = True, **options: Any):
+        self.shares = shares
         self.job, self.hold, self.served = job, job.folder / "hold", list[int]()
         self.key = role_key(job.token, ACTOR, "a")
         registry = job.publication.registry_address
@@ -51,7 +51,7 @@ class Group:
                 "key": self.key,
                 "log": str(self.job.folder / f"worker-{number}.jsonl"),
                 "hold": str(self.hold),
-                "parts": self.parts,
+                "shares": self.shares,
             }
             self.processes[number] = subprocess.Popen(
                 [sys.executable, "-m", "tests.integration_tests.weight_sync_worker", json.dumps(arguments)],
@@ -92,15 +92,15 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-@pytest.mark.parametrize("parts", [False, True])
-def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_version(job: Job, parts: bool) -> None:
-    with contextlib.closing(Group(job, parts)) as group:
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_version(job: Job, shares: bool) -> None:
+    with contextlib.closing(Group(job, shares)) as group:
         group.start(*range(WORKERS))
         job.publish()
         group.serves(0)
         figures, whole = group.seen()["figures"], sum(p.numel() * 4 for p in job.parameters.values())
-        # What workers share, each of them has received a part of. A half of every row lies in every bucket.
-        assert (figures["worker_bytes"] < 0.6 * whole) is not parts and figures["bytes_full"] >= whole
+        # What workers share, each of them has received a part of.
+        assert (figures["worker_bytes"] < 0.6 * whole) is shares and figures["bytes_full"] >= whole
         # One dies while both are half done with applying: neither counts, until both have the next version.
         group.hold.touch()
         job.publish()

@@ -23,7 +23,6 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -262,28 +261,8 @@ def test_evaluation_pins_a_version(tmp_path: Path) -> None:
     assert engine.versions == [0, 5]
 
 
-def halves_of(shapes: dict[str, Any], half: int) -> dict[str, Box]:
-    """What one of two tensor-parallel workers holds: rows of one parameter, columns of the next, some not at all."""
-    boxes = {}
-    for index, (name, shape) in enumerate(shapes.items()):
-        dim = index % len(shape)
-        size = shape[dim] // 2
-        offset, extent = [0] * len(shape), list(shape)
-        offset[dim], extent[dim] = half * size, size if half == 0 else shape[dim] - size
-        if index != 1 or half == 0:
-            boxes[name] = Box(tuple(offset), tuple(extent))
-    return boxes
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
-
-
 def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
-    """On each rank: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor().
-
-    One actor holds everything, two hold halves of it that are cut otherwise.
-    """
+    """On each rank: FSDP2 × TP, published shard by shard, received on rank 0, held against full_tensor()."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -328,17 +307,9 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
         received[staged.version] = {name: tensor.clone() for name, tensor in staged.tensors.items()}
 
     actors: list[Actor] = []
-    parts: list[dict[str, torch.Tensor]] = [{}, {}]
-    boxes = [halves_of({name: parameter.shape for name, parameter in parameters.items()}, half) for half in range(2)]
-
-    def keep(half: int) -> Callable[[StagedVersion], None]:
-        return lambda staged: parts[half].update({name: t.clone() for name, t in staged.tensors.items()})
-
     if rank == 0:
-        applied = [("a", apply, None), *((f"half-{half}", keep(half), boxes[half]) for half in range(2))]
-        for name, take, held in applied:
-            actors.append(Actor(address[0], name, "1-e", role_key("t", ACTOR, name), take, boxes=held))
-            actors[-1].start()
+        actors.append(Actor(address[0], "a", "1-e", role_key("t", ACTOR, "a"), apply))
+        actors[-1].start()
     equal = []
     for version in range(3):
         full = {name: p.full_tensor().clone() for name, p in parameters.items()}
@@ -351,13 +322,9 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
             for parameter in parameters.values():
                 parameter.add_(1)
         if rank == 0 and outcome == "published":
-            assert sync.wait_until_applied(version, 30, at_least=3).applied == {"a", "half-0", "half-1"}
+            assert sync.wait_until_applied(version, 30, at_least=1).applied == {"a"}
             equal.append(all(torch.equal(received[version][name], value) for name, value in full.items()))
             assert received[version].keys() == full.keys()
-            for half in range(2):
-                expected = {name: full[name][slices(box)] for name, box in boxes[half].items()}
-                assert parts[half].keys() == expected.keys()
-                equal.append(all(torch.equal(parts[half][name], value) for name, value in expected.items()))
         dist.barrier()
     own = sum(shard.elements for shard in sync._publisher.layout.ranks[0].shards)
     statistics = sync.statistics()

@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,10 +31,8 @@ from torchtitan.weight_sync.disk import FileReader
 from torchtitan.weight_sync.fetching import Fetcher
 from torchtitan.weight_sync.group import Leader, LedPuller
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
-from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.leading import ApplyFunction, LeadingEngine, in_figures
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest
-from torchtitan.weight_sync.needs import Needs, needed_buckets
 from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.shared_files import open_shared
@@ -68,23 +66,16 @@ class ActorStatus:
 class StagingEngine:
     """Staging memory, and the engine's function that takes it from there."""
 
-    def __init__(
-        self,
-        apply: ApplyFunction,
-        boxes: Mapping[str, Box] | None,
-        where: str,
-        post: Callable[[Callable[[], None]], None],
-    ):
-        self._apply, self._boxes, self._where = apply, boxes, where
+    def __init__(self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None]):
+        self._apply, self._where = apply, where
         self._staging: Staging | None = None
         self._fetcher = Fetcher(post)
         self.linked = self._fetcher.linked
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
-    def prepare(self, layout: Layout) -> Needs:
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """See arrivals.Engine."""
-        needs = None if self._boxes is None else needed_buckets(layout, self._boxes)
         try:
             # Only checksums of kind "sum" are computed on a device.
             where = self._where if reads_devices(layout.checksum) else "cpu"
@@ -92,10 +83,10 @@ class StagingEngine:
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
         self._fetcher.files = FileReader(layout)
-        return needs
+        return layout.bucket_keys()
 
     def _new_staging(self, layout: Layout, where: str) -> Staging:
-        return Staging(layout, self._boxes, where)
+        return Staging(layout, where)
 
     def bucket(self, key: BucketKey) -> memoryview:
         """See arrivals.Engine."""
@@ -128,9 +119,7 @@ class StagingEngine:
         """See arrivals.Engine."""
         staging, written, begun = self._staging, self._written, time.monotonic()
         assert staging is not None
-        proof = None
-        if self._boxes is None:
-            proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
+        proof = Proof(staging.layout, manifest.checksums, lambda: self._written == written)
         staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, staging.tensors, proof=proof)
         return in_figures(self._apply(staged), begun)
 
@@ -139,21 +128,19 @@ class SharingEngine(StagingEngine):
     """Of worker `number`: pulls its share of every version into memory that all workers of the actor share."""
 
     def __init__(self, apply: ApplyFunction, number: int, post: Callable[[Callable[[], None]], None]):
-        super().__init__(apply, None, "cpu", post)
+        super().__init__(apply, "cpu", post)
         self._number = number
         self.shared: Message = {}
         """What the leader says of that memory: the reference that opens it, and how many workers there are"""
 
-    def prepare(self, layout: Layout) -> Needs:
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """See puller.Engine."""
         super().prepare(layout)
-        needs, count = {}, self.shared["workers"]
+        needs, count = list[BucketKey](), self.shared["workers"]
         for rank in range(len(layout.ranks)):
             # Another share of the next rank, so that few buckets do not all fall to one.
             buckets, part = layout.bucket_count(rank), (self._number + rank) % count
-            bounds = buckets * part // count, buckets * (part + 1) // count
-            if bounds[0] < bounds[1]:
-                needs[rank] = [bounds]
+            needs += [(rank, bucket) for bucket in range(buckets * part // count, buckets * (part + 1) // count)]
         return needs
 
     def _new_staging(self, layout: Layout, where: str) -> Staging:
@@ -229,8 +216,8 @@ class _Pulling:
 
 
 class Actor(_Pulling):
-    """registry: `host:port`; name: unique; key: role_key of the two. boxes: parameter name -> the part that is wanted
-    (None: all of everything). served: what the engine holds already. The registry may be out of reach for retry_for_s.
+    """registry: `host:port`; name: unique; key: role_key of the two. served: what the engine holds already. The
+    registry may be out of reach for retry_for_s.
     relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
     a wildcard, others are told the address by which the registry is reached. where: the device of staging memory (ipc,
     nccl).
@@ -248,7 +235,6 @@ class Actor(_Pulling):
         key: str,
         apply: ApplyFunction,
         *,
-        boxes: Mapping[str, Box] | None = None,
         served: Served | None = None,
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
@@ -272,8 +258,8 @@ class Actor(_Pulling):
                 *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
             )
             return
-        engine = StagingEngine(apply, boxes, where, self._runtime.post)
-        if relay_host and boxes is None:
+        engine = StagingEngine(apply, where, self._runtime.post)
+        if relay_host:
             self._listener, options["relay_address"] = _listen(relay_host, registry)
             self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory)
         self.puller = Puller(*names, engine, progress_s=progress_s, **options)
@@ -289,8 +275,8 @@ class Worker(_Pulling):
     """Worker `number` of an actor: has `apply` called when its leader says so.
 
     leader: `host:port`, the actor's workers_address; name, key: of the actor. shares: every worker pulls an equal share
-    of the version into host memory that all of them share, and sees the whole. Otherwise it has staging memory of its
-    own at `where` and pulls its boxes (None: all of everything).
+    of the version into host memory that all of them share, and sees the whole. Otherwise it pulls all of it into
+    staging memory of its own at `where`.
     """
 
     def __init__(
@@ -303,7 +289,6 @@ class Worker(_Pulling):
         apply: ApplyFunction,
         *,
         shares: bool = True,
-        boxes: Mapping[str, Box] | None = None,
         served: Served | None = None,
         retry_for_s: float = 60.0,
         progress_s: float = 5.0,
@@ -311,7 +296,7 @@ class Worker(_Pulling):
     ):
         super().__init__(f"{name}-worker-{number}", epoch, where)
         post = self._runtime.post
-        engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, boxes, where, post)
+        engine = SharingEngine(apply, number, post) if shares else StagingEngine(apply, where, post)
         self.puller = LedPuller(
             self._runtime,
             leader,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import streaming_checksum
 from torchtitan.weight_sync.manifest import Layout, Manifest
-from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.runtime import Channel, Runtime
 from torchtitan.weight_sync.source import Source
 from torchtitan.weight_sync.transfer import BucketKey, Transfer
@@ -22,7 +21,7 @@ logger = logging.getLogger("torchtitan.weight_sync.arrivals")
 class Engine(Protocol):
     """Where versions end up. `apply`, `fetch` and `patch` are called on threads, one call of each at a time."""
 
-    def prepare(self, layout: Layout) -> Needs:
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """Make staging memory for this layout. Returns the buckets that are needed. Raises LayoutError."""
 
     def bucket(self, key: BucketKey) -> memoryview:
@@ -71,7 +70,7 @@ class Arrivals:
         """Pieces of work that may still write to staging memory"""
         self.corrupted = 0
 
-    def prepare(self, layout: Layout) -> Needs:
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """See Engine."""
         self.held.clear()
         self._layout = layout

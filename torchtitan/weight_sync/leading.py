@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from torchtitan.weight_sync.group import Leader, Outcome
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
-from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import StagedVersion
@@ -30,9 +29,9 @@ class LeadingEngine:
         self._apply, self._runtime, self._lives = apply, runtime, lives
         self.leader: Leader | None = None
 
-    def prepare(self, layout: Layout) -> Needs:
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """See puller.Engine."""
-        return None
+        return layout.bucket_keys()
 
     def bucket(self, key: BucketKey) -> memoryview:
         """Nothing arrives here."""

@@ -63,6 +63,10 @@ class Layout:
         start = bucket * self.bucket_bytes
         return start, min(start + self.bucket_bytes, self.ranks[rank].slot_bytes)
 
+    def bucket_keys(self) -> list[tuple[int, int]]:
+        """(rank, bucket) of all buckets, in order."""
+        return [(rank, bucket) for rank in range(len(self.ranks)) for bucket in range(self.bucket_count(rank))]
+
     def layout_id(self) -> str:
         """Names this layout: equal exactly when everything in it is equal."""
         # Not over the JSON: compressed columns need not look the same wherever they are made.

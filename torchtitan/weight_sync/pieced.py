@@ -16,7 +16,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.needs import intersection
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +81,18 @@ def _narrowed(box: Box, dim: int = 0, start: int | None = None, end: int | None 
     low, high, _ = slice(start, end).indices(size)
     offset, shape = list(box.offset), list(box.shape)
     offset[dim], shape[dim] = offset[dim] + low, max(0, high - low)
+    return Box(tuple(offset), tuple(shape))
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The elements that two boxes of one tensor share, None without any."""
+    offset, shape = [], []
+    for low, size, other_low, other_size in zip(first.offset, first.shape, second.offset, second.shape, strict=True):
+        start, end = max(low, other_low), min(low + size, other_low + other_size)
+        if start >= end:
+            return None
+        offset.append(start)
+        shape.append(end - start)
     return Box(tuple(offset), tuple(shape))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from torchtitan.weight_sync.arrivals import Arrivals, Engine
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.messages import HEARTBEAT_SECONDS
-from torchtitan.weight_sync.needs import Needs, all_keys
 from torchtitan.weight_sync.registry_client import RegistryClient
 from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.runtime import Channel, Runtime, Timer
@@ -77,7 +76,7 @@ class Puller:
         self._tell = self.registry.tell
         self._layout: Layout | None = None
         self._layout_id = ""
-        self._needs: Needs = None
+        self._needs: Collection[BucketKey] = ()
         self._sources: list[Source] = []
         self._servers: list[str] = []
         self._relay = relay
@@ -307,7 +306,7 @@ class Puller:
         assert self._layout is not None
         if "drop" in faults.at("pull", version=manifest.version, actor=self._identity.name):
             return
-        now, missing = self._runtime.now(), set(all_keys(self._layout, self._needs))
+        now, missing = self._runtime.now(), set(self._needs)
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
         if self._relay is not None:
             self._relay.hold(self._layout, transfer)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from torchtitan.weight_sync.layout_tables import Box, ShardEntry
-from torchtitan.weight_sync.manifest import SHARD_ALIGNMENT, Layout, RankLayout
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
+from torchtitan.weight_sync.manifest import Layout, RankLayout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
-from torchtitan.weight_sync.needs import intersection
 from torchtitan.weight_sync.pieced import PiecedTensor
 
 Area = memoryview | torch.Tensor
@@ -39,10 +36,9 @@ class Proof:
 class StagedVersion:
     """A whole, verified version. The tensors live in staging memory: copy them, they change after apply returns.
 
-    tensors: parameter name -> full tensor in the inference dtype (or the part of it that was asked for). Tied
-    parameters appear once, under their first name. apply_on_workers: for an actor of several workers, which hold the
-    tensors: has every worker apply its part, and returns when all have; see worker.py. proof: where all of
-    the version is here.
+    tensors: parameter name -> full tensor in the inference dtype. Tied parameters appear once, under their first name.
+    apply_on_workers: for an actor of several workers, which hold the tensors: has every worker apply its part, and
+    returns when all have; see group.py. proof: where all of the version is here.
     """
 
     epoch: str
@@ -54,15 +50,15 @@ class StagedVersion:
 
 
 class StagedTensors(Mapping[str, torch.Tensor]):
-    """Parameter name -> what was asked for of it, in the order of the layout. One that lies in one piece is a view of
-    staging memory; another is put together anew whenever it is asked for, and without need where it is only copied."""
+    """Parameter name -> its tensor, in the order of the layout. One that lies in one piece is a view of staging memory;
+    another is put together anew whenever it is asked for, and without need where it is only copied."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, tuple[Box, torch.dtype, list[tuple[Box, torch.Tensor]]]] = {}
+        self._pieces: dict[str, tuple[ParameterEntry, list[tuple[Box, torch.Tensor]]]] = {}
 
-    def add(self, name: str, box: Box, dtype: torch.dtype, pieces: list[tuple[Box, torch.Tensor]]) -> None:
-        """box: what was asked for; pieces: (part of it, where it lies)."""
-        self._pieces[name] = box, dtype, pieces
+    def add(self, entry: ParameterEntry, pieces: list[tuple[Box, torch.Tensor]]) -> None:
+        """pieces: (part of it, where it lies)."""
+        self._pieces[entry.name] = entry, pieces
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -76,15 +72,16 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
     def to_copy(self, name: str) -> torch.Tensor:
         """For who narrows it, and copies that: nothing is put together (see pieced.py)."""
-        box, dtype, pieces = self._pieces[name]
+        entry, pieces = self._pieces[name]
         if not pieces:
-            return torch.empty(box.shape, dtype=dtype)
-        return pieces[0][1] if len(pieces) == 1 else PiecedTensor(box, pieces)
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        return pieces[0][1] if len(pieces) == 1 else PiecedTensor(Box((0,) * len(entry.shape), entry.shape), pieces)
 
     def outlines(self) -> dict[str, torch.Tensor]:
         """Their shapes and types, as tensors without memory."""
         return {
-            name: torch.empty(box.shape, dtype=dtype, device="meta") for name, (box, dtype, _) in self._pieces.items()
+            name: torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="meta")
+            for name, (entry, _) in self._pieces.items()
         }
 
 
@@ -95,102 +92,30 @@ def to_copy(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Te
 
 
 class Staging:
-    """Memory for one incoming version of one layout.
+    """Memory for one incoming version of one layout, at the device `where`. memory: instead of new memory, for all of
+    the layout's slots (see Layout.slot_starts)."""
 
-    boxes: parameter name -> the part that is wanted; None: all of everything. where: the device of the memory; on one,
-    only the buckets that are needed have memory (pages of the host that are never written take none anyway). memory:
-    instead of new memory, for all of the layout's slots (see Layout.slot_starts).
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        boxes: Mapping[str, Box] | None = None,
-        where: str = "cpu",
-        memory: mmap.mmap | None = None,
-    ):
+    def __init__(self, layout: Layout, where: str = "cpu", memory: mmap.mmap | None = None):
         self.layout = layout
         self.memory: list[Area] = []
-        """Per rank the bytes of its slot, or of its runs of buckets: memoryviews on the host, one-dimensional uint8
-        tensors elsewhere"""
-        self._runs: list[list[_Run]] = []
+        """Per rank the bytes of its slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
         pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
-        for number, (start, rank) in enumerate(zip(layout.slot_starts(), layout.ranks, strict=False)):
-            wanted = [] if boxes is None else list(_wanted(layout, number, boxes))
-            if boxes is None:
-                wanted = [(shard, Box(shard.offset, shard.shape)) for shard in rank.shards]
-            whole = boxes is None or where == "cpu"
-            hulls = [(0, rank.slot_bytes)] if whole else [_hull(layout, shard, part) for shard, part in wanted]
-            runs = _runs(hulls, layout.bucket_bytes, rank.slot_bytes)
-            size = runs[-1].at + runs[-1].end - runs[-1].start if runs else 0
-            base, area = _new_area(size, where) if memory is None else _slot_within(memory, start, rank)
+        for start, rank in zip(layout.slot_starts(), layout.ranks, strict=False):
+            base, area = _new_area(rank.slot_bytes, where) if memory is None else _slot_within(memory, start, rank)
             self.memory.append(area)
-            self._runs.append(runs)
-            for shard, part in wanted:
+            for shard in rank.shards:
                 dtype = TORCH_DTYPES[layout.parameters[shard.parameter].dtype]
-                low, high = _hull(layout, shard, part)
-                at = _run_of(runs, low).place(low)
-                strides = torch.empty(shard.shape, device="meta").stride()
-                piece = base[at : at + high - low].view(dtype).as_strided(part.shape, strides)
-                pieces.setdefault(shard.parameter, []).append((part, piece))
+                end = shard.byte_offset + shard.elements * dtype.itemsize
+                piece = base[shard.byte_offset : end].view(dtype).view(shard.shape)
+                pieces.setdefault(shard.parameter, []).append((Box(shard.offset, shard.shape), piece))
         self.tensors = StagedTensors()
         for index, entry in enumerate(layout.parameters):
-            if boxes is None or entry.name in boxes:
-                box = Box((0,) * len(entry.shape), entry.shape) if boxes is None else boxes[entry.name]
-                self.tensors.add(entry.name, box, TORCH_DTYPES[entry.dtype], pieces.get(index, []))
+            self.tensors.add(entry, pieces.get(index, []))
 
     def bucket(self, key: tuple[int, int]) -> Area:
         """The bytes of bucket (rank, number)."""
-        rank, bucket = key
-        start, end = self.layout.bucket_range(rank, bucket)
-        at = _run_of(self._runs[rank], start).place(start)
-        return self.memory[rank][at : at + end - start]
-
-
-class _Run(NamedTuple):
-    """Bytes [start, end) of a slot, whole buckets, and where they lie in staging memory."""
-
-    start: int
-    end: int
-    at: int
-
-    def place(self, byte: int) -> int:
-        return self.at + byte - self.start
-
-
-def _runs(hulls: list[tuple[int, int]], bucket_bytes: int, slot_bytes: int) -> list[_Run]:
-    """The buckets that these ranges of bytes touch; what lies aligned in the slot does so here."""
-    runs: list[_Run] = []
-    for low, high in sorted(hulls):
-        start, end = low // bucket_bytes * bucket_bytes, min(-(-high // bucket_bytes) * bucket_bytes, slot_bytes)
-        if runs and start <= runs[-1].end:
-            runs[-1] = runs[-1]._replace(end=max(end, runs[-1].end))
-        else:
-            behind = runs[-1].place(runs[-1].end) if runs else 0
-            runs.append(_Run(start, end, behind + (start - behind) % SHARD_ALIGNMENT))
-    return runs
-
-
-def _run_of(runs: list[_Run], byte: int) -> _Run:
-    return runs[bisect.bisect_right(runs, byte, key=lambda run: run.start) - 1]
-
-
-def _wanted(layout: Layout, rank: int, boxes: Mapping[str, Box]) -> Iterator[tuple[ShardEntry, Box]]:
-    """The shards of a rank with a part of the boxes, and that part."""
-    for shard in layout.ranks[rank].shards:
-        box = boxes.get(layout.parameters[shard.parameter].name)
-        part = None if box is None else intersection(box, Box(shard.offset, shard.shape))
-        if part is not None:
-            yield shard, part
-
-
-def _hull(layout: Layout, shard: ShardEntry, part: Box) -> tuple[int, int]:
-    """From the first to behind the last byte of a part of a shard, in the rank's slot."""
-    width = TORCH_DTYPES[layout.parameters[shard.parameter].dtype].itemsize
-    first = last = 0
-    for low, origin, size, full in zip(part.offset, shard.offset, part.shape, shard.shape, strict=True):
-        first, last = first * full + low - origin, last * full + low - origin + size - 1
-    return shard.byte_offset + first * width, shard.byte_offset + (last + 1) * width
+        start, end = self.layout.bucket_range(*key)
+        return self.memory[key[0]][start:end]
 
 
 def _slot_within(memory: mmap.mmap, start: int, rank: RankLayout) -> tuple[torch.Tensor, Area]:

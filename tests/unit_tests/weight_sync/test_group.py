@@ -14,7 +14,6 @@ from tests.unit_tests.weight_sync.job import BUCKET_BYTES, REGISTRY, TOKEN, Job,
 from torchtitan.weight_sync.group import Leader, LedPuller, Outcome
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
-from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.wire import Message
 
@@ -42,8 +41,8 @@ class SimLeader(Leader):
 class LeadingEngine:
     """Stages nothing."""
 
-    def prepare(self, layout: Layout) -> Needs:
-        return None
+    def prepare(self, layout: Layout) -> list[tuple[int, int]]:
+        return layout.bucket_keys()
 
 
 class Connection:
@@ -86,8 +85,8 @@ class SimWorker:
         self.puller._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
         self.puller.start()
 
-    def prepare(self, layout: Layout) -> Needs:
-        return {0: [(0, SHAPE.buckets)]} if self.number == 0 else {1: [(0, SHAPE.buckets)]}
+    def prepare(self, layout: Layout) -> list[tuple[int, int]]:
+        return [(rank, bucket) for rank, bucket in layout.bucket_keys() if rank == min(self.number, 1)]
 
     def bucket(self, key: tuple[int, int]) -> memoryview:
         rank, bucket = key

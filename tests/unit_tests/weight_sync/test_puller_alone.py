@@ -12,9 +12,9 @@ from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
-from torchtitan.weight_sync.needs import Needs
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.transfer import BucketKey
 from torchtitan.weight_sync.wire import Message
 
 BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
@@ -58,7 +58,9 @@ class Server:
 class World:
     """The puller is its own engine: memory, and what it has applied."""
 
-    def __init__(self, needs: Needs = None, rank: int = 0, served: Served | None = None, **settings: Any):
+    def __init__(
+        self, needs: list[BucketKey] | None = None, rank: int = 0, served: Served | None = None, **settings: Any
+    ):
         self.machine, self.needs = Machine(0), needs
         self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
         self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
@@ -73,8 +75,8 @@ class World:
         self.registry.say("model", layout_id=LAYOUT.layout_id(), layout=LAYOUT.to_json())
         self.registry.say("servers", servers=[SERVER])
 
-    def prepare(self, layout: Layout) -> Needs:
-        return self.needs
+    def prepare(self, layout: Layout) -> list[BucketKey]:
+        return layout.bucket_keys() if self.needs is None else self.needs
 
     def bucket(self, key: tuple[int, int]) -> memoryview:
         return memoryview(self.staging)[key[1] * BUCKET_BYTES : (key[1] + 1) * BUCKET_BYTES]
@@ -143,7 +145,7 @@ def test_version_is_pulled_applied_and_told() -> None:
 
 
 def test_worker_that_needs_nothing_applies_at_once() -> None:
-    world = World(needs={0: []})
+    world = World(needs=[])
     world.newest(1, 0)
     world.run(0.1)
     assert world.applied == [0] and world.server.count("open") == 0

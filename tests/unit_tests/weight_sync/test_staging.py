@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.engines.vllm_traps import received
-from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.needs import all_keys, needed_buckets
 from torchtitan.weight_sync.pieced import PiecedTensor
 from torchtitan.weight_sync.staging import Staging, to_copy
 
@@ -88,37 +86,6 @@ def test_memory_of_others_is_used_slot_by_slot() -> None:
     assert all(torch.equal(reader.tensors[name], weight) for name, weight in WEIGHTS.items())
 
 
-def quarter(shape: tuple[int, ...], dim: int, part: int) -> Box:
-    """Of one dimension, as a tensor-parallel worker of four holds it."""
-    offset, size = [0] * len(shape), list(shape)
-    size[dim] //= 4
-    offset[dim] = part * size[dim]
-    return Box(tuple(offset), tuple(size))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("part", [0, 3])
-def test_on_a_device_a_worker_holds_what_it_needs_and_little_more(ranks: int, part: int) -> None:
-    """`cpu:0` is a device of its own to staging memory. Rows (as q), columns (as o), and what all workers hold."""
-    shapes = {"q": (64, 48), "norm": (48,), "o": (48, 64), "v": (64, 48), "embed": (96, 48)}
-    weights = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
-    boxes = {"q": quarter(shapes["q"], 0, part), "v": quarter(shapes["v"], 0, part), "norm": Box((0,), (48,))}
-    boxes["o"] = quarter(shapes["o"], 1, part)
-    sent = received(weights, ranks, bucket_bytes=500)
-    staging = Staging(sent.layout, boxes, "cpu:0")
-    keys = all_keys(sent.layout, needed_buckets(sent.layout, boxes))
-    needed = 0
-    for key in keys:
-        staging.bucket(key).copy_(torch.frombuffer(bytearray(sent.bucket(key)), dtype=torch.uint8))
-        needed += len(sent.bucket(key))
-    for name, box in boxes.items():
-        cut = tuple(slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
-        assert torch.equal(staging.tensors[name], weights[name][cut]), name
-    held = sum(len(area) for area in staging.memory)
-    runs = sum(map(len, staging._runs))
-    assert needed <= held <= needed + 64 * runs, "what is not needed has memory, too"
-
-
 class Live(TorchDispatchMode):
     """Bytes of all storages that were made under it and are still there, at the most. others: made before."""
 
@@ -145,7 +112,7 @@ def test_a_version_that_comes_sharded_is_held_once(narrows: bool) -> None:
     layout = received(weights, 8, bucket_bytes=4096).layout
     targets = {name: torch.empty_like(weight) for name, weight in weights.items()}
     with Live(targets.values()) as live:
-        staging = Staging(layout, None, "cpu:0")
+        staging = Staging(layout, "cpu:0")
         for name, tensor in to_copy(staging.tensors) if narrows else staging.tensors.items():
             for half in range(2):
                 targets[name][:, 32 * half :][:, :32].copy_(tensor[:, 32 * half :][:, :32])
