@@ -169,7 +169,7 @@ class _Pulling:
 
     def found_torn(self, version: int, reason: str) -> None:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
-        self._runtime.loop.call_from_thread(lambda: self.puller.found_torn(version, reason))
+        self._runtime.post(lambda: self.puller.found_torn(version, reason))
 
     @property
     def connected(self) -> bool:
@@ -195,7 +195,7 @@ class _Pulling:
         """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun: `served` tells
         what came of it."""
         deadline = time.monotonic() + timeout
-        self._runtime.loop.call_from_thread(self.puller.close)
+        self._runtime.post(self.puller.close)
         self._runtime.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)

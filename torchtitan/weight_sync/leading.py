@@ -68,7 +68,7 @@ class LeadingEngine:
     def _on_workers(self, manifest: Manifest) -> Outcome:
         assert self.leader is not None
         answered: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._runtime.loop.call_from_thread(partial(self.leader.order, manifest, answered.put))
+        self._runtime.post(partial(self.leader.order, manifest, answered.put))
         while True:  # the leader answers within its deadline, as long as its loop runs
             with contextlib.suppress(queue.Empty):
                 return answered.get(timeout=LOOK_SECONDS)

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import resource
-import selectors
 import socket
 import sys
 from pathlib import Path
@@ -71,7 +70,7 @@ def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, list
     """Run a shard server until the runtime is stopped, or the trainer has closed its end of the bell."""
     bell.setblocking(False)
 
-    def rung(_events: int) -> None:
+    def rung() -> None:
         try:
             if not bell.recv(4096):
                 runtime.stop()
@@ -79,7 +78,7 @@ def serve(runtime: SocketRuntime, server: ShardServer, bell: socket.socket, list
             return
         server.look()
 
-    runtime.loop.watch(bell, selectors.EVENT_READ, rung)
+    runtime.loop.add_reader(bell, rung)
     server.start(listener)
     runtime.run()
 

@@ -1,12 +1,13 @@
-"""The runtime of production: sockets on an event loop, and a thread per kind of long work."""
+"""The runtime of production: sockets on an event loop of asyncio's, and a thread per kind of long work."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
 import queue
-import selectors
 import socket
 import threading
 import time
@@ -16,8 +17,6 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.event_loop import EventLoop
-from torchtitan.weight_sync.event_loop import Timer as LoopTimer
 from torchtitan.weight_sync.messages import payload_bytes, validate
 from torchtitan.weight_sync.runtime import Channel, Done
 from torchtitan.weight_sync.wire import Message, ProtocolError
@@ -42,7 +41,7 @@ THROTTLE_SLICES_PER_SECOND = 50
 class SocketChannel(Channel):
     """A channel over one connected socket: a length, a JSON object, and the bytes that it carries."""
 
-    def __init__(self, loop: EventLoop, sock: socket.socket):
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket):
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,9 +57,9 @@ class SocketChannel(Channel):
         self._unsent: deque[tuple[memoryview, Callable[[], None] | None, bool]] = deque()
         """(bytes, what to call when they have left, whether they are a payload)"""
         self._unsent_bytes = 0
-        self._watched = selectors.EVENT_READ
-        self._pause: LoopTimer | None = None
-        loop.watch(sock, selectors.EVENT_READ, self._ready)
+        self._waits_to_send = False
+        self._pause: asyncio.TimerHandle | None = None
+        loop.add_reader(sock, self._guarded, self._read)
 
     def trust(self) -> None:
         self._limit = wire.MAXIMUM_MESSAGE_BYTES
@@ -90,7 +89,8 @@ class SocketChannel(Channel):
         self.closed = True
         if self._pause is not None:
             self._pause.cancel()
-        self._loop.forget(self._socket)
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
         self._socket.close()
         self._unsent.clear()
         self._target = None
@@ -99,13 +99,7 @@ class SocketChannel(Channel):
     def _close_soon(self, reason: str) -> None:
         # Not now: who is sending does not expect to be told from within send().
         self._unsent.clear()
-        self._loop.call_from_thread(lambda: self.close(reason))
-
-    def _ready(self, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._guarded(self._flush)
-        if events & selectors.EVENT_READ and not self.closed:
-            self._guarded(self._read)
+        self._loop.call_soon(self.close, reason)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -123,12 +117,13 @@ class SocketChannel(Channel):
             self.close(f"protocol error: {error!r}")
 
     def _watch(self) -> None:
-        wanted = selectors.EVENT_READ
-        if self._unsent and self._pause is None:
-            wanted |= selectors.EVENT_WRITE
-        if not self.closed and wanted != self._watched:
-            self._watched = wanted
-            self._loop.watch(self._socket, wanted, self._ready)
+        wanted = bool(self._unsent) and self._pause is None
+        if not self.closed and wanted != self._waits_to_send:
+            self._waits_to_send = wanted
+            if wanted:
+                self._loop.add_writer(self._socket, self._guarded, self._flush)
+            else:
+                self._loop.remove_writer(self._socket)
 
     # Sending
 
@@ -233,7 +228,11 @@ class SocketRuntime:
     """
 
     def __init__(self, begin_thread: Callable[[], None] = lambda: None) -> None:
-        self.loop = EventLoop()
+        # Not what a policy says: the engine's process may have another kind for its own work.
+        self.loop = asyncio.SelectorEventLoop()
+        self.loop.set_exception_handler(self._failed)
+        self._error: BaseException | None = None
+        self._calls: deque[Callable[[], None]] = deque()
         self._begin_thread = begin_thread
         self._queues: dict[str, queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]] = {}
         self._threads: dict[str, threading.Thread] = {}
@@ -241,24 +240,35 @@ class SocketRuntime:
     def now(self) -> float:
         return time.monotonic()
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> LoopTimer:
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        if self.loop.is_closed():  # who is closed after the end may still ask for it
+            return asyncio.TimerHandle(0.0, callback, (), self.loop)
         return self.loop.call_later(seconds, callback)
 
     def run(self) -> None:
         """Run until stop(), or until a callback raises."""
         self._begin_thread()
         try:
-            self.loop.run()
+            self.loop.run_forever()
         finally:
+            self.loop.close()
             for waiting in self._queues.values():
                 waiting.put(None)
+        if self._error is not None:
+            raise self._error
 
-    def stop(self) -> None:
+    def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._error = self._error or context.get("exception") or RuntimeError(context["message"])
         self.loop.stop()
 
+    def stop(self) -> None:
+        self.post(self.loop.stop)
+
     def post(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on the loop's thread soon."""
-        self.loop.call_from_thread(callback)
+        """Run `callback` on the loop's thread soon; after its end finish_work() does."""
+        self._calls.append(callback)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(lambda: self._calls.popleft()())
 
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
         if lane not in self._queues:
@@ -277,23 +287,24 @@ class SocketRuntime:
                 result = function()
             except BaseException as raised:  # Whatever was raised: somebody waits for the word of this thread.
                 error = raised
-            self.loop.call_from_thread(partial(done, result, error))
+            self.post(partial(done, result, error))
 
     def finish_work(self, lane: str, deadline: float) -> None:
         """After run(): wait until `deadline` (time.monotonic()) for what has begun there, and say what came of it."""
         thread = self._threads.get(lane)
         if thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.loop.run_leftover_calls()
+        while self._calls:
+            self._calls.popleft()()
 
     def listen(self, where: socket.socket, accept: Callable[[Channel], None]) -> Callable[[], None]:
         where.setblocking(False)
 
         def watch() -> None:
             if where.fileno() >= 0:
-                self.loop.watch(where, selectors.EVENT_READ, accept_one)
+                self.loop.add_reader(where, accept_one)
 
-        def accept_one(_events: int) -> None:
+        def accept_one() -> None:
             try:
                 sock, _ = where.accept()
             except (BlockingIOError, ConnectionError):
@@ -301,7 +312,7 @@ class SocketRuntime:
             except OSError as error:
                 # Those who wait in the backlog stay there, and would wake the loop without end.
                 logger.warning("cannot accept a connection, trying again in %g s: %s", ACCEPT_PAUSE_SECONDS, error)
-                self.loop.forget(where)
+                self.loop.remove_reader(where)
                 self.loop.call_later(ACCEPT_PAUSE_SECONDS, watch)
                 return
             try:
@@ -313,7 +324,7 @@ class SocketRuntime:
             accept(channel)
 
         def end() -> None:
-            self.loop.forget(where)
+            self.loop.remove_reader(where)
             where.close()
 
         watch()
@@ -334,10 +345,10 @@ class SocketRuntime:
             # Not a second time: its number may be another file's by then.
             ended, sock = sock, None
             if ended is not None:
-                self.loop.forget(ended)
+                self.loop.remove_writer(ended)
                 ended.close()
 
-        def connected(_events: int) -> None:
+        def connected() -> None:
             nonlocal sock
             assert sock is not None
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -345,7 +356,7 @@ class SocketRuntime:
                 fail(f"cannot connect to {address}: {os.strerror(code)}")
                 return
             timer.cancel()
-            self.loop.forget(sock)
+            self.loop.remove_writer(sock)
             try:
                 channel = SocketChannel(self.loop, sock)
             except OSError as error:
@@ -365,5 +376,5 @@ class SocketRuntime:
             reason = f"cannot connect to {address}: {error}"
             timer.cancel()
             return self.loop.call_later(0.0, lambda: fail(reason)).cancel
-        self.loop.watch(sock, selectors.EVENT_WRITE, connected)
+        self.loop.add_writer(sock, connected)
         return cancel

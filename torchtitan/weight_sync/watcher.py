@@ -56,7 +56,7 @@ class Watcher:
     def pin(self, version: int | None) -> None:
         """Actors that serve `version` keep it (None: no longer)."""
         self._pin = version
-        self._runtime.loop.call_from_thread(self._send_pin)
+        self._runtime.post(self._send_pin)
 
     def close(self, timeout: float) -> None:
         """Stop the thread, and whatever waits."""
