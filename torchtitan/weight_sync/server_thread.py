@@ -8,20 +8,20 @@ killed. Where the thread itself hangs, nothing but the trainer's end helps.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torchtitan.distributed import device
-from torchtitan.weight_sync import launch, wire
+from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.device_memory import device_references
 from torchtitan.weight_sync.device_slots import DeviceSlots, slots_device
+from torchtitan.weight_sync.launch import Supervised
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.nccl import Chunks, SendingLink
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, Where, listen
+from torchtitan.weight_sync.servers import Where, listen
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Message
@@ -29,15 +29,15 @@ from torchtitan.weight_sync.wire import Message
 logger = logging.getLogger(__name__)
 
 
-class ShardServerThread:
+class ShardServerThread(Supervised):
     """The shard server of one rank. chunks: for nccl, None for ipc; facts: of ShardServer; where: see servers.py."""
 
     def __init__(
         self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where_listens: Where, **facts: Any
     ):
+        host, port, max_restarts = where_listens
+        super().__init__(f"weight shard server of rank {publisher.rank}", max_restarts, lambda: publisher.slots.pulse)
         self._publisher, self._token, self._facts = publisher, token, facts
-        host, port, self._max_restarts = where_listens
-        self._name = f"weight shard server of rank {publisher.rank}"
         where = slots_device(publisher.slots)
         self._chunks = None if chunks is None else Chunks(*chunks, where)
         self._begin_thread = partial(device.use, where)
@@ -47,51 +47,29 @@ class ShardServerThread:
             self._refer = device_references(publisher.slots)
         self._listener = listen(host, port)
         self.address = wire.format_address(host, self._listener.getsockname()[1])
-        self.failure = ""
-        """Why it is not started again, if so"""
-        self.restarts = 0
         self._stopped = -1
-        self._closing = threading.Event()
-        self.runtime = SocketRuntime(self._begin_thread)
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
-        slots = publisher.slots
-        launch.watch_pulse(
-            self._name, lambda: (self.restarts, slots.pulse), self._closing, self._stop_frozen, FROZEN_LOOKS
-        )
+        self._begin()
+        self.supervise()
 
-    def _stop_frozen(self) -> None:
+    def _begin(self) -> None:
+        self.runtime = SocketRuntime(self._begin_thread)
+
+    def _live(self) -> str:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("the %s failed", self.name)
+            return repr(error)
+        return "it hung"
+
+    def _end_frozen(self) -> None:
         if self._stopped != self.restarts:
-            logger.error("the %s shows no sign of life, starting another one", self._name)
+            logger.error("the %s shows no sign of life, starting another one", self.name)
             self._stopped = self.restarts
             self.runtime.stop()
         elif not self.failure:
-            self.failure = f"the {self._name} hangs; a thread cannot be killed: the trainer has to be started again"
+            self.failure = f"the {self.name} hangs; a thread cannot be killed: the trainer has to be started again"
             logger.error("%s", self.failure)
-
-    def _run(self) -> None:
-        try:
-            self._restart_until_closed()
-        except Exception as error:
-            self.failure = f"the {self._name} cannot be started again: {error!r}"
-            logger.exception("%s", self.failure)
-
-    def _restart_until_closed(self) -> None:
-        in_a_row = 0
-        while not self._closing.is_set():
-            begun, reason = time.monotonic(), "it hung"
-            try:
-                self._serve()
-            except Exception as error:
-                logger.exception("the %s failed", self._name)
-                reason = repr(error)
-            in_a_row = 0 if time.monotonic() - begun > launch.HEALTHY_SECONDS else in_a_row + 1
-            if in_a_row > self._max_restarts:
-                self.failure = f"the {self._name} failed {in_a_row} times in a row, the last time: {reason}"
-                return
-            self._closing.wait(launch.RESTART_SECONDS * in_a_row)
-            self.runtime = SocketRuntime(self._begin_thread)
-            self.restarts += 1
 
     def _serve(self) -> None:
         publisher, runtime = self._publisher, self.runtime

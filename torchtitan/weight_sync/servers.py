@@ -23,8 +23,6 @@ from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.slots import SharedSlots
 
 MODULE = "torchtitan.weight_sync.main"
-# The parent looks once a second: so many looks without a sign of life are a frozen process.
-FROZEN_LOOKS = 3
 BACKLOG = 1024
 Where = tuple[str, int, int]
 """Host and port to listen at, and how often in a row a process is started again"""
@@ -98,7 +96,7 @@ class ServerProcess(SupervisedProcess):
         told = {"part": part, "address": self.address, **arguments, **descriptors}
         name, given = f"weight {log_file.stem.replace('-', ' ')}", list(descriptors.values())
         make = lambda number: {**told, "term": number}  # noqa: E731
-        super().__init__(name, MODULE, make, given, token, log_file, max_restarts, pulse, FROZEN_LOOKS)
+        super().__init__(name, MODULE, make, given, token, log_file, max_restarts, pulse)
 
     def close(self, deadline: float) -> None:
         super().close(deadline)

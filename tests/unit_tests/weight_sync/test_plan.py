@@ -152,7 +152,7 @@ def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypa
         looks.release()
         return beats[0]
 
-    process = SupervisedProcess("helper", "slow", lambda _number: {}, [], "token", tmp_path / "log", 9, pulse, 3)
+    process = SupervisedProcess("helper", "slow", lambda _number: {}, [], "token", tmp_path / "log", 9, pulse)
     try:
         for _ in range(20):
             assert looks.acquire(timeout=PATIENCE_S)
