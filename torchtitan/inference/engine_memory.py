@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derived import shard_degree
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_host, reference_on_host
+from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, parts_on_host
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 
@@ -90,10 +90,9 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
 
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
-    kept = memory.total - on_host(config, memory) - memory.optimizer
-    if config.inference.sleep_level:
-        kept = memory.parameters + (0 if reference_on_host(config) else memory.reference)
-    return kept + (0 if config.inference.offload_optimizer else memory.optimizer)
+    parts = {"parameters", "reference", "optimizer"} if config.inference.sleep_level else set(vars(memory))
+    parts -= parts_on_host(config) | ({"optimizer"} if config.inference.offload_optimizer else set())
+    return sum(getattr(memory, part) for part in parts)
 
 
 def device_bytes_of_driver() -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import has_reference, is_colocated, teacher_config, trains_only_adapters
+from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, teacher_config, trains_only_adapters
 from torchtitan.config.device_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
@@ -147,9 +147,17 @@ def reference_on_host(config: JobConfig) -> bool:
     return config.grpo.reference_cpu_offload or config.training.enable_cpu_offload
 
 
-def on_host(config: JobConfig, memory: MemoryEstimate) -> int:
-    """Bytes of the estimate that are no device's."""
-    return memory.slots + (memory.reference if reference_on_host(config) else 0)
+def parts_on_host(config: JobConfig) -> set[str]:
+    """The parts of an estimate that are in host memory."""
+    trained = {"parameters", "gradients", "optimizer"} if config.training.enable_cpu_offload else set()
+    reference = {"reference"} if reference_on_host(config) else set()
+    on_device = config.weight_sync.transport in ON_DEVICE and trains_on_gpu()
+    return trained | reference | (set() if on_device else {"slots"})
+
+
+def on_device(config: JobConfig, memory: MemoryEstimate) -> int:
+    """Bytes of the estimate that are the device's."""
+    return memory.total - sum(getattr(memory, part) for part in parts_on_host(config))
 
 
 def default_head_budget(rows: int, vocabulary: int, hidden: int, converts: bool = False, on_gpu: bool = False) -> int:

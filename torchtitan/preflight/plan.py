@@ -18,10 +18,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.inference.nccl_versions import differing_nccl
-from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_host, reference_on_host, version_bytes
+from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.step_time import describe_step_time
-from torchtitan.utils.machine import has_gpu
 
 # Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
 PLANNED_DEVICE = 80 * GIB
@@ -104,7 +103,7 @@ def describe_plan(config: JobConfig, world_size: int) -> str:
             f"model: {plan.parameters:,} parameters",
             f"bytes per weight version: {plan.version_bytes:,} ({_size(plan.version_bytes)}, {config.inference.dtype})",
             *_weight_sync(config, memory, plan.version_bytes),
-            f"memory estimate per rank: {_size(memory.total)}",
+            f"memory estimate per rank: {_total(config, memory)}",
             *(f"  {part}: {_size(size)}{_where(config, part)}" for part, size in vars(memory).items()),
         ]
         if trains_on_gpu():
@@ -127,8 +126,16 @@ def _experts(config: JobConfig) -> str:
     return f", experts over {degree} of the shards and their tensor-parallel ranks" if degree > 1 else ""
 
 
+def _total(config: JobConfig, memory: MemoryEstimate) -> str:
+    if not trains_on_gpu():
+        return _size(memory.total)
+    of_gpu = on_device(config, memory)
+    host = memory.total - of_gpu
+    return f"{_size(of_gpu)} of its GPU" + (f", {_size(host)} of host memory" if host else "")
+
+
 def _where(config: JobConfig, part: str) -> str:
-    return " of host memory" if part == "reference" and reference_on_host(config) else ""
+    return " of host memory" if trains_on_gpu() and part in parts_on_host(config) else ""
 
 
 def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) -> list[str]:
@@ -136,17 +143,17 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     sync, inference = config.weight_sync, config.inference
     if is_colocated(config):
         return []
-    on_device = sync.transport in ON_DEVICE and has_gpu()
+    on_gpu = sync.transport in ON_DEVICE and trains_on_gpu()
     slots = sync.slots_per_rank
     host = "host memory, shared with its shard server"
-    lines = [f"slots per rank: {slots}, together {_size(memory.slots)} of {'GPU memory' if on_device else host}"]
+    lines = [f"slots per rank: {slots}, together {_size(memory.slots)} of {'GPU memory' if on_gpu else host}"]
     if sync.delta:
         slot = memory.slots // slots
         text = f"base of deltas per rank: {_size(slot)}, one of the slots; deltas of a version beside it: less than"
         lines.append(f"{text} {_size(slot)} of host memory")
     workers = inference.tensor_parallel_size
     # Workers of one engine share host memory, see inference/vllm/backend.py.
-    where = "GPU memory" if on_device and workers == 1 and inference.backend != "sglang" else "host memory"
+    where = "GPU memory" if on_gpu and workers == 1 and inference.backend != "sglang" else "host memory"
     shared = f", once for its {workers} workers" if workers > 1 else ""
     return [*lines, f"staging per actor: {_size(version_bytes)} of {where}{shared}"]
 
@@ -159,7 +166,7 @@ def _describe_shared(config: JobConfig, ranks: int, memory: MemoryEstimate) -> l
     assert engine is not None
     inference = config.inference
     beside = beside_generation(config, memory)
-    training = memory.total - on_host(config, memory) + (0 if inference.sleep_level else engine.total)
+    training = on_device(config, memory) + (0 if inference.sleep_level else engine.total)
     where = "this machine's GPU" if device_bytes else "a GPU (there is none here)"
     fits = "" if engine.kv_cache >= engine.kv_one_sequence else ": DOES NOT FIT, not one sequence has room"
     cut = "" if engine.kv_cache == engine.kv_wanted else f" of {_size(engine.kv_wanted)} for inference.max_sequences"

@@ -130,6 +130,7 @@ def test_plan_shows_both_halves_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("sleep_level", [0, 1])
 def test_plan_leaves_room_for_a_reference(monkeypatch: pytest.MonkeyPatch, sleep_level: int) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
     monkeypatch.setattr("torchtitan.preflight.plan.device_bytes_of_driver", lambda: 80 * GIB)
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = colocated_config()
@@ -168,6 +169,27 @@ def test_plan_counts_servers_that_sleep_like_colocated_engines(monkeypatch: pyte
     assert "actors: 2 × vllm (server, bfloat16) on the ranks' GPUs, every step waits for them" in text
     assert f"engine per GPU: {engine.total / GIB:.2f} GiB" in text and "slots per rank" in text
     assert f"while training: {(memory.total - memory.slots) / GIB:.2f} GiB, the engine asleep" in text
+
+
+def test_plan_says_what_is_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    config = colocated_config()
+    config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
+    config.inference.mode, config.inference.sleep_level = "server", 0
+    share = QWEN_7B.num_parameters() * 4 / 8 / GIB
+
+    def planned(**training: bool) -> tuple[float, float]:
+        config.training.enable_cpu_offload = training.get("offload", False)
+        found = re.search(r"estimate per rank: (\S+) GiB of its GPU(?:, (\S+) GiB of host)?", describe_plan(config, 8))
+        assert found is not None
+        return float(found[1]), float(found[2] or 0)
+
+    gpu, host = planned()
+    offloaded = planned(offload=True)
+    # Parameters, gradients and two moments.
+    assert offloaded == (pytest.approx(gpu - 4 * share, abs=0.02), pytest.approx(host + 4 * share, abs=0.02))
+    config.weight_sync.transport = "nccl"
+    assert planned() == (pytest.approx(gpu + host, abs=0.02), 0) and host > 0
 
 
 def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
