@@ -57,7 +57,9 @@ def engine_memory(config: JobConfig, args: ModelArgs, device_bytes: int | None, 
     inference, size = config.inference, config.inference.tensor_parallel_size
     width = BYTES[inference.dtype]
     heads = max(1, args.num_key_value_heads // size)
-    per_token = 2 * args.num_hidden_layers * heads * args.head_dim * width
+    # Of latent attention vLLM and SGLang keep what keys and values are made of, whole on every rank.
+    kept = 2 * heads * args.head_dim if args.latent is None else args.latent.keys + args.latent.turned
+    per_token = args.num_hidden_layers * kept * width
     longest = -(-config.training.seq_len // BLOCK_TOKENS) * BLOCK_TOKENS
     wanted = max(SMALLEST_KV, per_token * longest * inference.max_sequences)
     if inference.engine_memory_gb > 0:

@@ -6,6 +6,7 @@ padding is computed there; attention runs per sequence (attention_kernels.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -47,6 +48,10 @@ class AttentionLayer(Protocol):
     scale: float
     softcap: float
     sinks: torch.Tensor | None
+
+
+# (layer, query [T, heads, D], key [T, key-value heads, D], value like key) -> [T, heads, D]
+AttentionFunction = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PackedAttention:

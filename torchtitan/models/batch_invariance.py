@@ -125,8 +125,8 @@ def _product_shapes(args: ModelArgs) -> tuple[tuple[int, int], ...]:
     """(inputs, outputs) of the model's matrix products, those for generation included (fused_projections.py)."""
     hidden, wide = args.hidden_size, args.intermediate_size
     query, key = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
-    shapes = [(hidden, size) for size in (query, key, query + 2 * key, wide, 2 * wide, args.vocab_size)]
-    shapes += [(query, hidden), (wide, hidden)]
+    shapes = [(columns, rows) for rows, columns in args.projection_shapes().values()]
+    shapes += [(hidden, size) for size in (query + 2 * key, 2 * wide, args.vocab_size)]
     if args.experts is not None:
         for size in {args.experts.intermediate_size, args.experts.shared_intermediate_size} - {0}:
             shapes += [(hidden, size), (hidden, 2 * size), (size, hidden)]

@@ -17,21 +17,19 @@ from torch import nn
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.context_parallel import ContextAttention, ContextParallel
 from torchtitan.distributed.placement import Place
-from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
+from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.expert_args import MISSING
 from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.latent_attention import LatentAttention
 from torchtitan.models.logprob_head import LogProbHead
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
 from torchtitan.models.rms_norm import RMSNorm
 from torchtitan.models.rotary import RotaryTables, rotary_tables, rotate
 from torchtitan.models.swiglu import swiglu
-
-# (layer, query [T, heads, D], key [T, key-value heads, D], value) -> [T, heads, D]
-AttentionFunction = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _shifted(
@@ -62,7 +60,7 @@ class Attention(nn.Module):
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
         self.joint_sizes = (query, key_value, key_value) if args.kind.joint_qkv else None
         for name, (rows, columns) in args.projection_shapes().items():
-            if name in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"):
+            if name in ATTENTION_PROJECTIONS:
                 self.add_module(name, nn.Linear(columns, rows, bias=args.has_bias(name)))
         self.whole_norm = args.qk_norm == "whole"
         sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
@@ -135,7 +133,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, args: ModelArgs, index: int):
         super().__init__()
-        self.self_attn = Attention(args, index)
+        self.self_attn = (Attention if args.latent is None else LatentAttention)(args, index)
         self.mlp = feed_forward(args, index)
         self.norms, self.residual_scale = args.kind.norms, args.residual_scale
         for name in filter(None, self.norms):

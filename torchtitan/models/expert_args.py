@@ -48,6 +48,7 @@ EXPERT_FAMILIES: dict[str, ExpertFamily] = {
     "mixtral": ExpertFamily(normalize=True, **_MIXTRAL),
     "minimax_m2": ExpertFamily(score="sigmoid", normalize=True, bias=True, **_MIXTRAL),
     "glm4_moe": ExpertFamily(score="sigmoid", bias=True, shared=True),
+    "deepseek_v3": ExpertFamily(score="sigmoid", bias=True, shared=True),
     "gpt_oss": ExpertFamily(score="softmax_of_chosen", size_key="intermediate_size", stacked=True),
 }
 

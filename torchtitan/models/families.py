@@ -74,6 +74,7 @@ _EXPERTS = (
 )
 # Of further layers that guess several tokens at a time, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
 FAMILIES: dict[str, Family] = {
@@ -103,6 +104,26 @@ FAMILIES: dict[str, Family] = {
             "norm_topk_prob": True,
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        rotary_pairs=True,
+        # The last three are of training and of layouts alone.
+        keys=(*_EXPERTS, *_LATENT, *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1},
+        defaults={
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "norm_topk_prob": True,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
         },
     ),
     "gpt_oss": Family(
@@ -221,6 +242,11 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale_all_dim: float = 0.0
+    """DeepSeek's scores are multiplied by `temperature` of it twice"""
+
+    def temperature(self) -> float:
+        return _temperature(self.factor, self.mscale_all_dim)
 
 
 Scaling = RopeScaling | LinearScaling | YarnScaling
@@ -274,6 +300,7 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
             parameters.get("beta_fast") or 32.0,
             parameters.get("beta_slow") or 1.0,
             parameters.get("truncate", True),
+            parameters.get("mscale_all_dim") or 0.0,
         )
         used |= {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
         used |= {"truncate", "mscale", "mscale_all_dim"}
@@ -287,14 +314,51 @@ def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> R
 
 
 def _attention_factor(parameters: dict[str, Any]) -> float:
-    def temperature(factor: float = 1.0) -> float:
-        return 0.1 * factor * math.log(parameters["factor"]) + 1.0 if parameters["factor"] > 1 else 1.0
-
-    given = parameters.get("attention_factor")
+    given, factor = parameters.get("attention_factor"), parameters["factor"]
     if given is not None:
         return float(given)
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature()
+    return _temperature(factor, mscale) / _temperature(factor, all_dim) if mscale and all_dim else _temperature(factor)
+
+
+def _temperature(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2): sizes in elements."""
+
+    queries: int
+    """Of the vector that a token's queries are made of; 0: they are made of its hidden state"""
+    keys: int
+    """Of the vector that a token's keys and values are made of"""
+    unturned: int
+    """Of a head, what has no position"""
+    turned: int
+    """Of a head, what rotary positions turn; all heads have the same such part of a key"""
+    values: int
+    """Of a head's value"""
+
+    def projection_shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
+        """Weight [out, in] of what makes queries, keys and values."""
+        query = heads * (self.unturned + self.turned)
+        shapes = {"q_proj": (query, hidden)}
+        if self.queries:
+            shapes = {"q_a_proj": (self.queries, hidden), "q_b_proj": (query, self.queries)}
+        joint = {"kv_a_proj_with_mqa": (self.keys + self.turned, hidden)}
+        return shapes | joint | {"kv_b_proj": (heads * (self.unturned + self.values), self.keys)}
+
+
+def read_latent(config: dict[str, Any]) -> Latent | None:
+    """None for families with ordinary keys and values."""
+    if not config.get("kv_lora_rank"):
+        return None
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = Latent(config.get("q_lora_rank") or 0, *(config[name] for name in names))
+    if latent.values > latent.unturned + latent.turned:
+        raise UserError(f"v_head_dim = {latent.values} in config.json: values must be no wider than keys")
+    return latent
 
 
 def read_windows(config: dict[str, Any], family: Family) -> tuple[int, ...]:

@@ -13,12 +13,14 @@ from torchtitan.models.expert_args import ExpertArgs, expert_config, names_in_fi
 from torchtitan.models.families import (
     FAMILIES,
     Family,
+    Latent,
     LinearScaling,
     Rope,
     RopeScaling,
     Scaling,
     YarnScaling,
     find_family,
+    read_latent,
     read_ropes,
     read_unturned,
     read_windows,
@@ -27,8 +29,10 @@ from torchtitan.models.families import (
 __all__ = ["PROJECTIONS", "LinearScaling", "ModelArgs", "RopeScaling", "YarnScaling", "read_model_args"]
 
 # The matrices of a layer; under these names they are modules of the decoder.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-JOINT_PROJECTIONS = ("qkv_proj", "gate_up_proj")
+LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT_PROJECTIONS, "o_proj")
+FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+PROJECTIONS = (*ATTENTION_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
 
 # In exports these are the decoder's own, whatever it was read from.
 SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -73,6 +77,7 @@ class ModelArgs:
     max_position_embeddings: int = 32768
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
+    latent: Latent | None = None
     experts: ExpertArgs | None = None
     normed_heads: bool = True
     """False: without the family's norms of q and k"""
@@ -107,7 +112,18 @@ class ModelArgs:
         """What of a layer cannot be shared among tensor-parallel ranks; empty where all can."""
         kind = self.kind
         joint = "projections that are stored as one" if kind.joint_qkv or kind.joint_gate_up else ""
+        joint = joint if self.latent is None else "latent attention"
         return joint or ("norms over all heads" if kind.qk_norm == "whole" else "attention sinks" * kind.sinks)
+
+    @property
+    def rotary_width(self) -> int:
+        """How much of a head is turned."""
+        return int(self.head_dim * self.rotary_share) if self.latent is None else self.latent.turned
+
+    @property
+    def value_dim(self) -> int:
+        """How wide a head's value is."""
+        return self.head_dim if self.latent is None else self.latent.values
 
     def window(self, layer: int) -> int:
         """How many tokens one sees, itself included; 0: all."""
@@ -141,6 +157,12 @@ class ModelArgs:
         head_dim = config.get("head_dim") or hidden // heads
         scalar = config.get("query_pre_attn_scalar")
         scale = scalar**-0.5 if scalar else config.get("attention_multiplier")
+        key_heads = config.get("num_key_value_heads") or heads
+        latent = read_latent(config)
+        if latent is not None:
+            head_dim, key_heads = latent.unturned + latent.turned, heads
+            warmth = rope.scaling.temperature() if isinstance(rope.scaling, YarnScaling) else 1.0
+            scale = head_dim**-0.5 * warmth**2
         return cls(
             family=name,
             vocab_size=config["vocab_size"],
@@ -148,7 +170,7 @@ class ModelArgs:
             intermediate_size=config["intermediate_size"],
             num_hidden_layers=config["num_hidden_layers"],
             num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            num_key_value_heads=key_heads,
             head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope.theta,
@@ -169,6 +191,7 @@ class ModelArgs:
             max_position_embeddings=config.get("max_position_embeddings", 32768),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=_token_ids(config.get("eos_token_id")),
+            latent=latent,
             experts=read_expert_args(name, config),
             normed_heads=bool(config.get("use_qk_norm", True)),
             source=source,
@@ -219,7 +242,9 @@ class ModelArgs:
         shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
         if self.kind.joint_qkv:
             shapes = {"qkv_proj": (heads + 2 * kv, hidden)}
-        shapes["o_proj"] = (hidden, heads)
+        if self.latent is not None:
+            shapes = self.latent.projection_shapes(hidden, self.num_attention_heads)
+        shapes["o_proj"] = (hidden, self.num_attention_heads * self.value_dim)
         if self.kind.joint_gate_up:
             shapes["gate_up_proj"] = (2 * wide, hidden)
         else:
@@ -230,13 +255,15 @@ class ModelArgs:
         """Whether this projection adds a bias."""
         if projection == "o_proj":
             return self.output_bias
-        return self.qkv_bias if projection in ("q_proj", "k_proj", "v_proj", "qkv_proj") else self.mlp_bias
+        if self.latent is not None and projection in ATTENTION_PROJECTIONS:
+            return self.attention_bias and projection in ("q_a_proj", "kv_a_proj_with_mqa")
+        return self.qkv_bias if projection in ATTENTION_PROJECTIONS else self.mlp_bias
 
     def weights_per_token(self) -> dict[str, int]:
         """Elements of the matrices that a token passes in all layers, by the name of their module."""
         layers, dense = self.num_hidden_layers, len(self.dense_layers)
         counts = {
-            name: (layers if name in (*PROJECTIONS[:4], "qkv_proj") else dense) * rows * columns
+            name: (layers if name in ATTENTION_PROJECTIONS else dense) * rows * columns
             for name, (rows, columns) in self.projection_shapes().items()
         }
         if self.experts is not None:
@@ -253,11 +280,14 @@ class ModelArgs:
         }
         if (experts := self.experts) is not None:
             mixed, matrix = layers - len(self.dense_layers), 3 * hidden
-            counts |= {name: counts[name] // layers * len(self.dense_layers) for name in PROJECTIONS[4:]}
+            wide = counts.keys() & {*FEED_FORWARD_PROJECTIONS}
+            counts |= {name: counts[name] // layers * len(self.dense_layers) for name in wide}
             counts["experts"] = mixed * experts.count * matrix * experts.intermediate_size
             counts["shared_experts"] = mixed * matrix * experts.shared_intermediate_size
             counts["gate"] = mixed * experts.count * (hidden + (experts.bias or experts.stacked))
             counts["experts"] += mixed * experts.count * (2 * experts.intermediate_size + hidden) * experts.stacked
+        if self.latent is not None:
+            counts |= {"q_a_layernorm": layers * self.latent.queries, "kv_a_layernorm": layers * self.latent.keys}
         counts["sinks"] = layers * self.num_attention_heads * self.kind.sinks
         if self.qk_norm:
             heads = (self.num_attention_heads, self.num_key_value_heads) if self.qk_norm == "whole" else (1, 1)

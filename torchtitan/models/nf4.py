@@ -17,7 +17,7 @@ import functools
 import torch
 
 from torchtitan.distributed.device import chunk_elements
-from torchtitan.models.model_args import JOINT_PROJECTIONS, PROJECTIONS
+from torchtitan.models.model_args import PROJECTIONS
 from torchtitan.models.shape import BLOCK
 
 # Quantiles of a normal distribution, as the paper's appendix E lists them.
@@ -46,7 +46,7 @@ _CELLS = 32
 def is_quantized(name: str) -> bool:
     """Whether lora.base_bits = 4 is about the parameter of this name; it spares those that are trained."""
     module, _, leaf = name.rpartition(".")
-    return leaf == "weight" and module.rpartition(".")[2] in (*PROJECTIONS, *JOINT_PROJECTIONS)
+    return leaf == "weight" and module.rpartition(".")[2] in PROJECTIONS
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

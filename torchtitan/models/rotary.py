@@ -62,8 +62,7 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnScaling, width: 
 def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) -> list[RotaryTables]:
     """For each of `args.ropes` cosine and sine for positions [T], each [T, 1, turned part of a head]: (cos, cos) and
     (-sin, sin) over the two halves."""
-    width = int(args.head_dim * args.rotary_share)
-    tables = []
+    width, tables = args.rotary_width, []
     for rope in args.ropes:
         angles = positions.float()[:, None] * inverse_frequencies(rope, width, str(positions.device))[None, :]
         cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]

@@ -10,10 +10,13 @@ from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.foreign_args import read_args
-from torchtitan.models.model_args import JOINT_PROJECTIONS, PROJECTIONS, ModelArgs
+from torchtitan.models.model_args import PROJECTIONS, ModelArgs
 
-TARGETS = (*PROJECTIONS, *JOINT_PROJECTIONS, "lm_head", "embed_tokens")
-NORMS = (*sorted({name for family in FAMILIES.values() for name in family.norms if name}), "q_norm", "k_norm", "norm")
+TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
+NORMS = (
+    *sorted({name for family in FAMILIES.values() for name in family.norms if name}),
+    *("q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm", "norm"),
+)
 # With base_bits = 4: neighbours in a row of weights that share a scale of 16 bits.
 BLOCK = 64
 QUANTIZED_BITS = 4 + 16 / BLOCK

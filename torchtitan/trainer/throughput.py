@@ -25,7 +25,7 @@ def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> f
     """What the model itself needs for a batch (Chowdhery et al. 2022, appendix B): two operations per weight and token
     forward and four backward, causal attention over each sequence, the head over completion tokens. What is computed
     twice to save memory does not count, nor do gradients of weights that stay as they are."""
-    query = args.num_attention_heads * args.head_dim
+    query_and_value = args.num_attention_heads * (args.head_dim + args.value_dim)
     # The last token of a sequence is predicted, and goes in nowhere.
     lengths = [len(branch) - 1 for sample in samples for branch in sample.branches]
     completions = sum(len(sample.completion_ids) for sample in samples)
@@ -35,10 +35,10 @@ def model_flops(args: ModelArgs, samples: Sequence[Sample], passes: Passes) -> f
     by_weights[head] = args.vocab_size * args.hidden_size * completions
     forward = sum(by_weights.values())
     gradients = sum(by_weights[name] for name in by_weights if passes.updated is None or name in passes.updated)
-    attention = args.num_hidden_layers * query * sum(length**2 for length in lengths)
+    attention = args.num_hidden_layers * query_and_value * sum(length**2 for length in lengths)
     # Backward are the gradients of what goes into a weight, and those of the weight.
     products = forward * (passes.scored + 2 * passes.trained) + gradients * passes.trained
-    return 2.0 * products + 2.0 * attention * (passes.scored + 3 * passes.trained)
+    return 2.0 * products + attention * (passes.scored + 3 * passes.trained)
 
 
 def throughput(flops: float, seconds: float, ranks: int, peak: float | None) -> dict[str, float]:

@@ -132,9 +132,10 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
         (2, "qwen3_moe", TWO_RANKS),
         (2, "glm4_moe", TWO_RANKS[1:4]),
         (2, "gpt_oss", [{"name": "cp x ep", CP: 2, EP: 2}]),
+        (2, "deepseek_v3", [{"name": "cp x ep, compiled", CP: 2, EP: 2, "compile.enable": True}]),
         (4, "mixtral", FOUR_RANKS),
     ],
-    ids=["two", "shared", "contexts", "four"],
+    ids=["two", "shared", "contexts", "latent", "four"],
 )
 def test_layouts_of_experts_agree(world_size: int, family: str, layouts: list[Layout], tmp_path: Path) -> None:
     directory = make_mixture(tmp_path / "checkpoint", family)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.prefixes import PrefixStore
@@ -88,6 +89,13 @@ def test_turns_compute_what_is_new_and_are_what_the_trainer_computes(
     observed = sum((3 + 9 * (i % 2) + 1) for i in range(GROUPS * EPISODES)) * (turns - 1)
     prompts = sum(prompt + 7 * group for group in range(GROUPS))
     assert computed <= observed + prompts + GROUPS * EPISODES
+
+
+def test_turns_of_latent_attention_and_experts(tmp_path: Path) -> None:
+    directory = make_mixture(tmp_path, "deepseek_v3")
+    engine = Engine(load_policy(directory), 16, 1024, ())
+    check_log_probs(engine, load_policy(directory), play(engine, 128, turns=2))
+    assert engine.statistics.reused_tokens > 0
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])

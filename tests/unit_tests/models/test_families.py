@@ -54,6 +54,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # The experts of this one are compared in test_moe.py.
+    "deepseek_v3, dense": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "attention_bias": True,
+            "first_k_dense_replace": LAYERS,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 11}),
     "phi3, partial": ("phi3", {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}),
     "granite": (
