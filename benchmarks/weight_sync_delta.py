@@ -38,6 +38,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
+from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -125,10 +126,10 @@ class Pair:
         self.publication = Publication(
             self.weights,
             settings,
+            WeightSync(bucket_bytes=16 << 20),
             epoch=EPOCH,
             token=token,
             folder=folder,
-            bucket_bytes=16 << 20,
             dtype="bfloat16",
         )
         self.applied = threading.Semaphore(0)

@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
+from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -87,7 +88,8 @@ def run(world: World, megabytes: float, step_s: float, seconds: float, folder: P
     token, steps, skipped = secrets.token_urlsafe(16), round(seconds / step_s), 0
     with contextlib.ExitStack() as closing:
         settings = Settings(world_size=1, lanes=world.slots - 2)
-        publication = Publication(weights, settings, epoch=EPOCH, token=token, folder=folder, bucket_bytes=BUCKET_BYTES)
+        config = WeightSync(bucket_bytes=BUCKET_BYTES)
+        publication = Publication(weights, settings, config, epoch=EPOCH, token=token, folder=folder)
         closing.callback(publication.close)
         watcher = publication.watcher
         assert watcher is not None

@@ -9,6 +9,7 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from deterministic.machine import Machine, Process, SimChannel, Violation
 from deterministic.network import Flow, Network
@@ -17,7 +18,6 @@ from simulator.actor import SimulatedActor
 from simulator.rollouts import Rollouts
 from simulator.scenario import Scenario
 from simulator.trainer import Trainer
-from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.wire import Message
@@ -51,22 +51,16 @@ class World(Machine):
         buckets = BUCKETS if sync.relay or scenario.corruption_probability else 1
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
         progress_s = max(sync.progress_timeout_s, 1.5 * self._longest_bucket_s())
+        # What deltas save is modelled here, not made.
+        settings = Settings.of(replace(sync, delta=False), 1, round(scenario.gigabytes * 1e9))
+        settings = replace(settings, progress_timeout_s=progress_s)
         shape = Shape(
             ranks=1,
             buckets=buckets,
             slots=sync.slots_per_rank,
-            lease_s=lease(sync, round(scenario.gigabytes * 1e9)),
+            lease_s=settings.lease_s,
             progress_timeout_s=progress_s,
-            relay_fanout=sync.relay_fanout * sync.relay,
-        )
-        settings = Settings(
-            world_size=1,
-            lanes=sync.num_slots - 2,
-            lease_s=shape.lease_s,
-            relay_fanout=shape.relay_fanout,
-            progress_timeout_s=progress_s,
-            apply_timeout_s=apply_timeout(sync, round(scenario.gigabytes * 1e9), 0.0),
-            snapshot_timeout_s=sync.snapshot_timeout_s,
+            relay_fanout=settings.relay_fanout,
         )
         runtime = Process(self, REGISTRY).runtime
         self.registry = Registry(runtime, settings, shape.epoch, 1, TOKEN, self._note, lambda: None)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S, asynchronous
+from torchtitan.config.job_config import WeightSync
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
@@ -50,8 +51,9 @@ class Trainer:
     def __init__(self, checkpoint: Path, folder: Path, epoch: str = "e"):
         self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
         self.live = {name: one.clone() for name, one in self.base.items()}
+        config = WeightSync(bucket_bytes=1 << 16)
         self.publication = Publication(
-            self.live, Settings(world_size=1), epoch=epoch, token=TOKEN, folder=folder, bucket_bytes=1 << 16
+            self.live, Settings(world_size=1), config, epoch=epoch, token=TOKEN, folder=folder
         )
         key, registry = role_key(TOKEN, ACTOR, "actor-0"), self.publication.registry_address
         self.connect = {"registry": registry, "actor": "actor-0", "epoch": epoch, "key": key}

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S
 from tests.processes import free_ports
+from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.publication import Publication
@@ -103,19 +104,11 @@ class Job:
             self.values, dtype, transport, changes["delta"] = sparse_values, "bfloat16", "tcp", True
         self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
         settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
-        self.publication = Publication(
-            self.parameters,
-            Settings(**settings),
-            epoch=EPOCH,
-            token=self.token,
-            folder=folder,
-            bucket_bytes=64 * 1024,
-            dtype=dtype,
-            transport=transport,
-            port=port,
-            disk_folder=folder / "weights",
-            **options,
+        config = WeightSync(
+            transport=transport, port=port, bucket_bytes=64 * 1024, disk_path=str(folder / "weights"), **options
         )
+        names: dict[str, Any] = {"epoch": EPOCH, "token": self.token, "folder": folder, "dtype": dtype}
+        self.publication = Publication(self.parameters, Settings(**settings), config, **names)
         assert self.publication.watcher is not None and self.publication.registry is not None
         self.watcher, self.registry = self.publication.watcher, self.publication.registry
         self.relays = bool(changes.get("relay_fanout"))

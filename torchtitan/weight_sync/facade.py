@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torchtitan.config.derived import apply_timeout, lease
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
@@ -100,35 +99,18 @@ class WeightSync:
         size = DTYPE_BYTES[dtype] * sum(
             math.prod(parameter.shape) for parameter in unique_parameters(parameters).values()
         )
-        settings = Settings(
-            world_size=world_size,
-            lanes=config.num_slots - 2,
-            lease_s=lease(config, size),
-            delta=config.delta,
-            relay_fanout=config.relay_fanout if config.relay else 0,
-            progress_timeout_s=config.progress_timeout_s,
-            apply_timeout_s=apply_timeout(config, size, drain_s),
-            snapshot_timeout_s=config.snapshot_timeout_s,
-        )
         try:
             self._publication = Publication(
                 parameters,
-                settings,
+                Settings.of(config, world_size, size, drain_s),
+                config,
                 epoch=epoch,
                 token=token,
                 folder=Path(run_dir) / "weight_sync",
-                bucket_bytes=config.bucket_bytes,
                 rank=rank,
                 local_rank=local_rank,
                 registry=registry,
                 dtype=dtype,
-                transport=config.transport,
-                host=config.host,
-                port=config.port,
-                max_restarts=config.max_restarts,
-                chunk_bytes=config.chunk_bytes,
-                chunk_timeout_s=config.chunk_timeout_s,
-                disk_folder=Path(config.disk_path) if config.disk_path else Path(run_dir) / "weights",
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config.derived import ON_DEVICE
+from torchtitan.config.job_config import WeightSync
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.boundary import Boundary
@@ -21,42 +22,33 @@ from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, n
 from torchtitan.weight_sync.watcher import Watcher
 from torchtitan.weight_sync.weight_files import PackedRank
 
-# These have their slots where the parameters are.
-
 
 class Publication:
-    """parameters: checkpoint name -> parameter, in the same order on every rank. registry: what rank 0's
-    `registry_address` says; None on rank 0, which starts it. host: address of rank 0's machine; other ranks listen
-    where they reach that. port: 0 for any; see servers.py. disk_folder: of the disk transport. Raises UserError for an
-    address that cannot be used, a folder that another job writes to, and shards that files cannot hold."""
+    """parameters: checkpoint name -> parameter, in the same order on every rank. config: where and how it is sent;
+    other ranks listen where they reach rank 0's machine. folder: of the run folder, for logs and the journal. registry:
+    what rank 0's `registry_address` says; None on rank 0, which starts it. Raises UserError for an address that cannot
+    be used, a folder that another job writes to, and shards that files cannot hold."""
 
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor | StackPart],
         settings: Settings,
+        config: WeightSync,
         *,
         epoch: str,
         token: str,
         folder: Path,
-        bucket_bytes: int,
         rank: int = 0,
         local_rank: int = 0,
         registry: str | None = None,
         dtype: str = "float32",
-        transport: str = "tcp",
-        host: str = "127.0.0.1",
-        port: int = 0,
-        max_restarts: int = 5,
-        chunk_bytes: int = 4 << 20,
-        chunk_timeout_s: float = 1.0,
-        disk_folder: Path | None = None,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        host = numeric(host) if registry is None else towards(registry)
+        host = numeric(config.host) if registry is None else towards(registry)
         self._owner: FolderOwner | None = None
         files = ""
-        if transport == "disk":
-            assert disk_folder is not None
+        if config.transport == "disk":
+            disk_folder = Path(config.disk_path or folder.parent / "weights")
             files = str(disk_folder.resolve())
             self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
         # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
@@ -66,8 +58,8 @@ class Publication:
             rank=rank,
             dtype=dtype,
             num_slots=slots,
-            bucket_bytes=bucket_bytes,
-            on_device=transport in ON_DEVICE,
+            bucket_bytes=config.bucket_bytes,
+            on_device=config.transport in ON_DEVICE,
         )
         if files:
             try:
@@ -78,19 +70,19 @@ class Publication:
         self.registry: RegistryServer | None = None
         self.watcher: Watcher | None = None
         if registry is None:
-            where = host, port, max_restarts
+            where = host, config.port, config.max_restarts
             self.registry = RegistryServer(epoch, token, settings, folder, where, files)
             registry = self.registry.address
             self.watcher = Watcher(registry, token, epoch)
         self.registry_address = registry
         self.shard_server: ShardServerProcess | ShardServerThread
-        where = host, port + 1 + local_rank if port else 0, max_restarts
+        where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
         facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
-        if isinstance(self.publisher.slots, DeviceSlots) or transport == "nccl":
-            chunks = (chunk_bytes, chunk_timeout_s) if transport == "nccl" else None
+        if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
+            chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
             self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
         else:
-            facts |= {"transport": transport, "world_size": settings.world_size, "disk_folder": files}
+            facts |= {"transport": config.transport, "world_size": settings.world_size, "disk_folder": files}
             self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
 
     @property

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.wire import Message
+
+if TYPE_CHECKING:
+    from torchtitan.config.job_config import WeightSync
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,23 @@ class Settings:
     snapshot_timeout_s: float = 60.0
     delta: bool = False
     """Whether a snapshot is kept for deltas, which takes a slot more"""
+
+    @classmethod
+    def of(cls, config: WeightSync, world_size: int, version_bytes: int, drain_s: float = 0.0) -> Settings:
+        """drain_s: how long an apply may wait for requests to end."""
+        # Not above: the processes of registry and shard server do without pydantic.
+        from torchtitan.config.derived import apply_timeout, lease
+
+        return cls(
+            world_size=world_size,
+            lanes=config.num_slots - 2,
+            lease_s=lease(config, version_bytes),
+            relay_fanout=config.relay_fanout if config.relay else 0,
+            progress_timeout_s=config.progress_timeout_s,
+            apply_timeout_s=apply_timeout(config, version_bytes, drain_s),
+            snapshot_timeout_s=config.snapshot_timeout_s,
+            delta=config.delta,
+        )
 
 
 @dataclass
