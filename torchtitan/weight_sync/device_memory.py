@@ -14,10 +14,7 @@ import torch
 
 from torchtitan.distributed.device import finish_background, in_background, use
 from torchtitan.weight_sync.device_slots import DeviceSlots
-from torchtitan.weight_sync.wire import Message, ProtocolError
-
-# Sizes and offsets: what fits the system's own unsigned type.
-_LARGEST = 2**64 - 1
+from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 
 def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
@@ -53,20 +50,20 @@ class DeviceMemories:
     def copy(self, reference: Any, target: torch.Tensor) -> None:
         """Fill `target`, one-dimensional uint8 on any device. Raises ProtocolError for what names no such memory, and
         whatever torch raises for a handle that does not open."""
-        memory, offset = reference["memory"], reference.get("offset")
+        memory, offset = reference["memory"], field_of(reference, "offset", int)
         name = json.dumps(memory, sort_keys=True)
         if name not in self._opened:
             self._opened[name] = _open(memory)
         opened = self._opened[name]
-        if type(offset) is not int or not 0 <= offset <= len(opened) - len(target):
-            raise ProtocolError(f"{len(target)} bytes at {offset!r} lie outside of the memory")
+        if offset > len(opened) - len(target):
+            raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
         with in_background(opened.device):
             target.copy_(opened[offset : offset + len(target)], non_blocking=True)
             finish_background(opened.device)
 
 
 def _open(fields: Message) -> torch.Tensor:
-    gpu = _field(fields, "gpu", str)
+    gpu = field_of(fields, "gpu", str)
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if gpu not in visible:
         raise ProtocolError(f"the trainer's slots are on GPU {gpu}, which this process does not see")
@@ -75,25 +72,18 @@ def _open(fields: Message) -> torch.Tensor:
     storage = torch.UntypedStorage._new_shared_cuda(
         where.index,
         _bytes(fields, "handle"),
-        _field(fields, "length", int),
-        _field(fields, "offset", int),
+        field_of(fields, "length", int),
+        field_of(fields, "offset", int),
         _bytes(fields, "counter"),
-        _field(fields, "counter_offset", int),
+        field_of(fields, "counter_offset", int),
         _bytes(fields, "event"),
-        _field(fields, "event_needed", bool),
+        field_of(fields, "event_needed", bool),
     )
     return torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
 
 
-def _field(fields: Message, name: str, kind: type) -> Any:
-    value = fields.get(name)
-    if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= _LARGEST):
-        raise ProtocolError(f"a memory needs field {name!r} of type {kind.__name__}")
-    return value
-
-
 def _bytes(fields: Message, name: str) -> bytes:
     try:
-        return bytes.fromhex(_field(fields, name, str))
+        return bytes.fromhex(field_of(fields, name, str))
     except ValueError as error:
         raise ProtocolError(f"{name} is not hexadecimal") from error

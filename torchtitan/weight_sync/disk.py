@@ -18,7 +18,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.transfer import BucketKey
 from torchtitan.weight_sync.weight_files import PackedRank, file_name, version_folder
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,10 @@ class FileReader:
     def copy(self, reference: Any, key: BucketKey, target: memoryview) -> None:
         """Fill a bucket's memory, but for what lies between shards. Raises ProtocolError for what names no place in a
         file, OSError for what cannot be read."""
-        folder, name, offset = (reference.get(field) for field in ("folder", "file", "offset"))
-        if not isinstance(folder, str) or not isinstance(name, str) or type(offset) is not int:
-            raise ProtocolError("a reference names no place in a file")
+        folder, name = field_of(reference, "folder", str), field_of(reference, "file", str)
+        offset = field_of(reference, "offset", int)
         inside = "\0" not in folder + name and not Path(name).is_absolute() and ".." not in Path(name).parts
-        if not inside or not 0 <= offset <= _LARGEST_OFFSET:
+        if not inside or offset > _LARGEST_OFFSET:
             raise ProtocolError(f"byte {offset} of {name!r} is no place in the folder")
         rank, bucket = key
         if rank not in self._packed:

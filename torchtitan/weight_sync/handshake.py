@@ -30,7 +30,7 @@ WORKER = "worker"
 
 def role_key(token: str, role: str, name: str) -> str:
     """The secret by which `name` speaks in this role."""
-    return hmac.digest(token.encode(), f"{role}/{name}".encode("utf-8", "surrogatepass"), "sha256").hex()
+    return hmac.digest(token.encode(), wire.as_bytes(f"{role}/{name}"), "sha256").hex()
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ class Identity:
         """For processes that hold the token."""
         return cls(role, name, role_key(token, role, name))
 
-    def client_proof(self, server_nonce: str, nonce: str) -> str:
-        """Shows the server that this end has the key."""
-        return wire.client_proof(self.key, self.role, server_nonce, nonce)
+    def proof(self, side: str, server_nonce: str, nonce: str) -> str:
+        """By which a side, "client" or "server", shows the other one that it has the key, too."""
+        text = wire.as_bytes("\n".join((side, self.role, server_nonce, nonce)))
+        return hmac.digest(self.key.encode(), text, "sha256").hex()
 
-    def server_proof(self, server_nonce: str, nonce: str) -> str:
-        """Shows the client that the other end has the key, too."""
-        return wire.server_proof(self.key, self.role, server_nonce, nonce)
+    def is_proof(self, given: str, side: str, server_nonce: str, nonce: str) -> bool:
+        """Whether this is the side's proof; the time that it takes does not tell by how much it is not."""
+        return hmac.compare_digest(wire.as_bytes(self.proof(side, server_nonce, nonce)), wire.as_bytes(given))
 
 
 class Gate:
@@ -105,11 +106,11 @@ class Gate:
             channel.send({"type": "refuse", "reason": f"no {message['role']} is expected here"})
             raise ProtocolError(f"a {message['role']!r} has come to the wrong port")
         identity = Identity(message["role"], message["name"], self._key_of(message["role"], message["name"]) or "")
-        if not identity.key or not wire.check_proof(identity.client_proof(nonce, message["nonce"]), message["proof"]):
+        if not identity.key or not identity.is_proof(message["proof"], "client", nonce, message["nonce"]):
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         channel.trust()
-        channel.send({"type": "welcome", "proof": identity.server_proof(nonce, message["nonce"])})
+        channel.send({"type": "welcome", "proof": identity.proof("server", nonce, message["nonce"])})
         try:
             fields = self._admit(identity, message["fields"])
         except ProtocolError as error:
@@ -174,7 +175,7 @@ class Call:
             raise ProtocolError("the first message is not a challenge")
         server_nonce = message["nonce"]
         channel.on_message = lambda channel, reply: self._welcomed(channel, server_nonce, reply)
-        proof = self._identity.client_proof(server_nonce, self._nonce)
+        proof = self._identity.proof("client", server_nonce, self._nonce)
         names = {"role": self._identity.role, "name": self._identity.name}
         channel.send({"type": "hello", **names, "nonce": self._nonce, "proof": proof, "fields": self._fields})
 
@@ -188,7 +189,7 @@ class Call:
         channel.on_message = self._admitted
 
     def _proven(self, server_nonce: str, proof: str) -> bool:
-        return wire.check_proof(self._identity.server_proof(server_nonce, self._nonce), proof)
+        return self._identity.is_proof(proof, "server", server_nonce, self._nonce)
 
     def _admitted(self, channel: Channel, reply: Message) -> None:
         if reply["type"] != "admitted":

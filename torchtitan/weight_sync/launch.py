@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torchtitan
+from torchtitan.utils.child_process import child_environment
 from torchtitan.weight_sync import wire
 
 logger = logging.getLogger(__name__)
@@ -118,15 +117,12 @@ class SupervisedProcess(Supervised):
 
     def _begin(self) -> None:
         self._starts += 1
-        root = str(Path(torchtitan.__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        environment = {**os.environ, wire.TOKEN_VARIABLE: self._token, "PYTHONPATH": path}
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", self._module, json.dumps(self._arguments(self._starts))],
                 pass_fds=self._descriptors,
-                env=environment,
+                env=child_environment(1, **{wire.TOKEN_VARIABLE: self._token}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.weight_sync.slots import SharedSlots
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
-# Sizes, offsets, inodes: what fits the system's own unsigned type.
-_LARGEST = 2**64 - 1
 NAMES = ("process", "descriptor", "device", "inode")
 
 
@@ -33,14 +31,12 @@ class SharedFiles:
 
     def copy(self, reference: Any, target: memoryview) -> None:
         """Fill `target`. Raises ProtocolError for what names no such memory, OSError for what does not open."""
-        if not isinstance(reference, dict) or not isinstance(reference.get("memory"), dict):
-            raise ProtocolError("a reference names no memory")
-        memory = reference["memory"]
-        fields = tuple(_number(memory, name) for name in NAMES)
+        memory, offset = field_of(reference, "memory", dict), field_of(reference, "offset", int)
+        fields = tuple(field_of(memory, name, int) for name in NAMES)
         if fields not in self._opened:
             # Another shard server of the same rank has another entry; the memory is the same.
             self._opened = {fields: open_shared(memory), **self._opened}
-        opened, offset = self._opened[fields], _number(reference, "offset")
+        opened = self._opened[fields]
         if offset > len(opened) - len(target):
             raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
         target[:] = memoryview(opened)[offset : offset + len(target)]
@@ -55,7 +51,7 @@ def named(descriptor: int) -> Message:
 def open_shared(memory: Message, writable: bool = False) -> mmap.mmap:
     """A file that another process has named. Raises ProtocolError for what names none, OSError for one that does not
     open."""
-    process, descriptor, device, inode = (_number(memory, name) for name in NAMES)
+    process, descriptor, device, inode = (field_of(memory, name, int) for name in NAMES)
     access = os.O_RDWR if writable else os.O_RDONLY
     opened = os.open(f"/proc/{process}/fd/{descriptor}", access | os.O_CLOEXEC)
     try:
@@ -66,10 +62,3 @@ def open_shared(memory: Message, writable: bool = False) -> mmap.mmap:
         return mmap.mmap(opened, status.st_size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
         os.close(opened)
-
-
-def _number(fields: Message, name: str) -> int:
-    value = fields.get(name)
-    if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise ProtocolError(f"a reference needs a number {name!r}")
-    return value

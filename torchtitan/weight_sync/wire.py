@@ -1,4 +1,4 @@
-"""What the processes of the weight synchronisation have in common: messages as bytes, proofs, addresses.
+"""What the processes of the weight synchronisation have in common: messages as bytes, addresses, checked fields.
 
 Nothing that arrives is unpickled or evaluated. A connection starts with a challenge and response over a per-job token,
 in both directions, before any other message is read; sizes are limited before and after.
@@ -6,7 +6,6 @@ in both directions, before any other message is read; sizes are limited before a
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import json
 import secrets
@@ -47,29 +46,9 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def _bytes(text: str) -> bytes:
-    # JSON can hold half a surrogate pair, which plain UTF-8 refuses.
+def as_bytes(text: str) -> bytes:
+    """For a proof. JSON can hold half a surrogate pair, which plain UTF-8 refuses."""
     return text.encode("utf-8", "surrogatepass")
-
-
-def _proof(token: str, side: str, role: str, server_nonce: str, client_nonce: str) -> str:
-    text = _bytes("\n".join((side, role, server_nonce, client_nonce)))
-    return hmac.digest(token.encode(), text, "sha256").hex()
-
-
-def client_proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
-    """What a client answers to a challenge: only who knows the token can."""
-    return _proof(token, "client", role, server_nonce, client_nonce)
-
-
-def server_proof(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
-    """What a server answers to a hello, so that a client does not obey a stranger."""
-    return _proof(token, "server", role, server_nonce, client_nonce)
-
-
-def check_proof(expected: str, given: str) -> bool:
-    """Constant-time comparison of proofs."""
-    return hmac.compare_digest(_bytes(expected), _bytes(given))
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -94,3 +73,12 @@ def parse_data_address(address: str) -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """What parse_address reads; an IPv6 host is put into brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def field_of(fields: Any, name: str, kind: type) -> Any:
+    """A field of what has come from elsewhere, of exactly this type; a number is one that fits the system's own unsigned
+    type. Raises ProtocolError."""
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
+        raise ProtocolError(f"a reference needs field {name!r} of type {kind.__name__}")
+    return value
