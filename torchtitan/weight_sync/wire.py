@@ -76,7 +76,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def field_of(fields: Any, name: str, kind: type) -> Any:
-    """A field of what has come from elsewhere, of exactly this type; a number is one that fits the system's own unsigned
+    """A field of what has come from elsewhere, of exactly this type; a number fits the system's own unsigned
     type. Raises ProtocolError."""
     value = fields.get(name) if isinstance(fields, dict) else None
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
