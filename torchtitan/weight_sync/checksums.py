@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import xxhash
-
-# A kind, and the function over a bucket's memory. xxh3 reads host memory; sum reads tensors wherever they are.
-_FUNCTIONS = {"sum": ("torchtitan.weight_sync.device_checksum", "sum_checksum")}
 
 
 def reads_devices(kind: str) -> bool:
@@ -28,11 +24,14 @@ def streaming_checksum(kind: str) -> Any | None:
 
 
 def checksum_function(kind: str) -> Callable[[Any], str]:
-    """The function of a layout's checksum kind. Raises ValueError for a kind that does not exist."""
+    """The function of a layout's checksum kind: xxh3 reads host memory, sum tensors wherever they are.
+
+    Raises ValueError for a kind that does not exist.
+    """
     if kind == "xxh3":
         return bucket_checksum
-    if kind not in _FUNCTIONS:
+    if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
-    module, name = _FUNCTIONS[kind]
-    function: Callable[[Any], str] = getattr(import_module(module), name)
-    return function
+    from torchtitan.weight_sync.device_checksum import sum_checksum  # torch
+
+    return sum_checksum

@@ -6,12 +6,14 @@ to meet goes through PairStore. The device-specific lines of the nccl transport 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -42,53 +44,38 @@ class Poller:
 
     def __init__(self, begin_thread: Callable[[], None] = lambda: None):
         self._begin_thread = begin_thread
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[Future[bool], Callable[[], bool]] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """Block until over() is true, or has raised (which this raises); False where that takes longer."""
-        waiting = _Waiting(over)
+        found: Future[bool] = Future()
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="nccl-events", daemon=True)
                 self._thread.start()
-            self._waiting.append(waiting)
+            self._waiting[found] = over
             self._changed.notify()
-        found = waiting.found.wait(seconds)
+        concurrent.futures.wait([found], seconds)
         with self._changed:
-            self._waiting = [one for one in self._waiting if one is not waiting]
-        if waiting.error is not None:
-            raise waiting.error
-        return found
+            self._waiting.pop(found, None)
+        return found.done() and found.result()
 
     def _run(self) -> None:
         self._begin_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._waiting))
-                waiting = list(self._waiting)
+                waiting = list(self._waiting.items())
             begun = time.perf_counter()
-            for one in waiting:
-                one.look()
+            for found, over in waiting:
+                try:
+                    if not found.done() and over():
+                        found.set_result(True)
+                except BaseException as error:  # Whatever it is, the thread that waits has to hear of it.
+                    found.set_exception(error)
             time.sleep(max(POLL_SECONDS, POLL_SHARE * (time.perf_counter() - begun)))
-
-
-class _Waiting:
-    def __init__(self, over: Callable[[], bool]):
-        self._over = over
-        self.found = threading.Event()
-        self.error: BaseException | None = None
-
-    def look(self) -> None:
-        if self.found.is_set():
-            return
-        try:
-            over = self._over()
-        except BaseException as error:  # Whatever it is, the thread that waits has to hear of it.
-            self.error, over = error, True
-        if over:
-            self.found.set()
 
 
 @functools.cache

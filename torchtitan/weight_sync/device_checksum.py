@@ -18,7 +18,6 @@ _WORD_BYTES = 4
 # Rows share one row of weights, and so many rows at a time stay in a cache (measured best on a CPU: 1.7 GB/s a core).
 _ROW_WORDS = 1 << 14
 _ROWS_AT_A_TIME = 64
-_MODULUS = 1 << 64
 
 
 def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
@@ -31,21 +30,17 @@ def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
         parts = [*words[:whole].view(-1, _ROW_WORDS).split(_ROWS_AT_A_TIME), words[whole:].view(1, -1)]
         sums = torch.cat([_row_sums(part, weights) for part in parts], 1).cpu()
     plain, weighted = (numpy.asarray(row, dtype=numpy.uint64) for row in sums.numpy().view(numpy.uint64))
-    return _combine(plain, weighted)
+    # Row r starts at word r * _ROW_WORDS: its words' weights are larger by twice that.
+    starts = 2 * _ROW_WORDS * numpy.arange(len(plain), dtype=numpy.uint64)
+    total = (weighted + starts * plain).sum(dtype=numpy.uint64)
+    return f"{int(plain.sum(dtype=numpy.uint64)):016x}{int(total):016x}"
 
 
 def host_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Host memory as a uint8 tensor, not copied. Read-only memory must not be written through it."""
-    if len(data) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(_writable(numpy.frombuffer(data, numpy.uint8)))
-
-
-def _writable(array: numpy.ndarray) -> numpy.ndarray:
-    # torch warns of read-only arrays, which it only reads here.
-    if array.flags.writeable:
-        return array
-    return array.copy()
+    """Host memory as a uint8 tensor, not copied but where it is read-only: torch warns of that."""
+    if memoryview(data).readonly:
+        data = bytearray(data)
+    return torch.from_numpy(numpy.frombuffer(data, numpy.uint8))
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -59,14 +54,3 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _row_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[2, rows] int64: plain sums, and sums weighted by 2 * column + 1."""
     return torch.stack((rows.sum(1, dtype=torch.int64), (rows * weights[: rows.shape[1]]).sum(1)))
-
-
-def _combine(plain: numpy.ndarray, weighted: numpy.ndarray) -> str:
-    # Row r starts at word r * _ROW_WORDS: its words' weights are larger by twice that.
-    starts = 2 * _ROW_WORDS * numpy.arange(len(plain), dtype=numpy.uint64)
-    total = (weighted + starts * plain).sum(dtype=numpy.uint64)
-    return _format(int(plain.sum(dtype=numpy.uint64)), int(total))
-
-
-def _format(plain: int, weighted: int) -> str:
-    return f"{plain % _MODULUS:016x}{weighted % _MODULUS:016x}"

@@ -138,9 +138,6 @@ class WeightSync:
         self._publisher.fence()
         self._stall_s += time.perf_counter() - begun
 
-    def make_room(self) -> None:
-        """Actors are processes of their own: nothing of theirs is on this device."""
-
     def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
         """At the boundary, on every rank with the same arguments: snapshot `version`, or skip it if any rank voted no.
 

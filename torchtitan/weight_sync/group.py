@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.weight_sync.anonymous_memory import anonymous_file
 from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.shared_files import named
+from torchtitan.weight_sync.slots import anonymous_file
 from torchtitan.weight_sync.source import Source
 from torchtitan.weight_sync.transfer import Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
-from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.catalogue import Catalogue
 from torchtitan.weight_sync.disk import SlotFiles
 from torchtitan.weight_sync.journal import Journal
@@ -24,7 +23,7 @@ from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.shared_files import file_references
-from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.sockets import SocketRuntime
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
@@ -37,11 +36,11 @@ JOURNAL_SECONDS = 1.0
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
     """Until the parent ends."""
     journal = Journal(Path(arguments["journal"]), arguments["term"])
-    pulse = Pulse(arguments["pulse_fd"])
+    words = SlotWords(arguments["words_fd"], 0, 0)
     settings = Settings(**arguments["settings"])
     epoch, term, folder = arguments["epoch"], arguments["term"], arguments["disk_folder"]
     catalogue = Catalogue(runtime, Path(folder), epoch) if folder else None
-    registry = Registry(runtime, settings, epoch, term, token, journal.write, pulse.beat, catalogue)
+    registry = Registry(runtime, settings, epoch, term, token, journal.write, words.beat, catalogue)
     journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
     runtime.run()

@@ -119,15 +119,6 @@ class Manifest:
     checksums: tuple[tuple[str, ...], ...]
     digest: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "version": self.version,
-            "layout_id": self.layout_id,
-            "checksums": [list(rank) for rank in self.checksums],
-            "digest": self.digest,
-        }
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         """Raises LayoutError when fields are missing or the digest is not that of the checksums."""

@@ -16,11 +16,10 @@ from typing import Any
 from torchtitan.config.derived import is_loopback
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.anonymous_memory import Pulse
 from torchtitan.weight_sync.launch import SupervisedProcess
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.registry_state import Settings
-from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 
 MODULE = "torchtitan.weight_sync.main"
 BACKLOG = 1024
@@ -108,15 +107,15 @@ class RegistryServer(ServerProcess):
     others."""
 
     def __init__(self, epoch: str, token: str, settings: Settings, folder: Path, where: Where, disk_folder: str = ""):
-        self._pulse = Pulse.create()
+        self._words = SlotWords(SlotWords.new_file(0), 0, 0)
         journal = str(folder / "registry.jsonl")
         told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, "disk_folder": disk_folder}
-        files = {"pulse_fd": self._pulse.descriptor}
-        super().__init__("registry", told, files, token, folder / "registry.log", *where, lambda: self._pulse.count)
+        files = {"words_fd": self._words.words_fd}
+        super().__init__("registry", told, files, token, folder / "registry.log", *where, lambda: self._words.pulse)
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
-        self._pulse.close()
+        self._words.close_files()
 
 
 class ShardServerProcess(ServerProcess):

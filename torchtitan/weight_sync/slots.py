@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 
-from torchtitan.weight_sync.anonymous_memory import anonymous_file
 from torchtitan.weight_sync.slot_states import SlotView, SlotWriter
 
 _PAGE = mmap.PAGESIZE
@@ -21,8 +20,15 @@ _FAILURES = 64
 _EXTRA_WORDS = _FAILURES + 1
 
 
+def anonymous_file(name: str, size: int) -> int:
+    """A descriptor of `size` zero bytes."""
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
 class SlotWords:
-    """The words of `count` slots of `slot_bytes` each, wherever the slots are."""
+    """The words of `count` slots of `slot_bytes` each, wherever the slots are. Without slots: a sign of life alone."""
 
     def __init__(self, words_fd: int, count: int, slot_bytes: int):
         self.words_fd, self.count, self.slot_bytes = words_fd, count, slot_bytes

@@ -18,7 +18,6 @@ import contextlib
 import json
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,11 +232,6 @@ def file_checksum(path: Path) -> str:
     """xxh3-128 of a whole file."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        for block in _blocks(file):
+        while block := file.read(_HASH_BYTES):
             hasher.update(block)
     return hasher.hexdigest()
-
-
-def _blocks(file: Any) -> Iterator[bytes]:
-    while block := file.read(_HASH_BYTES):
-        yield block
