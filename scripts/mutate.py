@@ -3,19 +3,18 @@
     python scripts/mutate.py --count 200 torchtitan/weight_sync/*.py -- tests/unit_tests/weight_sync
 
 First all tests run once, unbroken: they have to pass, and it is noted which functions each of them enters. Each mutant
-is a process of its own that gets the broken module where it imports it, and runs pytest -x over the tests that enter
-the broken function, the quickest first. Mutants are drawn evenly from the modules, by --seed; what only people read
-(log lines, texts of errors, annotations) is left alone. The last line is the share that died; survivors are printed
-with their line.
+is a process of its own that gets the broken module where it imports it, as do all processes that it starts, and runs
+pytest -x over the tests that enter the broken function, the quickest first, then over those that start processes.
+Mutants are drawn evenly from the modules, by --seed; what only people read (log lines, texts of errors, annotations) is
+left alone. The last line is the share that died; survivors are printed with their line.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import random
@@ -31,11 +30,15 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+import psutil
+
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult}
+# For what a broken module never does.
+PATIENCE_S = 30.0
 # A mutant may grow for ever.
 MOST_MEMORY = 16 << 30
 
@@ -111,24 +114,39 @@ def _own_changes(node: ast.AST) -> Iterator[tuple[int, str, Callable[[], None]]]
                 yield statement.lineno, f"without  {text}", lambda n=name, b=new_body: setattr(node, n, b)  # type: ignore[misc]
 
 
-class Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives out the mutant when its module is imported."""
+# What every Python process imports at its start, where it lies in a folder of PYTHONPATH: gives out the mutant.
+SITE = """
+import importlib.machinery, sys
 
-    def __init__(self, mutant: Mutant):
-        self._mutant = mutant
-        self._name = ".".join(mutant.path.with_suffix("").parts)
+class Loader:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == {name!r} else None
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name == self._name else None
+    def create_module(self, spec):
+        return None
 
-    def exec_module(self, module: ModuleType) -> None:
-        module.__file__ = str(self._mutant.path)
-        self._mutant.apply()
-        exec(compile(ast.fix_missing_locations(self._mutant.tree), str(self._mutant.path), "exec"), vars(module))
+    def exec_module(self, module):
+        module.__file__ = {path!r}
+        exec(compile({source!r}, {path!r}, "exec"), vars(module))
+
+sys.meta_path.insert(0, Loader())
+"""
+
+
+def give_out(mutant: Mutant, folder: str) -> None:
+    """Have this process import the mutant, and all that it starts from now on."""
+    mutant.apply()
+    path, name = str(mutant.path.resolve()), ".".join(mutant.path.with_suffix("").parts)
+    os.environ["TORCHTITAN_TEST_PATIENCE_S"] = str(PATIENCE_S)
+    text = SITE.format(name=name, path=path, source=ast.unparse(ast.fix_missing_locations(mutant.tree)))
+    (Path(folder) / "sitecustomize.py").write_text(text)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    exec(text, {})
 
 
 class Entered:
-    """A plugin of pytest: which functions each test enters, on all of its threads, and how many seconds it takes."""
+    """A plugin of pytest: which functions each test enters, on all of its threads, whether it starts processes, and how
+    many seconds it takes."""
 
     def __init__(self) -> None:
         self.tests: dict[str, tuple[float, list[CodeType]]] = {}
@@ -151,18 +169,20 @@ class Entered:
         if hasattr(self, "_name"):
             self.tests[self._name] = time.monotonic() - self._began, list(self._codes.values())
 
-    def of(self, paths: set[Path]) -> dict[str, tuple[float, list[tuple[str, int, int]]]]:
-        """Test -> (seconds, the functions of these modules that it enters: path, first and last line)."""
+    def of(self, paths: set[Path]) -> dict[str, tuple[float, bool, list[tuple[str, int, int]]]]:
+        """Test -> (seconds, whether it starts processes, the functions of these modules that it enters: path, first and
+        last line)."""
         modules = {str(path.resolve()): str(path) for path in paths}
 
         def lines(code: CodeType) -> tuple[str, int, int]:
             last = max(line or 0 for _, _, line in code.co_lines())
             return modules[code.co_filename], code.co_firstlineno, last
 
-        return {
-            name: (seconds, [lines(code) for code in codes if code.co_filename in modules and code.co_name[0] != "<"])
-            for name, (seconds, codes) in self.tests.items()
-        }
+        found = {}
+        for name, (seconds, codes) in self.tests.items():
+            own = [lines(code) for code in codes if code.co_filename in modules and code.co_name[0] != "<"]
+            found[name] = seconds, any(code.co_name == "_execute_child" for code in codes), own
+        return found
 
 
 def run_unbroken(paths: set[Path], tests: list[str]) -> dict[str, Any] | None:
@@ -182,7 +202,7 @@ def run_unbroken(paths: set[Path], tests: list[str]) -> dict[str, Any] | None:
     return None if status else found
 
 
-def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float) -> bool:
+def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float, folder: str) -> bool:
     """Whether pytest passes in a process that imports the mutant, and anew all modules of the checkout but those that
     are `kept`; one that hangs is dead."""
     child = os.fork()
@@ -195,7 +215,7 @@ def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float) -
         os.dup2(silence, 2)
         for name in [name for name, module in sys.modules.items() if _is_own(module) and name not in kept]:
             del sys.modules[name]
-        sys.meta_path.insert(0, Loader(mutant))
+        give_out(mutant, folder)
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])) & 0xFF)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -206,6 +226,14 @@ def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float) -
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
+
+
+def end_what_was_started(folder: str) -> None:
+    """Of processes with this folder in their path: broken ones may outlive their parent."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and folder in process.environ().get("PYTHONPATH", ""):
+                process.kill()
 
 
 def _is_own(module: ModuleType) -> bool:
@@ -247,13 +275,17 @@ def main() -> int:
 
     alive = 0
     for number, mutant in enumerate(drawn, start=1):
-        began, chosen, place = time.monotonic(), dict[str, float](), str(mutant.path)
-        for name, (seconds, functions) in entered.items():
-            if any(path == place and first <= mutant.line <= last for path, first, last in functions):
-                chosen[name] = seconds
+        began, chosen, place = time.monotonic(), dict[str, tuple[bool, float]](), str(mutant.path)
+        for name, (seconds, starts, functions) in entered.items():
+            enters = any(path == place and first <= mutant.line <= last for path, first, last in functions)
+            if enters or starts:
+                chosen[name] = not enters, seconds
         nodes = sorted(chosen, key=lambda name: chosen[name])
         # The tests may take that much longer than they did unbroken, before a mutant counts as one that hangs.
-        survived = not nodes or survives(mutant, nodes, kept, 30 + 4 * sum(chosen.values()))
+        most = 30 + 4 * sum(seconds for _, seconds in chosen.values())
+        with tempfile.TemporaryDirectory() as folder:
+            survived = not nodes or survives(mutant, nodes, kept, most, folder)
+            end_what_was_started(folder)
         alive += survived
         what, text = "SURVIVED" if survived else "dead", f"{mutant.path}:{mutant.line}  {mutant.what}"
         print(f"{number}/{len(drawn)} {what} {time.monotonic() - began:.1f} s, {len(nodes)} tests  {text}", flush=True)
