@@ -67,7 +67,8 @@ def _changes(node: ast.AST, inside: bool) -> Iterator[tuple[int, str, Callable[[
     if inside:
         yield from _own_changes(node)
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "bases"):
+        # zip's strict asserts something.
+        if name in ("annotation", "returns", "decorator_list", "bases") or getattr(node, "arg", "") == "strict":
             continue
         children = value if isinstance(value, list) else [value]
         for child in children:
@@ -76,6 +77,8 @@ def _changes(node: ast.AST, inside: bool) -> Iterator[tuple[int, str, Callable[[
 
 
 def _is_for_people(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return all(map(_is_for_people, [*node.body, *node.orelse]))
     if not isinstance(node, ast.Expr):
         return False
     value = node.value

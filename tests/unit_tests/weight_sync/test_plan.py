@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
@@ -25,7 +29,8 @@ from torchtitan.weight_sync.manifest import (
     Manifest,
     content_digest,
 )
-from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.parameters import placed_parameters, unique_parameters
+from torchtitan.weight_sync.plan import Placed, Sharded
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.slot_states import SlotState
 from torchtitan.weight_sync.slots import SharedSlots
@@ -190,3 +195,17 @@ def test_rank_that_does_not_reach_the_registry_says_so() -> None:
 def test_an_address_is_host_and_port(address: str) -> None:
     with pytest.raises(wire.ProtocolError, match="not an address"):
         wire.parse_address(address)
+
+
+@pytest.mark.parametrize(("rank", "coordinate"), [(1, (0, 1)), (2, (1, 0)), (4, None)])
+def test_placements_are_read_as_they_are(rank: int, coordinate: tuple[int, ...] | None) -> None:
+    """Rank 4 is outside of the mesh: it has no part in what it does not hold."""
+    dist.init_process_group("fake", rank=rank, world_size=5, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), _init_backend=False)
+        placements = (Shard(1), Replicate())
+        shard = DTensor.from_local(torch.zeros(3, 2), mesh, placements, run_check=False, shape=(3, 4), stride=(4, 1))
+        ((name, placed),) = placed_parameters({"w": shard})
+    finally:
+        dist.destroy_process_group()
+    assert (name, placed) == ("w", Placed((3, 4), (2, 2), coordinate, (Sharded(1), None)))

@@ -13,7 +13,7 @@ from torchtitan.weight_sync import registry as registry_module
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.registry_state import Actor, Settings, relaying
 from torchtitan.weight_sync.wire import Message
 
 SUMS = [["aa", "bb"], ["cc", "dd"]]
@@ -318,3 +318,15 @@ def test_registry_that_ends_closes_everything() -> None:
     world.run(0.1)
     assert all(client.over for client in clients)
     assert "refused" in Client(world.machine, REGISTRY, TRAINER, "0").over
+
+
+def test_who_passes_versions_on() -> None:
+    """The fast ones first, in classes of speed; not who is away, has no address or has lost a lane."""
+    there: Any = object()
+
+    def actor(seconds: float | None, channel: Any = there, address: str = "10.0.0.1:1") -> Actor:
+        return Actor(channel, "i", address, 0.0, figures={} if seconds is None else {"transfer_s": seconds})
+
+    actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
+    others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}
+    assert list(relaying({**actors, **others}, {"slow"})) == ["at once", "a", "b", "late", "new"]

@@ -1,0 +1,64 @@
+"""What is supervised lives again within a bound, and does not live on frozen."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtitan.weight_sync import launch
+from torchtitan.weight_sync.launch import FROZEN_LOOKS, STARTING_LOOKS, Supervised
+
+
+class Lives(Supervised):
+    """So many lives, none of which takes any time; the last one is closed."""
+
+    def __init__(self, count: int, max_restarts: int):
+        super().__init__("thing", max_restarts, None)
+        self.left, self.lived, self.frozen_at = count, 0, list[int]()
+        self.pauses: list[float] = []
+        self._closing.wait = self.pauses.append  # type: ignore[assignment, method-assign]
+
+    def _begin(self) -> None:
+        self.left -= 1
+
+    def _live(self) -> str:
+        self.lived += 1
+        if self.left == 0:
+            self._closing.set()
+        return "gone"
+
+    def _end_frozen(self) -> None:
+        self.frozen_at.append(self.looks)
+
+    def look(self, pulses: list[int]) -> None:
+        """Watch over a thing that says these at one look after the other."""
+        self.looks, said = -1, iter(pulses)
+        self._closing.wait = lambda _seconds: self.looks + 1 == len(pulses)  # type: ignore[assignment, method-assign]
+
+        def pulse() -> int:
+            self.looks += 1
+            return next(said)
+
+        self._watch(pulse)
+
+
+@pytest.mark.parametrize(
+    ("healthy_s", "lived", "failure"),
+    [(60.0, 4, "the thing failed 4 times in a row, the last time: gone"), (-1.0, 9, "")],
+)
+def test_restarts_in_a_row_are_bounded_and_earned_back(
+    healthy_s: float, lived: int, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "HEALTHY_SECONDS", healthy_s)
+    lives = Lives(count=8, max_restarts=3)
+    lives._supervise()
+    assert (lives.lived, lives.failure, lives.restarts) == (lived, failure, lived - 1)
+    # The more often in a row, the longer before the next one.
+    assert lives.pauses == [launch.RESTART_SECONDS * (number if failure else 0) for number in range(1, lived)]
+
+
+def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:
+    lives = Lives(1, 0)
+    # The first word is from before the first look.
+    lives.look([0] * (STARTING_LOOKS + 1) + [1, 2, 2] + [2] * (2 * FROZEN_LOOKS - 1) + [3] * FROZEN_LOOKS)
+    beaten = STARTING_LOOKS + 2
+    assert lives.frozen_at == [STARTING_LOOKS, beaten + FROZEN_LOOKS, beaten + 2 * FROZEN_LOOKS]
