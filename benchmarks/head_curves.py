@@ -27,13 +27,10 @@ sys.path.insert(0, str(common.REPOSITORY))
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.loading import load_config
 from torchtitan.report.metrics import METRICS_FILE
 from torchtitan.report.plots import blank_figure, dress, save_figure
 from torchtitan.rollout.journal import ReplaySource
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -87,19 +84,13 @@ def column(rows: Rows, key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-class Replica:
+class Replica(PolicyTrainer):
     """A trainer in this process, with one way of the head."""
 
     def __init__(self, config: JobConfig, head: str):
         config = copy.deepcopy(config)
         config.model.logprob_head = head
-        dims = ParallelDims(1, 1, 1, world_size=1)
-        self.policy = build_policy(config, dims)
-        self.optimizer = build_optimizer(self.policy, config.optimizer)
-        self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
-        self.trainer = PolicyTrainer(
-            config, self.policy, self.optimizer, self.scheduler, dims, torch.device("cpu"), None
-        )
+        super().__init__(config, ParallelDims(1, 1, 1, world_size=1))
 
     def follow(self, other: Replica) -> None:
         """Go on with the other's weights and optimizer state."""
@@ -108,7 +99,7 @@ class Replica:
 
     def loss(self, source: ReplaySource, version: int) -> float:
         """Of the recorded batch, while the replica trains on it."""
-        result = self.trainer.train_batch(source.next_batch(version))
+        result = self.train_batch(source.next_batch(version))
         loss = result.metrics["loss"]
         assert loss is not None
         return loss

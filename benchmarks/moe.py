@@ -34,12 +34,9 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
-from torchtitan.models.parallelize import build_policy
 from torchtitan.models.swiglu import swiglu
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -84,11 +81,7 @@ def trained(directory: Path, batch: Batch, replay: bool) -> dict[str, float | No
     """Figures of one step of an fp32 trainer."""
     config = JobConfig()
     config.model.hf_assets_path, config.grpo.routing_replay = str(directory), replay
-    dims = ParallelDims(1, 1, 1, 1)
-    policy = build_policy(config, dims)
-    optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 1)
-    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
+    trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, 1))
     return trainer.train_batch(batch).metrics
 
 

@@ -15,11 +15,8 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.types import VersionSpan
-from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.types import Batch, Group
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 STEPS = 3
@@ -81,10 +78,7 @@ def train_recorded(
     config.rollout.max_completion_tokens = 20
     device.set_threads(1, 1)
     dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
-    policy = build_policy(config, dims)
-    optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, STEPS)
-    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device())
+    trainer = PolicyTrainer(config, dims)
     source = ReplaySource(run_dir)
     figures = []
     for version in range(STEPS):

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from torchtitan.config.derived import has_engines, has_reference, sleeps_between_batches
+from torchtitan.config.derived import has_engines, sleeps_between_batches
 from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
@@ -22,7 +22,6 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.colocation import open_replica
 from torchtitan.inference.colocated.rounds import Round
 from torchtitan.models.batch_invariance import said_of
-from torchtitan.models.parallelize import build_policy
 from torchtitan.report.console import set_up_logging
 from torchtitan.report.live import LivePage
 from torchtitan.report.step_recorder import StepRecorder
@@ -35,11 +34,8 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer, Restored
 from torchtitan.trainer.commands import Command, Kind, share_command
 from torchtitan.trainer.controller import Controller, Source
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.profiling import profile
-from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
@@ -317,12 +313,13 @@ class Job:
         if config.sft.epochs and config.job.stage == "sft":
             steps = broadcast_bytes(str(config.training.steps).encode() if rank == 0 else None)
             config.training.steps = int(steps)
-        policy = build_policy(config, self.dims)
-        optimizer = build_optimizer(policy, config.optimizer)
-        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, config.training.steps)
-        reference = build_reference(config, self.dims, policy) if has_reference(config) else None
+        self.trainer = trainer = PolicyTrainer(config, self.dims)
+        policy, optimizer, reference = trainer.policy, trainer.optimizer, trainer.reference
+        trainer.is_told_to_stop = lambda: self.signals.told
         changing = reference.policy if reference is not None and reference.follows else None
-        self.checkpointer = Checkpointer(config.checkpoint, self.run_dir, policy, optimizer, scheduler, changing)
+        self.checkpointer = Checkpointer(
+            config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing
+        )
         self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
         restored = None
         if start.load_step is not None:
@@ -334,8 +331,6 @@ class Job:
         # An engine in these processes is judged by what it samples, see mismatch.py.
         served = config.inference.mode == "server"
         self._probe = mismatch.probe_tokens(config, policy.args.vocab_size) if served else []
-        self.trainer = PolicyTrainer(config, policy, optimizer, scheduler, self.dims, device.device(), reference)
-        self.trainer.is_told_to_stop = lambda: self.signals.told
         self.replica = self._closing.enter_context(open_replica(config, optimizer, self.run_dir))
         self.weights = self._closing.enter_context(
             open_weight_path(config, policy, epoch, token, self.run_dir, self.replica)

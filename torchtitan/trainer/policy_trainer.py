@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from torchtitan.config.derived import learns_from_rewards, ranks_per_pack, reward_weights
+from torchtitan.config.derived import has_reference, learns_from_rewards, ranks_per_pack, reward_weights
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -19,7 +19,7 @@ from torchtitan.distributed.collectives import (
     gradient_norm_and_votes,
 )
 from torchtitan.distributed.context_parallel import ContextParallel
-from torchtitan.distributed.device import peak_flops
+from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
@@ -30,12 +30,13 @@ from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
-from torchtitan.models.parallelize import reduce_gradients
+from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.expert_load import ExpertLoad
 from torchtitan.trainer.lr_scheduler import BatchLRScheduler
+from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
-from torchtitan.trainer.reference_policy import Reference
+from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.trainer.throughput import Passes, model_flops, throughput
 
 logger = logging.getLogger(__name__)
@@ -72,25 +73,17 @@ class BatchResult:
 class PolicyTrainer:
     """Trains the policy on batches. The same code for any number of ranks; every rank gets the same batches."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        policy: Decoder,
-        optimizer: torch.optim.Optimizer,
-        scheduler: BatchLRScheduler,
-        dims: ParallelDims,
-        device: torch.device,
-        reference: Reference | None = None,
-    ):
+    def __init__(self, config: JobConfig, dims: ParallelDims, policy: Decoder | None = None):
+        """A collective. `policy`: instead of the one that the configuration names."""
         self.config = config
-        self.policy = policy
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.policy = policy = build_policy(config, dims) if policy is None else policy
+        self.optimizer = build_optimizer(policy, config.optimizer)
+        self.scheduler = BatchLRScheduler(self.optimizer, config.lr_scheduler, config.training.steps)
+        self.reference = build_reference(config, dims, policy) if has_reference(config) else None
         self.dims = dims
-        self.device = device
+        self.device = device()
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.skipped_in_a_row = 0
-        self.reference = reference
         self.settings = stage_settings(config)
         rate = config.training.expert_bias_rate
         self.expert_load = ExpertLoad(policy, rate) if rate else None

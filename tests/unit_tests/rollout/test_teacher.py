@@ -14,20 +14,15 @@ from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.tables.stages import Distill
-from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models import load_policy
-from torchtitan.models.parallelize import build_policy
 from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.types import Batch, Trajectory
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.trainer.reference_policy import build_reference
 
 FIGURES = ("loss", "grad_norm", "teacher_kl")
 
@@ -46,13 +41,8 @@ async def taught(teacher_path: Path) -> Batch:
     return decode_batch(encode_batch(batch))
 
 
-def train(config: JobConfig, batch: Batch, held: bool) -> list[float]:
-    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
-    policy = build_policy(config, dims)
-    optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
-    reference = build_reference(config, dims, policy) if held else None
-    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device(), reference)
+def train(config: JobConfig, batch: Batch) -> list[float]:
+    trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1, rank=0))
     metrics = trainer.train_batch(batch).metrics
     return [metrics[name] or 0.0 for name in FIGURES]
 
@@ -62,10 +52,12 @@ async def test_a_server_teaches_what_ranks_do(tiny_checkpoint: Callable[..., Pat
     teacher = tiny_checkpoint("qwen3", tied=False)
     config = JobConfig()
     config.job.stage = "distill"
-    config.model.hf_assets_path, config.distill.teacher = str(tiny_checkpoint("qwen3", tied=True)), str(teacher)
+    config.model.hf_assets_path = str(tiny_checkpoint("qwen3", tied=True))
     config.rollout.max_completion_tokens = LONGEST
-    by_server = train(config, await taught(teacher), held=False)
-    assert by_server == pytest.approx(train(config, make_batch(0), held=True), rel=1e-4)
+    config.distill.teacher_url = "http://localhost"
+    by_server = train(config, await taught(teacher))
+    config.distill.teacher, config.distill.teacher_url = str(teacher), ""
+    assert by_server == pytest.approx(train(config, make_batch(0)), rel=1e-4)
     assert min(by_server) > 1e-3
 
 

@@ -28,7 +28,6 @@ from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch, Group
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
 LONGEST = 12
@@ -78,19 +77,15 @@ def gradients(policy: Decoder, config: JobConfig, batch: Batch, cut: Cut) -> tup
     random.Random(cut.shuffle).shuffle(groups)
     loss, total = 0.0, torch.zeros(0)
     for rank in range(cut.ranks):
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
+        trainer = PolicyTrainer(config, dims, policy)
         seen: list[torch.Tensor] = []
 
-        def look(optimizer: torch.optim.Optimizer, *_: Any, seen: list[torch.Tensor] = seen) -> None:
-            parameters = optimizer.param_groups[0]["params"]
-            seen.append(
-                torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
-            )
+        def look(*_: Any, seen: list[torch.Tensor] = seen) -> None:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
+            seen.append(torch.cat([gradient.flatten() for gradient in gradients]))
 
-        optimizer.register_step_pre_hook(look)
-        dims = ParallelDims(1, cut.ranks, 1, world_size=cut.ranks, rank=rank)
-        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 1)
-        trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
+        trainer.optimizer.register_step_pre_hook(look)
         result = trainer.train_batch(Batch(0, groups))
         loss += result.metrics["loss"] or 0.0
         total = seen[0] if rank == 0 else total + seen[0]
@@ -140,7 +135,7 @@ def test_gradients_do_not_depend_on_the_cut(
     config.grpo.geometric_mask_low, config.grpo.geometric_mask_high = (0.5, 2.0) if masks else (0.0, 0.0)
     config.grpo.num_minibatches = 1
     config.grpo.entropy_coefficient = 0.1
-    config.rollout.max_completion_tokens, config.training.max_norm = LONGEST, 0.0
+    config.rollout.max_completion_tokens, config.training.max_norm, config.optimizer.lr = LONGEST, 0.0, 0.0
     policy, batch = load_policy(tiny_checkpoint("qwen3", tied)), make_batch(seed)
     rounding = forward_rounding(policy.args, LARGEST_LOG_PROB)
     # Nearer to a bound, rounding decides on which side a token or a sequence falls, and with it on a whole gradient.

@@ -23,11 +23,8 @@ from torchtitan.models import fused_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import MicroBatch, trained_tokens
 from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.trainer.reference_policy import build_reference
 
 SHARE = 0.4
 
@@ -52,12 +49,7 @@ class SpiedTrainer(PolicyTrainer):
     """Remembers what every optimizer step was given."""
 
     def __init__(self, config: JobConfig):
-        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
-        policy = build_policy(config, dims)
-        optimizer = build_optimizer(policy, config.optimizer)
-        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
-        reference = build_reference(config, dims, policy) if config.grpo.kl_coefficient else None
-        super().__init__(config, policy, optimizer, scheduler, dims, device.device(), reference)
+        super().__init__(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
         self.given: list[tuple[list[MicroBatch], list[FixedLogProbs]]] = []
 
     def _forward_backward(

@@ -21,8 +21,6 @@ from torchtitan.models.memory import MemoryEstimate
 from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.plan import make_plan
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 from torchtitan.trainer.reference_policy import Reference, ReferencePolicy, build_reference
 
@@ -41,13 +39,9 @@ def config(tiny_checkpoint: Callable[..., Path]) -> Iterator[JobConfig]:
 
 
 def build(config: JobConfig) -> tuple[Decoder, Reference, PolicyTrainer]:
-    dims = ParallelDims(1, 1, 1, world_size=1, rank=0)
-    policy = build_policy(config, dims)
-    reference = build_reference(config, dims, policy)
-    assert isinstance(reference, ReferencePolicy)
-    optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
-    return policy, reference, PolicyTrainer(config, policy, optimizer, scheduler, dims, device.device(), reference)
+    trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, world_size=1, rank=0))
+    assert isinstance(trainer.reference, ReferencePolicy)
+    return trainer.policy, trainer.reference, trainer
 
 
 def weights(policy: Decoder) -> dict[str, torch.Tensor]:

@@ -30,14 +30,11 @@ from torchtitan.inference.vllm.dialect import DIALECT as VLLM
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.moe import MoE
-from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
 from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Group
 from torchtitan.trainer.checkpoint_tensors import collect
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import pack
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -171,12 +168,8 @@ def _train(directory: Path, batch: Batch, replay: bool) -> dict[str, Any]:
     config = JobConfig()
     config.model.hf_assets_path, config.grpo.routing_replay = str(directory), replay
     config.training.tokens_per_micro_batch, config.optimizer.lr = 100, 1e-4
-    dims = ParallelDims(1, 1, 1, 1)
-    policy = build_policy(config, dims)
-    optimizer = build_optimizer(policy, config.optimizer)
-    trainer = PolicyTrainer(
-        config, policy, optimizer, BatchLRScheduler(optimizer, config.lr_scheduler, 10), dims, torch.device("cpu")
-    )
+    trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, 1))
+    policy = trainer.policy
     gate = policy.model.layers[0].mlp.gate.weight.detach().clone()
     metrics = trainer.train_batch(batch).metrics
     assert not torch.equal(policy.model.layers[0].mlp.gate.weight, gate)
@@ -218,15 +211,12 @@ def test_biases_move_towards_experts_with_less_to_do(tmp_path: Path) -> None:
             load[layer] += torch.from_numpy(one.experts[:, layer].astype(np.int64)).flatten().bincount(minlength=8)
     config = JobConfig()
     config.model.hf_assets_path, config.training.expert_bias_rate = str(mixture), rate
-    dims = ParallelDims(1, 1, 1, 1)
-    policy = build_policy(config, dims)
-    optimizer = build_optimizer(policy, config.optimizer)
-    scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, 10)
-    trainer = PolicyTrainer(config, policy, optimizer, scheduler, dims, torch.device("cpu"))
+    trainer = PolicyTrainer(config, ParallelDims(1, 1, 1, 1))
+    policy = trainer.policy
     # Padding of a pack would count, too: so many tokens that it does not matter to any sign.
     assert sum(map(len, tokens)) > 300
     trainer.train_batch(batch)
-    saved = collect(policy, optimizer, 0)
+    saved = collect(policy, trainer.optimizer, 0)
     for index, layer in enumerate(policy.model.layers):
         if not isinstance(layer.mlp, MoE):
             continue

@@ -20,15 +20,11 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
 from torchtitan.grpo.stages import stage_settings
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.tokenizer import Tokenizer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.packing import MicroBatch
 from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.utils.json_lines import read_json_lines
 
 FUNCTION = "tests.unit_tests.trainer.test_stages:train_stages"
@@ -63,14 +59,9 @@ class Trained(PolicyTrainer):
     """A trainer of a stage that remembers the gradients of its last optimizer step."""
 
     def __init__(self, config: JobConfig):
-        dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
-        policy = build_policy(config, dims)
-        optimizer = build_optimizer(policy, config.optimizer)
-        scheduler = BatchLRScheduler(optimizer, config.lr_scheduler, STEPS)
-        reference = build_reference(config, dims, policy) if config.job.stage == "distill" else None
-        super().__init__(config, policy, optimizer, scheduler, dims, device.device(), reference)
+        super().__init__(config, ParallelDims.from_config(config.parallelism, device.world_size(), device.rank()))
         self.gradients: dict[str, torch.Tensor] = {}
-        optimizer.register_step_pre_hook(lambda *_: self.gradients.update(self._now()))
+        self.optimizer.register_step_pre_hook(lambda *_: self.gradients.update(self._now()))
 
     def _now(self) -> dict[str, torch.Tensor]:
         return {name: one.grad.clone() for name, one in self.policy.named_parameters() if one.grad is not None}
