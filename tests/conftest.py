@@ -14,6 +14,7 @@ import torch
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS
+from tests.tiny_models import SHAPE
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES_FOLDER = ROOT / "tests" / "engines"
@@ -38,18 +39,11 @@ def make_checkpoint(directory: Path, family: str, tied: bool, **overrides: objec
     import transformers
 
     shape: dict[str, object] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        **SHAPE,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": tied,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": None,
     }
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": 10000.0}
     if family == "llama3":

@@ -7,19 +7,14 @@ from typing import Any
 
 import torch
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+from tests.tiny_models import SHAPE
+
+# What they have beside a shape of their own, below.
+COMMON: dict[str, Any] = {
+    **SHAPE,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
     "num_experts_per_tok": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
@@ -106,7 +101,7 @@ def make_mixture(directory: Path, family: str, seed: int = 0, **overrides: Any) 
     import transformers
 
     name, switches = MIXTURES[family]
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **switches, **overrides})
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **switches, **overrides})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.roundings import forward_rounding
+from tests.tiny_models import make_tiny
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
@@ -89,32 +90,9 @@ ROUNDED = ("gemma2", "gemma3")
 @functools.cache
 def make_family_checkpoint(case: str, folder: Path) -> Path:
     """A tiny random checkpoint as transformers writes it, nothing of which is at its default."""
-    import transformers
-
     family, further = CASES[case]
-    shape: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": None,
-        **further,
-    }
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **shape))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = 0.2 * torch.randn(parameter.shape, generator=generator)
-            ones = parameter.dim() == 1 and "norm" in name and not FAMILIES[family].zero_norms
-            parameter.copy_(1 + noise if ones else noise)
-    directory = folder / case.replace(", ", "-")
-    model.save_pretrained(directory)
-    return directory
+    config = {"num_hidden_layers": LAYERS, **further}
+    return make_tiny(folder / case.replace(", ", "-"), family, not FAMILIES[family].zero_norms, **config)
 
 
 @pytest.fixture(scope="module")

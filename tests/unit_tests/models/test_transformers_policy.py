@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
+from tests.tiny_models import make_tiny
 from tests.unit_tests.distributed.test_expert_parallel import check_layouts
 from tests.unit_tests.distributed.test_parallel import Layout, _reference
 from torchtitan.config.job_config import JobConfig
@@ -29,18 +30,6 @@ from torchtitan.preflight.model import check_model
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 # Layer norms with biases, multipliers of logits, windows, sinks, latent attention, stacked experts.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,19 +62,8 @@ LENGTHS = [37, 5, 60]
 
 
 def make_foreign(case: str, directory: Path, **overrides: Any) -> Path:
-    import transformers
-
     family, further = CASES[case]
-    config = transformers.AutoConfig.for_model(family, **{**SHAPE, **further, **overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            noise = 0.2 * torch.randn(tensor.shape, generator=generator)
-            if "inv_freq" not in name:
-                tensor.copy_(1 + noise if tensor.dim() == 1 and "norm" in name and "bias" not in name else noise)
-    model.save_pretrained(directory)
-    return directory
+    return make_tiny(directory, family, **{**further, **overrides})
 
 
 def load_foreign(directory: Path) -> TransformersPolicy:
