@@ -27,8 +27,8 @@ if [[ -z "${TEST_WORKERS:-}" ]]; then
     TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(2, len(usable_cores())))')"
 fi
 workers=()
-# loadgroup: a file stays together, and what starts engines in two groups (tests/conftest.py). Those are collected first
+# A file stays together, and what starts engines in two groups (tests/conftest.py). Those are collected first
 # and are the longest: they have to begin first, too.
-((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadgroup --no-loadscope-reorder)
+((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadscope --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).
 exec "$PYTHON" -m pytest "${workers[@]}" --durations=25 --durations-min=5 "$@"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,21 +128,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file's tests stay together, and so do those that start engines, in two groups: one
-    engine starts and computes on a core while the other core has the other group, or the other tests."""
-
     def fast(item: pytest.Item) -> bool:
         return ENGINES_FOLDER not in item.path.parents and item.get_closest_marker("slow") is None
 
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not fast(item)])
         items[:] = [item for item in items if fast(item)]
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            group = str(item.path)
-            if ENGINES_FOLDER in item.path.parents:
-                group = "engines of their own" if item.path.stem in ENGINES_OF_THEIR_OWN else "vLLM servers"
-            item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests stay together, and share its fixtures, and so do those that start engines, in two groups: one
+    engine starts and computes on a core while the other core has the other group, or the other tests.
+
+    Marks of groups do not do it: xdist 3.8 writes them where pytest 9.2 does not look.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            if ENGINES_FOLDER not in (ROOT / file).parents:
+                return str(file)
+            return "engines of their own" if file.stem in ENGINES_OF_THEIR_OWN else "vLLM servers"
+
+    return ByGroup(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
