@@ -52,8 +52,9 @@ def open_run_directory(config: JobConfig) -> Start:
     checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        own = _find_own(root)
-        if own is not None:
+        own_link = f".launch-{os.environ.get(LAUNCH_VARIABLE, '')}"
+        own = root / own_link
+        if own.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
                 raise UserError(f"{lost}, and without checkpoint.enable = true there is nothing to go on from")
@@ -64,7 +65,9 @@ def open_run_directory(config: JobConfig) -> Start:
         else:
             start = Start(str(_fresh(root, config.job.name).resolve()))
         _write_config(Path(start.run_dir), config)
-        _link_latest(root, Path(start.run_dir))
+        _link(root, LATEST, Path(start.run_dir))
+        if LAUNCH_VARIABLE in os.environ:
+            _link(root, own_link, Path(start.run_dir))
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
     return start
@@ -97,20 +100,8 @@ def mint_epoch(run_dir: str | Path) -> str:
     number = len(read_json_lines(path)) + 1
     epoch = f"e{number}-{secrets.token_hex(4)}"
     with JsonLines(path, durable=True) as file:
-        launch = os.environ.get(LAUNCH_VARIABLE)
-        file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid(), "launch": launch})
+        file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()})
     return epoch
-
-
-def _find_own(root: Path) -> Path | None:
-    """The folder in which this launch has started ranks before."""
-    launch = os.environ.get(LAUNCH_VARIABLE)
-    folders = root.iterdir() if launch else []
-    return next((path for path in folders if not path.is_symlink() and _was_launched_by(launch, path)), None)
-
-
-def _was_launched_by(launch: str | None, run_dir: Path) -> bool:
-    return any(row.get("launch") == launch for row in read_json_lines(run_dir / EPOCHS_FILE))
 
 
 def _fresh(root: Path, name: str) -> Path:
@@ -135,12 +126,12 @@ def _write_config(run_dir: Path, config: JobConfig) -> None:
     path.write_text(config_to_toml(config), encoding="utf-8")
 
 
-def _link_latest(root: Path, run_dir: Path) -> None:
-    link = root / LATEST
+def _link(root: Path, name: str, run_dir: Path) -> None:
+    link = root / name
     if link.exists() and not link.is_symlink():
         logger.warning("%s is not a link: it is left alone", link)
         return
-    temporary = root / f".{LATEST}-{secrets.token_hex(4)}"
+    temporary = root / f".link-{secrets.token_hex(4)}"
     temporary.symlink_to(os.path.relpath(run_dir.resolve(), root.resolve()))
     os.replace(temporary, link)
 
