@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from pathlib import Path
+
 import pytest
 
+from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import launch
-from torchtitan.weight_sync.launch import FROZEN_LOOKS, STARTING_LOOKS, Supervised
+from torchtitan.weight_sync.launch import FROZEN_LOOKS, STARTING_LOOKS, Supervised, SupervisedProcess
 
 
 class Lives(Supervised):
@@ -62,3 +68,23 @@ def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:
     lives.look([0] * (STARTING_LOOKS + 1) + [1, 2, 2] + [2] * (2 * FROZEN_LOOKS - 1) + [3] * FROZEN_LOOKS)
     beaten = STARTING_LOOKS + 2
     assert lives.frozen_at == [STARTING_LOOKS, beaten + FROZEN_LOOKS, beaten + 2 * FROZEN_LOOKS]
+
+
+def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    (tmp_path / "stubborn.py").write_text(
+        "import json, os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "number = json.loads(sys.argv[1])['number']\n"
+        "print(json.dumps([number, os.getsid(0), os.environ.get('RANK')]), flush=True)\n"
+        "time.sleep(600)"
+    )
+    log = tmp_path / "logs" / "weight" / "log"
+    process = SupervisedProcess("thing", "stubborn", lambda number: {"number": number}, [], "token", log, 0)
+    until(lambda: log.read_text().endswith("\n"))
+    process.close(time.monotonic() + 0.2)
+    assert json.loads(log.read_text()) == [1, process.process.pid, None] and process.process.pid != os.getsid(0)
+    assert process.process.wait(PATIENCE_S) == -9 and not process.failure
