@@ -10,11 +10,9 @@ from functools import partial
 
 from torchtitan.weight_sync.group import Leader, Outcome
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
-from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import StagedVersion
 from torchtitan.weight_sync.transfer import BucketKey
-from torchtitan.weight_sync.wire import Message
 
 # While workers apply, it is looked so often whether somebody still hears of it.
 LOOK_SECONDS = 0.2
@@ -23,7 +21,10 @@ ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
 class LeadingEngine:
-    """An engine whose workers stage their parts. lives(): whether somebody hears what is ordered."""
+    """An engine whose workers stage their parts: nothing arrives here.
+
+    lives(): whether somebody hears what is ordered.
+    """
 
     def __init__(self, apply: ApplyFunction, runtime: SocketRuntime, lives: Callable[[], bool]):
         self._apply, self._runtime, self._lives = apply, runtime, lives
@@ -32,18 +33,6 @@ class LeadingEngine:
     def prepare(self, layout: Layout) -> Collection[BucketKey]:
         """See puller.Engine."""
         return layout.bucket_keys()
-
-    def bucket(self, key: BucketKey) -> memoryview:
-        """Nothing arrives here."""
-        raise NotImplementedError
-
-    def linked(self, channel: Channel, message: Message) -> None:
-        """Nothing arrives here."""
-        raise NotImplementedError
-
-    def fetch(self, key: BucketKey, reference: Message) -> str:
-        """Nothing arrives here."""
-        raise NotImplementedError
 
     def apply(self, manifest: Manifest) -> Mapping[str, float]:
         """See puller.Engine."""
