@@ -20,9 +20,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan.errors import UserError
 
@@ -62,6 +63,17 @@ PHASES: dict[str, Phase] = {
 # Where a fault names no phase.
 _USUAL_PHASE = {"drop": "send", "corrupt": "send", "reset": "send", "throttle": "send", "full_disk": "write"}
 _LONGEST_SECONDS = 86400.0
+
+
+def _versions(text: str) -> tuple[int, float]:
+    first, hyphen, last = text.partition("-")
+    return int(first), float("inf") if hyphen and not last else int(last or first)
+
+
+_READ: dict[str, Callable[[str], Any]] = {
+    "version": _versions, "actor": str, "rank": int, "bucket": int, "times": int, "probability": float,
+    "seconds": float, "bytes_per_s": int,
+}  # fmt: skip
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -121,21 +133,11 @@ class Fault:
                 raise FaultError(
                     f"{text!r}: {action} in phase {phase} takes {', '.join(sorted(allowed))}, but no {key}"
                 )
-        first, hyphen, last = values.get("version", "0-").partition("-")
+        values.pop("name", None)  # it tells equal faults apart, as texts
         try:
-            fault = cls(
-                text=text,
-                action=action,
-                phase=phase,
-                versions=(int(first), float("inf") if hyphen and not last else int(last or first)),
-                actor=values.get("actor"),
-                rank=int(values["rank"]) if "rank" in values else None,
-                bucket=int(values.get("bucket", "0")),
-                times=int(values["times"]) if "times" in values else None if "probability" in values else 1,
-                probability=float(values.get("probability", "1")),
-                seconds=float(values.get("seconds", "0")),
-                bytes_per_s=int(values.get("bytes_per_s", "0")),
-            )
+            given = {key: _READ[key](value) for key, value in values.items()}
+            times = given.pop("times", None if "probability" in given else 1)
+            fault = cls(text, action, phase, given.pop("version", (0, float("inf"))), times=times, **given)
         except ValueError as error:
             raise FaultError(f"{text!r}: {error}") from error
         counted = fault.times is None or fault.times >= 1
