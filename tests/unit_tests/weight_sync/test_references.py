@@ -1,0 +1,121 @@
+"""References to buckets: what they lead to is copied, and who sends one that leads elsewhere is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan.weight_sync import device_memory
+from torchtitan.weight_sync.device_memory import DeviceMemories
+from torchtitan.weight_sync.fetching import Fetcher
+from torchtitan.weight_sync.shared_files import file_references, named, open_shared
+from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.wire import ProtocolError
+
+
+def fetched(reference: Any, size: int = 4, target: Any = None) -> bytes:
+    """What an actor has of a bucket, of whose bytes it has none."""
+    memory = memoryview(bytearray(size))
+    Fetcher(lambda function: function()).copy((0, 0), reference, memory if target is None else target)
+    return bytes(memory)
+
+
+@pytest.fixture
+def slots() -> SharedSlots:
+    made = SharedSlots.create(2, 5000)
+    for index in range(2):
+        made.slot(index)[:] = bytes([index + 1]) * 2500 + bytes([index + 5]) * 2500
+    return made
+
+
+def test_a_bucket_is_read_where_its_slot_is(slots: SharedSlots) -> None:
+    refer = file_references(slots)
+    assert [fetched(refer(slot, start, start + 4)) for slot, start in ((0, 0), (1, 2498), (1, 4996))] == [
+        b"\1\1\1\1", b"\2\2\6\6", b"\6\6\6\6",
+    ]  # fmt: skip
+    with pytest.raises(TypeError, match="read-only"):
+        memoryview(open_shared(named(slots.data_fd)))[:1] = b"x"
+    memoryview(open_shared(named(slots.data_fd), writable=True))[:1] = b"x"
+    assert slots.slot(0)[0] == ord("x")
+
+
+def test_what_leads_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path) -> None:
+    reference = file_references(slots)(0, 0, 4)
+    for name in ("process", "descriptor", "device", "inode"):
+        for value in (None, "1", True, -1, 1 << 64):
+            with pytest.raises(ProtocolError, match=name):
+                fetched({**reference, "memory": {**reference["memory"], name: value}})
+    for offset in (None, -1, 1.0, 1 << 64):
+        with pytest.raises(ProtocolError, match="offset"):
+            fetched({**reference, "offset": offset})
+    end = os.fstat(slots.data_fd).st_size
+    assert len(fetched({**reference, "offset": end - 4})) == 4
+    with pytest.raises(ProtocolError, match="outside"):
+        fetched({**reference, "offset": end - 3})
+    for wrong in ({}, {"memory": 3, "offset": 0}, {"offset": 0}):
+        with pytest.raises(ProtocolError):
+            fetched(wrong)
+    for wrong in ([], None, "memory"):
+        with pytest.raises(ProtocolError, match="object"):
+            fetched(wrong)
+    with pytest.raises(ConnectionError):
+        fetched({"link": "of a channel that is over"})
+    with pytest.raises(ProtocolError, match="host memory"):
+        fetched(reference, target=torch.zeros(4, dtype=torch.uint8))
+    # The number of a descriptor is another file's by now.
+    with (tmp_path / "other").open("wb+") as other:
+        other.write(bytes(9000))
+        other.flush()
+        moved = {**reference["memory"], "descriptor": other.fileno()}
+        with pytest.raises(ProtocolError, match="not there any more"):
+            fetched({**reference, "memory": moved})
+
+
+HANDLE = {
+    "gpu": "GPU-b", "handle": "0a0b", "length": 64, "offset": 16, "counter": "0c", "counter_offset": 8, "event": "",
+    "event_needed": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Two GPUs that are not there: what torch is asked to open on them, where it lies in host memory."""
+    storage, empty, asked = torch.arange(64, dtype=torch.uint8).untyped_storage(), torch.empty, list[tuple[Any, ...]]()
+    uuids = lambda index: SimpleNamespace(uuid=("GPU-a", "GPU-b")[index])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", uuids)
+    monkeypatch.setattr(device_memory, "use", lambda where: asked.append(("use", str(where))))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", lambda *named: asked.append(named) or storage, raising=False
+    )
+    return asked
+
+
+def test_memory_of_a_gpu_is_opened_once_and_as_it_was_named(opened: list[tuple[Any, ...]]) -> None:
+    memories, target = DeviceMemories(), torch.zeros(4, dtype=torch.uint8)
+    for offset in (0, 60, 7):
+        memories.copy({"memory": dict(HANDLE), "offset": offset}, target)
+        assert target.tolist() == list(range(offset, offset + 4))
+    assert opened == [("use", "cuda:1"), (1, b"\x0a\x0b", 64, 16, b"\x0c", 8, b"", False)]
+    for offset in (61, -1, None):
+        with pytest.raises(ProtocolError):
+            memories.copy({"memory": HANDLE, "offset": offset}, target)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu": "GPU-c"}, {"gpu": None}, {"handle": "xyz"}, {"handle": 3}, {"length": -1}, {"length": "64"},
+        {"offset": 1 << 64}, {"counter": None}, {"counter_offset": True}, {"event": 0}, {"event_needed": 0},
+    ],
+)  # fmt: skip
+def test_what_names_no_memory_of_a_gpu_is_refused(wrong: dict[str, Any], opened: list[tuple[Any, ...]]) -> None:
+    with pytest.raises(ProtocolError):
+        DeviceMemories().copy({"memory": {**HANDLE, **wrong}, "offset": 0}, torch.zeros(4, dtype=torch.uint8))
+    assert all(named[0] == "use" for named in opened)
