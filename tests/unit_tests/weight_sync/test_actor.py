@@ -1,0 +1,107 @@
+"""An actor's outer side: what it says of itself, and of an engine whose workers apply."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.patience import PATIENCE_S, until
+from torchtitan.weight_sync import leading
+from torchtitan.weight_sync.actor import Actor, reachable_host
+from torchtitan.weight_sync.group import Outcome
+from torchtitan.weight_sync.leading import LeadingEngine, in_figures
+from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.staging import StagedVersion
+
+MANIFEST = Manifest("e", 3, "layout", (), "digest")
+DONE, REFUSED, TORN = Outcome("", False, {"bytes_full": 7}), Outcome("not now", True, {}), Outcome("half", False, {})
+
+
+@pytest.mark.parametrize(
+    ("host", "peer", "told"),
+    [
+        ("10.1.2.3", "127.0.0.1:9", "10.1.2.3"), ("node-3", "127.0.0.1:9", "node-3"),
+        ("0.0.0.0", "127.0.0.1:9", "127.0.0.1"), ("::", "[::1]:9", "::1"),
+    ],
+)  # fmt: skip
+def test_others_are_told_an_address_that_they_reach(host: str, peer: str, told: str) -> None:
+    assert reachable_host(host, peer) == told
+
+
+def test_a_thread_that_fails_says_so() -> None:
+    actor = Actor("127.0.0.1:9", "a", "e", "k", lambda _staged: None, relay_host="127.0.0.1")
+    assert actor.status().failure is None and actor.status().state == "JOINING" and not actor.connected
+    actor.puller.start = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    actor.start()
+    until(lambda: actor.status().failure)
+    assert "ZeroDivisionError" in str(actor.status().to_json()["failure"])
+    actor.close()
+
+
+@pytest.mark.parametrize(
+    ("cost", "found"), [(0.5, {"pause_s": 0.5}), ({"drain_s": 2, "pause_s": 1}, {"drain_s": 2.0, "pause_s": 1.0})]
+)
+def test_engines_may_say_what_an_apply_has_cost(cost: Any, found: dict[str, float]) -> None:
+    assert in_figures(cost, time.monotonic()) == found
+    assert 5 <= in_figures(None, time.monotonic() - 5)["pause_s"] < 5 + PATIENCE_S
+
+
+def engine(apply: Callable[[StagedVersion], Any], outcome: Outcome | None, lives: bool = True) -> LeadingEngine:
+    """Of workers whose leader answers so, or never."""
+    runtime: Any = SimpleNamespace(post=lambda function: function())
+    made = LeadingEngine(apply, runtime, lambda: lives)
+    leader: Any = SimpleNamespace(order=lambda _manifest, done: done(outcome) if outcome is not None else None)
+    made.leader = leader
+    return made
+
+
+def on_workers(staged: StagedVersion) -> None:
+    assert (staged.epoch, staged.version, staged.digest) == ("e", 3, "digest") and not staged.tensors
+    assert staged.apply_on_workers is not None
+    staged.apply_on_workers()
+
+
+def on_workers_and_then(raised: Exception | None) -> Callable[[StagedVersion], None]:
+    def apply(staged: StagedVersion) -> None:
+        try:
+            on_workers(staged)
+        except (WeightsRefused, RuntimeError):
+            assert raised is None
+        if raised is not None:
+            raise raised
+
+    return apply
+
+
+def test_an_engine_serves_what_all_its_workers_have_applied() -> None:
+    figures = engine(lambda staged: on_workers(staged) or 0.25, DONE).apply(MANIFEST)  # type: ignore[func-returns-value]
+    assert figures == {"bytes_full": 7, "pause_s": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("apply", "outcome", "kind", "said"),
+    [
+        (on_workers, REFUSED, WeightsRefused, "not now"),
+        (on_workers, TORN, RuntimeError, "half"),
+        (lambda _staged: None, DONE, RuntimeError, "did not have all workers"),
+        (on_workers_and_then(None), TORN, RuntimeError, "did not have all workers"),
+        (on_workers_and_then(WeightsRefused("no")), DONE, RuntimeError, "applied what the engine refuses: no"),
+        (lambda _staged: (_ for _ in ()).throw(WeightsRefused("no")), DONE, WeightsRefused, "no"),
+    ],
+)
+def test_an_engine_is_as_it_was_only_where_all_its_workers_are(
+    apply: Callable[[StagedVersion], Any], outcome: Outcome, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said) as raised:
+        engine(apply, outcome).apply(MANIFEST)
+    assert type(raised.value) is kind
+
+
+def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "LOOK_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match="closed meanwhile"):
+        engine(on_workers, None, lives=False).apply(MANIFEST)
