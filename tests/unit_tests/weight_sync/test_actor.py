@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from deterministic.machine import Machine, Process
+from deterministic.parts import whole_layout
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import leading
 from torchtitan.weight_sync.actor import Actor, reachable_host
 from torchtitan.weight_sync.group import Outcome
 from torchtitan.weight_sync.leading import LeadingEngine, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
+from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.transfer import Transfer
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
 DONE, REFUSED, TORN = Outcome("", False, {"bytes_full": 7}), Outcome("not now", True, {}), Outcome("half", False, {})
@@ -105,3 +109,17 @@ def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.Mon
     monkeypatch.setattr(leading, "LOOK_SECONDS", 0.01)
     with pytest.raises(RuntimeError, match="closed meanwhile"):
         engine(on_workers, None, lives=False).apply(MANIFEST)
+
+
+def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
+    relay = Relay(Process(Machine(0), "a").runtime, "e", lambda _key: memoryview(b"bytes"))
+    assert relay.version(5) is None and relay.buckets(0) is None and not relay.has(5, 0, 0, None)
+    relay.hold(whole_layout(2, 3), Transfer(1, 5, MANIFEST, {(0, 1)}, 0.0, moved_at=0.0))
+    # What is newer may be asked for: it is about to come here, too.
+    assert [relay.version(serial) for serial in (4, 5, 6)] == [None, 3, -1]
+    assert [relay.buckets(rank) for rank in (-1, 0, 1, 2)] == [None, 3, 3, None]
+    asked = [(5, 0, 0), (5, 1, 1), (5, 0, 1), (4, 0, 0), (6, 0, 0)]
+    assert [relay.has(*one, None) for one in asked] == [True, True, False, False, False]
+    assert relay.read(5, 0, 0, 4) == ({}, b"bytes")
+    relay.hold(None, None)
+    assert relay.version(5) is None and relay.buckets(0) is None
