@@ -64,12 +64,14 @@ def pids(completions: list[Completion]) -> set[int]:
 
 
 @contextlib.asynccontextmanager
-async def running(config: JobConfig, run_dir: Path, connect: bool = True) -> AsyncIterator[InferencePool]:
+async def running(config: JobConfig, run_dir: Path, joined: bool = True) -> AsyncIterator[InferencePool]:
+    """Until all actors serve, if `joined`; else they are not even told where weights come from."""
     pool = InferencePool(config, "epoch", "secret", run_dir, EventLog(run_dir / "events.jsonl"))
     await pool.start()
     try:
-        if connect:
+        if joined:
             await pool.connect_weights(f"registry:{VERSION}")
+            await eventually(ready(pool, len(pool.actors)))
         yield pool
     finally:
         await asyncio.wait_for(pool.close(), 30)
@@ -93,7 +95,7 @@ async def test_requests_wait_for_weights_and_then_spread_over_the_actors(
 ) -> None:
     # So long that both have the version before one of them has finished.
     monkeypatch.setenv("FAKE_DELAY_S", "1.0")
-    async with running(make_config(), tmp_path, connect=False) as pool:
+    async with running(make_config(), tmp_path, joined=False) as pool:
         waiting = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
         await eventually(lambda: list(pool.actors.values()) == ["joining"] * 2)
         assert not any(task.done() for task in waiting)
@@ -121,7 +123,6 @@ async def test_a_killed_actor_loses_no_request_is_logged_restarted_and_rejoins(
 ) -> None:
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
     async with running(make_config(), tmp_path) as pool:
-        await eventually(ready(pool, 2))
         victim = process_ids(pool)["actor-1"]
         tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(8)]
         await asyncio.sleep(0.15)
@@ -146,7 +147,6 @@ async def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
 ) -> None:
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
     async with running(make_config(), tmp_path) as pool:
-        await eventually(ready(pool, 2))
         frozen = process_ids(pool)["actor-0"]
         tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
         await asyncio.sleep(0.1)
@@ -172,7 +172,6 @@ async def test_an_actor_that_weight_sync_gave_up_loses_its_prompts_to_others(
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
     # Its engine answers health probes, or does not for much longer than this test lasts: that is not what counts.
     async with running(make_config(health_timeout_s=30.0), tmp_path) as pool:
-        await eventually(ready(pool, 2))
         frozen = process_ids(pool)["actor-0"]
         tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
         await eventually(lambda: sum(actor.load for actor in pool._actors) == 12)
@@ -203,7 +202,6 @@ async def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewh
     monkeypatch.setenv("FAKE_POISONED", str(file))
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
     async with running(make_config(), tmp_path) as pool:
-        await eventually(ready(pool, 2))
         victim = process_ids(pool)["actor-1"]
         tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
         await eventually(lambda: sum(actor.load for actor in pool._actors) == 12)
@@ -225,7 +223,6 @@ async def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewh
 async def test_an_actor_that_never_wakes_is_killed_and_replaced(tmp_path: Path) -> None:
     config = make_config(num_actors=1)
     async with running(config, tmp_path) as pool:
-        await eventually(ready(pool, 1))
         frozen = process_ids(pool)["actor-0"]
         config.inference.startup_timeout_s = 1.0
         os.kill(frozen, signal.SIGSTOP)
@@ -240,7 +237,7 @@ async def test_actors_that_never_come_up_are_given_up_and_the_request_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_EXIT", "1")
-    async with running(make_config(max_restarts=1), tmp_path) as pool:
+    async with running(make_config(max_restarts=1), tmp_path, joined=False) as pool:
         with pytest.raises(UserError, match="no inference actor is left.*the fake actor was told to fail"):
             await pool.generate(request(0))
         assert pool.actors == {"actor-0": "gave up", "actor-1": "gave up"}
@@ -266,7 +263,6 @@ async def test_running_servers_are_used_and_a_wrong_token_ends_the_run_at_once(
     second, third = tmp_path / "second", tmp_path / "third"
     second.mkdir(), third.mkdir()
     async with running(make_config(num_actors=1), tmp_path) as pool:
-        await eventually(ready(pool, 1))
         url = pool._actors[0]._client.url
         monkeypatch.setenv("TORCHTITAN_ACTOR_TOKEN", "secret")
         async with running(make_config(servers=[url]), second) as outer:
@@ -285,7 +281,6 @@ async def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_pat
     answers = [(200, {"status": "ok", "epoch": "epoch", "version": VERSION})]
     with serving(post=lambda path, body: (200, {}), get=lambda path: answers[-1]) as url:
         async with running(make_config(servers=[url]), tmp_path) as pool:
-            await eventually(ready(pool, 1))
             answers.append((401, {"error": "token"}))
             await eventually(lambda: bool(events(tmp_path, "actor_evicted")))
             (event,) = events(tmp_path, "actor_evicted")
@@ -317,7 +312,6 @@ async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
     hang = tmp_path / "hang"
     monkeypatch.setenv("FAKE_HANG", str(hang))
     async with running(make_config(num_actors=1), tmp_path) as pool:
-        await eventually(ready(pool, 1))
         hang.touch()
         await eventually(lambda: pool.actors["actor-0"] == "evicted")
         (event,) = events(tmp_path, "actor_evicted")
@@ -334,7 +328,6 @@ async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet
     dead = tmp_path / "dead"
     monkeypatch.setenv("FAKE_DEAD", str(dead))
     async with running(make_config(num_actors=1), tmp_path) as pool:
-        await eventually(ready(pool, 1))
         dead.touch()
         redone = asyncio.create_task(pool.generate(request(0)))
         await eventually(lambda: pool.actors["actor-0"] == "suspect")
@@ -354,7 +347,6 @@ async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
     lost = tmp_path / "lost"
     monkeypatch.setenv("FAKE_LOST", str(lost))
     async with running(make_config(num_actors=1), tmp_path) as pool:
-        await eventually(ready(pool, 1))
         lost.touch()
         await eventually(lambda: not lost.exists())
         (event,) = events(tmp_path, "actor_weights_lost")
@@ -372,7 +364,7 @@ async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_
     monkeypatch.setenv("FAKE_DEAF", str(deaf))
     config = make_config(num_actors=1, max_restarts=1)
     config.weight_sync.join_timeout_s = 0.3
-    async with running(config, tmp_path, connect=False) as pool:
+    async with running(config, tmp_path, joined=False) as pool:
         await eventually(lambda: pool.actors["actor-0"] == "joining")
         await asyncio.sleep(0.5)
         assert not events(tmp_path, "actor_join_timeout"), "nobody has told it where weights come from"
@@ -405,7 +397,6 @@ async def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
 async def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
     seen: list[int] = []
     async with running(make_config(), tmp_path) as pool:
-        await eventually(ready(pool, 2))
         seen.extend(process_ids(pool).values())
         asyncio.ensure_future(pool.generate(request(0))).cancel()
     assert len(seen) == 2
