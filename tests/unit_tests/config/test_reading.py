@@ -1,0 +1,243 @@
+"""A configuration from a file, the command line and defaults, and back into a file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit_tests.conftest import GOOD, WriteConfig
+from torchtitan.config.draft import OLD_NAMES, Draft
+from torchtitan.config.engine_args import command_line
+from torchtitan.config.job_config import JobConfig, known_keys
+from torchtitan.config.reference import markdown
+from torchtitan.config.tables.grpo import LOSS_TYPES
+from torchtitan.config.toml import config_to_toml
+from torchtitan.config.values import Names, Range
+from torchtitan.errors import ConfigError
+from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.objectives import ClipRange
+from torchtitan.preflight.loading import load_config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_file_then_command_line_then_defaults(write_config: WriteConfig) -> None:
+    arguments = write_config()
+    config = load_config(arguments)
+    assert (config.training.steps, config.grpo.group_size, config.rollout.max_staleness) == (7, 8, 2)
+    assert config.job.config_file == "job.toml"
+    overrides = ["--training.steps", "3", "--optimizer.lr=1e-3", "--eval.pass_at_k", "1", "2", "4", "--job.name", "x-1"]
+    overrides += [
+        "--rewards.functions",
+        "accuracy",
+        "format",
+        "--rewards.weights",
+        "1",
+        "-0.5",
+        "--training.max_norm",
+        "2",
+    ]
+    config = load_config([*overrides, *arguments])
+    assert (config.training.steps, config.optimizer.lr, config.job.name) == (3, 1e-3, "x-1")
+    assert config.eval.pass_at_k == [1, 2, 4]
+    assert (config.rewards.functions, config.rewards.weights) == (["accuracy", "format"], [1.0, -0.5])
+    assert isinstance(config.training.max_norm, float)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--grpo.async_weight_update", "false"], False),
+        (["--grpo.async_weight_update=false"], False),
+        (["--grpo.async-weight-update=False"], False),
+        (["--grpo.no-async_weight_update"], False),
+        (["--grpo.no_async_weight_update", "--training.steps", "2"], False),
+        (["--grpo.async_weight_update"], True),
+        (["--grpo.async_weight_update", "true"], True),
+        (["--grpo.async_weight_update=false", "--grpo.async_weight_update=true"], True),
+    ],
+)
+def test_booleans(write_config: WriteConfig, words: list[str], expected: bool) -> None:
+    assert load_config([*write_config(), *words]).grpo.async_weight_update is expected
+
+
+def test_negative_and_odd_values_pass_through(write_config: WriteConfig) -> None:
+    words = ["--training.global_batch_size", "-1", "--training.local_batch_size", "16", "--job.description=--x = 'y'"]
+    config = load_config([*write_config(), *words])
+    assert config.training.global_batch_size == -1
+    assert config.job.description == "--x = 'y'"
+
+
+def test_options_of_the_engine_pass_through(write_config: WriteConfig) -> None:
+    arguments = write_config(
+        more="""
+[inference]
+backend = "vllm"
+[inference.engine_args]
+max_model_len = 1024
+enforce-eager = true
+enable-log-requests = false
+served-model-name = ["a", "b"]
+compilation-config = {level = 0, "custom.ops" = ["none"]}
+"""
+    )
+    words = ["--inference.engine_args.max-model-len", "64", "--inference.engine_args.no-enable_prefix-caching"]
+    words += [
+        "--inference.engine-args.seed=-1",
+        "--inference.engine_args.load-format",
+        "dummy",
+        "--training.steps",
+        "3",
+        "--rollout.chat-template-kwargs.enable_thinking=false",
+    ]
+    config = load_config([*arguments, *words])
+    assert config.training.steps == 3
+    assert config.rollout.chat_template_kwargs == {"enable_thinking": False}
+    assert command_line(config.inference.engine_args) == [
+        *("--max-model-len", "64", "--enforce-eager", "--served-model-name", "a", "b"),
+        *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),
+        *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),
+    ]
+    draft = Draft()
+    draft.add(tomllib.loads(config_to_toml(config)), "x.toml")
+    assert draft.build() == (config, [])
+
+
+def test_the_home_folder_is_resolved_once_for_everybody(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = write_config(GOOD.replace('"checkpoint"', '"~/checkpoint"'), more="[eval]\ndataset = '~/e.jsonl'\n")
+    Path("run/checkpoint/step-1").mkdir(parents=True)
+    for name in ("run/journal.jsonl", "e.jsonl", "d.jsonl"):
+        Path(name).touch()
+    words = ["--job.dump_folder=~/out", "--checkpoint.resume=~/run", "--rollout.dataset=~/d.jsonl"]
+    config = load_config([*arguments, *words, "--rollout.replay=~/run"])
+    assert config.model.hf_assets_path == f"{tmp_path}/checkpoint"
+    assert (config.job.dump_folder, config.checkpoint.resume) == (f"{tmp_path}/out", f"{tmp_path}/run")
+    assert (config.rollout.dataset, config.eval.dataset) == (f"{tmp_path}/d.jsonl", f"{tmp_path}/e.jsonl")
+    assert config.rollout.replay == f"{tmp_path}/run"
+    with pytest.raises(ConfigError, match="no directory"):
+        load_config([*arguments, "--model.hf_assets_path=~nobody-of-this-name/x"])
+
+
+def test_keys_that_are_gone_are_passed_over_with_a_line(
+    write_config: WriteConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = write_config(more="[weight_sync]\noffer_timeout_s = 2.5\n")
+    config = load_config([*arguments, "--weight_sync.streams", "3"])
+    assert not hasattr(config.weight_sync, "streams")
+    assert [message.partition(":")[2] for message in caplog.messages] == [
+        " weight_sync.offer_timeout_s has no effect any more: actors ask for versions themselves",
+        " weight_sync.streams has no effect any more: a connection takes what the network has",
+    ]
+
+
+def test_old_names_are_accepted_and_say_the_new_one(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(OLD_NAMES, "train.num_steps", "training.steps")
+    monkeypatch.setitem(OLD_NAMES, "eval.enabled", "eval.enable")
+    arguments = write_config(more="[eval]\nenabled = false\n[train]\nseed = 5\n")
+    monkeypatch.setitem(OLD_NAMES, "train.seed", "training.seed")
+    config = load_config([*arguments, "--train.num-steps", "9"])
+    assert (config.training.steps, config.training.seed, config.eval.enable) == (9, 5, False)
+    assert caplog.messages == [
+        "job.toml: eval.enabled is now called eval.enable; the old name is accepted for now",
+        "job.toml: train.seed is now called training.seed; the old name is accepted for now",
+        "command line: train.num_steps is now called training.steps; the old name is accepted for now",
+    ]
+    with pytest.raises(ConfigError, match="training.steps = many is not allowed: training.steps takes an integer"):
+        load_config([*arguments, "--train.num_steps", "many"])
+    assert all(new in known_keys() and old not in known_keys() for old, new in OLD_NAMES.items())
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    if kind is bool:
+        return st.booleans()
+    if kind is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if kind is float:
+        return st.floats(allow_nan=False)
+    if kind is str:
+        return st.text(st.characters(exclude_categories=["Cs"]))
+    if kind == list[str]:
+        return st.lists(values_of(str), max_size=3)
+    if kind == list[int]:
+        return st.lists(values_of(int), max_size=3)
+    if kind == list[float]:
+        return st.lists(values_of(float), max_size=3)
+    if kind == dict[str, Any]:
+        scalars = st.one_of(*map(values_of, (bool, int, float, str)))
+        deeper = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | tables(inner), max_leaves=5)
+        return tables(deeper)
+    return st.sampled_from(kind.__args__)
+
+
+def tables(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(values_of(str), values, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_what_is_written_reads_back(data: st.DataObject) -> None:
+    config = JobConfig()
+    for name in data.draw(st.lists(st.sampled_from(sorted(known_keys())), max_size=12)):
+        table, _, key = name.partition(".")
+        setattr(getattr(config, table), key, data.draw(values_of(known_keys()[name].annotation)))
+    again = tomllib.loads(config_to_toml(config))
+    assert again == asdict(config)
+    # What is read is what was written, in type too; all that the draft may refuse is a number or name out of bounds.
+    draft = Draft()
+    draft.add(again, "x.toml")
+    read, problems = draft.build()
+    assert all(" takes " not in problem.text for problem in problems)
+    for problem in problems:
+        table, _, key = problem.key.partition(".")
+        setattr(getattr(read, table), key, getattr(getattr(config, table), key))
+    assert read == config
+
+
+def rules_of(name: str, kind: type) -> list[Any]:
+    return [rule for rule in known_keys()[name].metadata if isinstance(rule, kind)]
+
+
+def test_every_number_has_a_range_and_every_default_is_allowed() -> None:
+    for name, info in known_keys().items():
+        assert len(rules_of(name, Range)) == (info.annotation in (int, float)), name
+    draft = Draft()
+    draft.add(asdict(JobConfig()), "defaults")
+    assert draft.build() == (JobConfig(), [])
+
+
+def test_the_reference_is_current_and_complete() -> None:
+    assert all(info.description for info in known_keys().values())
+    command = "python -m torchtitan.config.reference > docs/config.md"
+    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == markdown(), f"out of date: {command}"
+
+
+def test_known_names_are_those_of_the_code() -> None:
+    from torchtitan.grpo.objectives import OBJECTIVES
+
+    assert [rule.known for rule in rules_of("grpo.loss_type", Names)] == [LOSS_TYPES] == [tuple(OBJECTIVES)]
+
+
+def test_gspo_has_a_clip_range_of_its_own(write_config: WriteConfig) -> None:
+    """Review: 0.2 and 0.28 never clip the geometric mean of a sequence."""
+    gspo = loss_settings(load_config([*write_config(), "--grpo.loss_type", "gspo"]).grpo)
+    assert gspo.options.clip == ClipRange(3e-4, 4e-4, 3.0)
+    given = ["--grpo.loss_type", "gspo", "--grpo.epsilon_high", "0.1"]
+    assert loss_settings(load_config([*write_config(), *given]).grpo).options.clip == ClipRange(3e-4, 0.1, 3.0)
+    assert loss_settings(load_config(write_config()).grpo).options.clip == ClipRange(0.2, 0.28, 3.0)

@@ -1,0 +1,135 @@
+"""What the plan of a run says, by hand and by its command."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from tests.unit_tests.conftest import WriteConfig
+from torchtitan.config import device_defaults
+from torchtitan.config.job_config import JobConfig
+from torchtitan.preflight.__main__ import main
+from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.plan import describe_plan, make_plan
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = write_config()
+    assert main(["--dry_run", *arguments]) == 0
+    printed = capsys.readouterr().out
+    # What it prints is itself the configuration.
+    assert tomllib.loads(printed) == asdict(load_config(arguments))
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--help"])
+    assert exit_info.value.code == 0
+    assert "--weight_sync.num_slots INT" in capsys.readouterr().out
+
+
+# (id, text appended to the good file or whole file, words of the command line, what the message must contain)
+
+
+def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
+    config = load_config([*write_config(), "--inference.dtype", "bfloat16", "--weight_sync.num_slots", "4"])
+    plan = make_plan(config, 1)
+    # Per layer: q 32×16, k and v 16×16 each, o 16×32, two head norms of 8, three 16×24 matrices, two norms of 16.
+    layer = 512 + 2 * 256 + 512 + 16 + 3 * 384 + 32
+    parameters = 2 * layer + 50 * 16 + 16
+    assert plan.parameters == parameters
+    assert (plan.batch, plan.groups, plan.max_tokens, plan.max_generated_tokens) == (32, 4, 2048, 1024)
+    assert plan.version_bytes == 2 * parameters
+    memory = plan.memory
+    assert memory is not None
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * parameters, 4 * parameters, 8 * parameters)
+    assert (memory.slots, memory.gathered) == (4 * 2 * parameters, 0)
+    assert memory.logits == 4 * 4 * 256 * 50
+    assert memory.activations == 4 * 256 * 2 * (5 * 16 + 3 * 32 + 4 * 16 + 4 * 24)
+    assert memory.total == sum(vars(memory).values())
+
+
+def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = write_config()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    words = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_replicate_degree", "2"]
+    config = load_config([*arguments, *words, "--training.global_batch_size=-1", "--training.local_batch_size=16"])
+    plan, alone = make_plan(config, 8), make_plan(replace(config, parallelism=JobConfig().parallelism), 1)
+    assert (plan.replicate, plan.shard, plan.tensor, plan.batch) == (2, 2, 2, 64)
+    assert plan.memory is not None and alone.memory is not None
+    assert plan.memory.parameters * 4 == pytest.approx(alone.memory.parameters, rel=1e-3)
+    assert plan.version_bytes == alone.version_bytes
+    config.parallelism.fsdp_reduce_gradients = "optimizer_step"
+    once = make_plan(config, 8).memory
+    assert once is not None and plan.parameters is not None
+    assert once.gradients == plan.memory.gradients + 4 * (plan.parameters // 2)
+    text = describe_plan(config, 8)
+    assert "# ranks: 8\n# mesh: 2 replicate × 2 shard × 2 tensor parallel" in text
+    assert "tokens per step: at most 4,096, of which at most 2,048 are generated" in text
+
+
+def test_plan_of_a_public_shape_needs_no_files(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config()
+    words = ["--dry-run", "--model.name", "qwen3", "--model.flavor", "8B", "--inference.dtype", "bfloat16"]
+    assert main([*words, "--weight_sync.delta", "true"]) == 0
+    # 8.19 billion, as published; 61.03 GiB are four times 15.26.
+    text = capsys.readouterr().out
+    assert "# bytes per weight version: 16,381,470,720 (15.26 GiB, bfloat16)" in text
+    assert "# slots per rank: 4, together 61.03 GiB of host memory" in text
+    assert "# base of deltas per rank: 15.26 GiB, one of the slots" in text
+    assert "# staging per actor: 15.26 GiB of host memory\n" in text
+    assert main(["--model.name", "qwen3", "--model.flavor", "8B"]) == 2
+
+
+def test_missing_debug_checkpoint_is_named_for_the_launcher(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*write_config(), "--model.hf_assets_path", "x/assets/debug_arithmetic"]
+    assert main(["--missing-assets", *arguments]) == 0
+    assert capsys.readouterr().out == "x/assets/debug_arithmetic\n"
+    assert main(["--missing-assets", *write_config()]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["--missing-assets", *arguments, "--grpo.group_size", "1"]) == 2
+
+
+# Configurations for GPUs -> their ranks; they are planned by a public shape.
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_defaults_are_those_of_the_device_where_no_value_is_given(
+    on_gpu: bool,
+    engine: str,
+    write_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*write_config(), "--inference.backend", engine, "--dry-run"]
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda" if on_gpu else "cpu")
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    computed, budget = ("bfloat16", 1024) if on_gpu else ("float32", 0)
+    assert f'mixed_precision_param = "{computed}"' in said and f"logprob_head_budget_mb = {budget}\n" in said
+    assert f"{computed} products, float32 masters, float32 reduction, fused AdamW" in said
+    config = load_config(arguments)
+    assert config.inference.dtype == (computed if engine == "vllm" else "float32")
+    # What is named wins, and master weights that lose updates are not passed over in silence.
+    config = load_config([*arguments, "--training.mixed_precision_param", "float32"])
+    assert config.training.mixed_precision_param == "float32"
+    assert "WARNING" not in said and main([*arguments, "--training.dtype", "bfloat16"]) == 0
+    assert "WARNING: training.dtype" in capsys.readouterr().out
+
+
+def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
+    monkeypatch.setattr(device_defaults.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(device_defaults, "count_gpus", lambda: 8)
+    for listed, hidden in ((0, None), (2, None), (2, "")):
+        monkeypatch.setattr(device_defaults, "gpus_of_driver", lambda listed=listed: listed)
+        if hidden is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert device_defaults.trains_on_gpu() is (listed > 0 and hidden is None)

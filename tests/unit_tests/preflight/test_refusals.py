@@ -1,0 +1,512 @@
+"""What a configuration must satisfy, and how a mistake in it is named."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit_tests.conftest import GOOD, WriteConfig
+from torchtitan.config.derived import verification
+from torchtitan.config.draft import Draft
+from torchtitan.errors import ConfigError
+from torchtitan.preflight.__main__ import main
+from torchtitan.preflight.inference import ROUTES
+from torchtitan.preflight.loading import load_config, validated
+
+# Words of the command line | what the message must contain.
+ON_THE_COMMAND_LINE = """
+--job.config_file jb.toml | "jb.toml" does not exist | nearest: job.toml
+--job.config_file checkpoint | checkpoint | cannot be read
+--grpo.group_sise 4 | --grpo.group_sise | nearest: grpo.group_size
+--grpo.no_async_weight_update x | 'x' belongs to no | takes no value
+--dry-rum | --dry_rum | nearest: dry_run
+oops | 'oops' belongs to no
+--training.steps many | training.steps = many | takes an integer
+--training.steps | training.steps = (no value) | takes an integer
+--training.steps 1 2 | training.steps = 1 2 | takes an integer
+--model.name qwen4 | model.name = qwen4 | llama3 | nearest: qwen
+--eval.enable maybe | eval.enable = maybe | true or false
+--grpo.group_size 1 | grpo.group_size = 1 | at least 2
+--grpo.group_size 5 | global_batch_size = 32 | divisible by grpo.group_size = 5
+--training.global_batch_size=-1 --training.local_batch_size 12 \
+    | training.local_batch_size = 12 | divisible by grpo.group_size = 8
+--grpo.num_minibatches 3 | grpo.num_minibatches = 3 | 4 groups
+--training.global_batch_size 0 | global_batch_size = 0 | -1, or at least 1
+--weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
+--grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
+--inference.backend embeded | "embeded" | nearest: embedded
+--weight_sync.transport udp | weight_sync.transport = "udp" | tcp
+--weight_sync.transport disk --weight_sync.delta | delta = true | only tcp
+--weight_sync.transport disk --weight_sync.relay | relay = true | only tcp
+--weight_sync.transport nccl --training.enable_cpu_offload \
+    | enable_cpu_offload = true | weight_sync.transport tcp or disk
+--weight_sync.transport ipc --training.enable_cpu_offload \
+    | enable_cpu_offload = true | weight_sync.transport tcp or disk
+--inference.mode servers | inference.mode = servers | colocate | nearest: server
+--inference.mode colocate | inference.mode = "colocate" | server only
+--inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend vllm or sglang
+--inference.engine_args.max-model-len 8 | inference.engine_args | needs inference.backend vllm or sglang
+--inference.engine_python /usr/bin/python3 | inference.engine_python | needs inference.backend vllm or sglang
+--inference.engine_memory_gb 2 | inference.engine_memory_gb | needs inference.backend vllm or sglang
+--weight_sync.route agent | weight_sync.route | with inference.backend embedded it is auto
+--inference.sleep_level 1 | inference.sleep_level | needs grpo.async_weight_update = false
+--inference.offload_optimizer true | inference.offload_optimizer | needs inference.mode = colocate
+--inference.backend sglang --weight_sync.route direct | route = "direct" | it is auto or agent
+--inference.backend sglang --inference.mode colocate | mode = "colocate" | colocate is for vllm
+--inference.backend sglang --inference.update_mode drain | update_mode = "drain" | end first
+--inference.backend vllm --weight_sync.verify digest | verify = "digest" | take probe
+--inference.backend vllm --inference.exact | inference.exact = true | backend = embedded
+--inference.backend vllm --inference.engine_python /no/python | "/no/python" | no such file
+--inference.backend vllm --inference.engine_args.tp 2 | tp = 2 | inference.tensor_parallel_size
+--inference.backend vllm --inference.engine_args.=2 | an option's name
+--inference.backend vllm --inference.launch false | launch = false | inference.servers
+--inference.backend vllm --inference.mode colocate --inference.servers http://127.0.0.1:1 \
+    | inference.servers | must be empty
+--inference.backend vllm --inference.mode colocate --weight_sync.route direct \
+    | weight_sync.route = "direct" | stay in the process
+--inference.backend vllm --inference.mode colocate --inference.offload_optimizer --training.enable_cpu_offload \
+    | offload_optimizer = true | already
+--inference.engine_args x | --inference.engine_args.NAME VALUE
+--rollout.chat_template_kwargs.tools '[]' | chat_template_kwargs | must not have tools
+--inference.servers http://localhost:1 http://localhost:1 | named once
+--inference.servers 'slurm:gpu[1-2]' | slurm:gpu[1-2] | slurm:NODES:PORT
+--inference.servers 'slurm:gpu[3-2]:80' | 3 to 2 is no range
+--inference.servers slurm:gpu1:70000 | 70000 is no port
+--rewards.functions acuracy | "acuracy" | package.module:function | nearest: accuracy
+--rewards.functions 'my module:f' | "my module:f" | package.module:function
+--rewards.functions format format | rewards.functions | once
+--rewards.functions | rewards.functions = [] | at least one
+--rewards.weights 1 2 | rewards.weights = [1.0, 2.0] | one weight for each
+--environment.agent tests.agent_examples:pley | environment.agent | nearest: play
+--environment.agent 'no-such-program x' | environment.agent | no-such-program
+--environment.agent tests.agent_examples:play --environment.tools tests.agent_examples:raises \
+    | environment.agent | excludes
+--eval.reward_function acc | eval.reward_function | "acc"
+--rollout.max_staleness 9 | rollout.max_staleness = 9 | 0 to 8
+--rollout.temperature 0 | rollout.temperature = 0.0 | greater than 0
+--rollout.temperature nan | rollout.temperature = nan | finite, greater than 0
+--lora.alpha 0 | lora.alpha = 0.0 | greater than 0
+--rollout.top_p 0 | rollout.top_p = 0.0 | greater than 0 and at most 1
+--rollout.min_p 1 | rollout.min_p = 1.0 | at least 0 and less than 1
+--training.seq_len 32 | max_completion_tokens = 32 | seq_len = 32
+--training.tokens_per_micro_batch 63 | tokens_per_micro_batch = 63 | seq_len = 64
+--training.seq_len 129 | training.seq_len = 129 | = 128
+--rollout.stop_token_ids 3 50 | rollout.stop_token_ids | [50] | 0 to 49
+--grpo.delta 1.1 | grpo.delta = 1.1 | 1.28
+--grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
+--grpo.delta 0 --grpo.geometric_mask_high 2 | grpo.delta | off-policy token | allow_uncorrected = true
+--grpo.loss_type cispo --grpo.cispo_cap 50 | grpo.cispo_cap | off-policy token | allow_uncorrected = true
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss \
+    | grpo.loss_type | off-policy token | allow_uncorrected = true
+--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.recompute_old_log_probs \
+    | grpo.loss_type | off-policy token | allow_uncorrected = true
+--grpo.recompute_old_log_probs --grpo.off_policy_correction none \
+    | grpo.off_policy_correction | off-policy token | allow_uncorrected = true
+--grpo.recompute_old_log_probs --grpo.delta 0 | grpo.delta | off-policy token | allow_uncorrected = true
+--grpo.kl_coefficient 0.1 --grpo.kl_estimator k1 --grpo.no-kl_ratio_correction | grpo.kl_estimator = "k1" | mean zero
+--eval.pass_at_k 1 5 | eval.pass_at_k = [1, 5] | samples_per_prompt = 4
+--rollout.held_out_fraction 0 | held_out_fraction = 0.0 | eval.dataset
+--rollout.system_prompt Hi | rollout.system_prompt = "Hi" | chat_template = true
+--rollout.dataset x.jsonl | rollout.dataset = "x.jsonl" | no such file
+--eval.dataset ./e.jsonl | eval.dataset = "./e.jsonl" | no such file
+--eval.dataset arithmetic | eval.dataset | prompts of training
+--rollout.dataset checkpoint | rollout.dataset | arithmetic
+--inference.servers localhost | "localhost" | http://127.0.0.1:8000
+--inference.servers http://10.0.0.5:8000 | http://10.0.0.5:8000 | this machine
+--inference.servers https://node7 | "https://node7" | this machine
+--rollout.replay runs/1 | rollout.replay = "runs/1" | journal.jsonl
+--job.stage sft --grpo.recompute_old_log_probs | grpo.recompute_old_log_probs = true | stage = sft
+--job.stage sft --rollout.temperature 0.7 | rollout.temperature = 0.7 | must be 1
+--sft.epochs 2 | sft.epochs = 2 | needs job.stage = sft
+--distill.teacher checkpoint | distill.teacher | needs job.stage = distill
+--job.stage distill | distill.teacher = "" | checkpoint directory
+--job.stage distill --distill.teacher checkpoint --distill.teacher_url a:1 | "a:1" | must be a URL
+--job.stage distill --distill.teacher nowhere | distill.teacher | no config.json
+--job.stage distill --distill.teacher checkpoint --grpo.kl_coefficient 1 | grpo.kl_coefficient | place
+--job.stage sft --eval.stop_at 0.5 | eval.stop_at = 0.5 | sft.sample = true
+--checkpoint.resume runs/1 | checkpoint.resume = "runs/1" | no run folder
+--checkpoint.resume latest | outputs/latest
+--checkpoint.load_step 3 | load_step = 3 | needs checkpoint.resume
+--job.dump_folder job.toml | job.dump_folder = "job.toml" | must be a folder
+--job.name a/b | job.name = "a/b" | letters
+--checkpoint.folder ../x | checkpoint.folder = "../x" | inside the run
+--model.hf_assets_path chekpoint | chekpoint | nearest: checkpoint
+--model.hf_assets_path '' | model.hf_assets_path = "" | config.json
+--model.name llama3 | model.name = "llama3" | qwen3 | auto
+--model.flavor 0.6 | model.flavor = "0.6" | nearest: 0.6B
+--model.hf_assets_path assets/debug_arithmetic | assets/debug_arithmetic | make_debug_checkpoint.py
+--parallelism.data_parallel_shard_degree 2 | data_parallel_shard_degree = 2 | 1 rank
+--parallelism.tensor_parallel_degree 2 | must divide 1 rank
+--inference.health_timeout_s 1 | health_timeout_s = 1.0 | health_interval_s
+"""
+# What stands in the file, at its top where it begins with a key -> what the message must contain.
+IN_THE_FILE: dict[str, list[str]] = {
+    "[grop]\nx = 1\n": ["unknown table [grop]", "nearest: grpo"],
+    "training_steps = 3\n": ["training_steps"],
+    "[weight_sync]\nnum_slot = 3\n": ["num_slot = 3", "nearest: weight_sync.num_slots"],
+    "[inference]\ngroup_size = 3\n": ["inference.group_size", "nearest: grpo.group_size"],
+    "compile = 3\n": ["compile = 3 must be a table"],
+    "[optimizer]\nlr = 'fast'\n": ['optimizer.lr = "fast"', "takes a number"],
+    "[weight_sync]\nnum_slots = true\n": ["num_slots = true", "takes an integer"],
+    "[weight_sync]\nnum_slots = 3.0\n": ["num_slots = 3.0", "takes an integer"],
+    "[eval]\nenable = 1\n": ["eval.enable = 1", "true or false"],
+    "[rewards]\nfunctions = 'accuracy'\n": ["rewards.functions", "a list"],
+    "[eval]\npass_at_k = [1, 'x']\n": ["eval.pass_at_k", "each element an integer"],
+    "[compile]\n[lr_scheduler]\ndecay_type = 'cosin'\n": ['"cosin"', "linear", "nearest: cosine"],
+    "[eval\n": ["job.toml", "not valid TOML", "line 14"],
+    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nmax-model-len = 8\nmax_model_len = 9\n': [
+        "max_model_len = 9",
+        "same option as max-model-len",
+    ],
+    '[inference]\nbackend = "vllm"\n[inference.engine_args]\nseed = 2026-01-01\n': [
+        "inference.engine_args",
+        "takes a table",
+    ],
+    "[weight_sync]\napply_timeout_s = inf\n": ["weight_sync.apply_timeout_s = inf"],
+    "[inference]\npin_cores = true\nnum_actors = 3\nthreads_per_actor = 1000\n": [
+        "inference.pin_cores = true",
+        "needs 3000 cores (inference.num_actors 3 × 1000 threads each)",
+    ],
+}
+
+
+def mistakes() -> Iterator[Any]:
+    for line in ON_THE_COMMAND_LINE.strip().splitlines():
+        words, *parts = (part.strip() for part in line.split(" | "))
+        yield pytest.param("", shlex.split(words), parts, id=words)
+    for text, parts in IN_THE_FILE.items():
+        yield pytest.param(text, [], parts, id=" ".join(text.split()))
+
+
+@pytest.mark.parametrize(("text", "words", "parts"), list(mistakes()))
+def test_a_mistake_is_named_in_one_line(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str], text: str, words: list[str], parts: list[str]
+) -> None:
+    arguments = write_config(GOOD + text if text.startswith("[") else text + GOOD)
+    assert main([*words, *arguments] if words == ["oops"] else [*arguments, *words]) == 2
+    captured = capsys.readouterr()
+    for part in parts:
+        assert part in captured.err
+    # One problem, one line: nothing that follows from it, and nothing of the parser's own.
+    assert captured.err.startswith("error: configuration problem:\n  - ")
+    assert len(captured.err.splitlines()) == 2, captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--grpo.delta 0 --grpo.allow_uncorrected",
+        "--grpo.delta 0 --grpo.no-async_weight_update",
+        "--grpo.delta 0 --grpo.off_policy_correction icepop",
+        "--grpo.delta 0 --grpo.loss_type gspo --grpo.geometric_mask_high 2",
+        "--grpo.loss_type sapo --grpo.delta 0",
+        "--grpo.loss_type tests.unit_tests.grpo.test_objectives:own_loss --grpo.off_policy_correction mask",
+        "--grpo.recompute_old_log_probs",
+    ],
+)
+def test_what_bounds_off_policy_tokens_may_start(write_config: WriteConfig, words: str) -> None:
+    load_config([*write_config(), *words.split()])
+
+
+def test_problems_of_all_kinds_are_reported_together(write_config: WriteConfig) -> None:
+    arguments = write_config(more="[optimzer]\nlr = 1.0\n[eval]\nenable = 'yes'\n")
+    words = ["--training.step", "4", "--training.seed", "x", "--weight_sync.num_slots", "0", "--grpo.group_size", "3"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*arguments, *words])
+    problems = caught.value.problems
+    assert caught.value.exit_code == 2
+    keys = ["optimzer", "eval.enable", "--training.step ", "training.seed", "num_slots", "group_size = 3"]
+    assert len(problems) == len(keys)
+    for key in keys:
+        assert any(key in problem for problem in problems)
+
+
+def test_a_config_file_that_cannot_be_read_hides_no_mistake_of_the_command_line(write_config: WriteConfig) -> None:
+    write_config()
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--job.config_file", "nope.toml", "--training.stepz", "1"])
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "problem"),
+    [
+        (2, ["--parallelism.tensor_parallel_degree", "2"], None),
+        (4, ["--parallelism.tensor_parallel_degree", "4"], r"= 4 .* 2 key-value heads \(allowed: 1, 2\)"),
+        (3, ["--parallelism.tensor_parallel_degree", "3"], "parallelism."),
+        (4, ["--parallelism.tensor_parallel_degree", "2"], None),
+        (3, ["--parallelism.tensor_parallel_degree", "2"], "parallelism."),
+        (4, ["--parallelism.data_parallel_replicate_degree", "2"], None),
+        (4, ["--parallelism.data_parallel_replicate_degree", "3"], "parallelism."),
+        (8, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"], None),
+        (
+            8,
+            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"],
+            "parallelism.",
+        ),
+        (2, ["--parallelism.data_parallel_shard_degree", "0"], "parallelism."),
+    ],
+)
+def test_layouts(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, ranks: int, words: list[str], problem: str | None
+) -> None:
+    arguments = [*write_config(), *words]
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if problem is None:
+        load_config(arguments)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        load_config(arguments)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--inference.backend", engine, "--weight_sync.route", route]
+        for engine in ("vllm", "sglang")
+        for route in ROUTES[engine]
+    ]
+    + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
+)
+def test_adapters_are_for_every_engine_and_probed(
+    write_config: WriteConfig, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+    config = load_config([*write_config(), "--lora.rank", "4", *words])
+    assert verification(config) == "probe"
+
+
+def test_colocated_layouts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*write_config(), "--inference.backend", "vllm", "--inference.mode", "colocate"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for size, fits in ((1, True), (2, True), (4, True), (3, False), (8, False)):
+        words = [*arguments, "--inference.tensor_parallel_size", str(size)]
+        if fits:
+            assert load_config(words).inference.tensor_parallel_size == size
+        else:
+            with pytest.raises(ConfigError, match=f"tensor_parallel_size = {size} .* must divide the 4 ranks"):
+                load_config(words)
+
+
+def test_sleep_needs_a_gpu_where_the_run_starts(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*write_config(), "--inference.backend=vllm", "--inference.mode=colocate", "--inference.sleep_level=2"]
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+    assert load_config(words).inference.sleep_level == 2
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="sleep_level = 2 .* without an NVIDIA GPU"):
+        load_config(words)
+    # Plans are made on any machine.
+    assert load_config([*words, "--dry-run"]).inference.sleep_level == 2
+
+
+def test_servers_sleep_only_where_every_step_waits_for_them(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    words = [*write_config(), "--inference.sleep_level=1"]
+    blocking = [*words, "--grpo.async_weight_update=false"]
+    assert load_config(blocking).inference.sleep_level == 1
+    with pytest.raises(ConfigError, match="sleep_level = 1 .*async_weight_update = false"):
+        load_config(words)
+    for backend in ("vllm", "sglang"):
+        foreign = [*blocking, f"--inference.backend={backend}"]
+        with pytest.raises(ConfigError, match="sleep_level = 1 .*without an NVIDIA GPU"):
+            load_config(foreign)
+        # Servers that run already may have GPUs on machines of their own.
+        load_config([*foreign, "--inference.servers", "http://127.0.0.1:8000"])
+        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+        load_config(foreign)
+        with pytest.raises(ConfigError, match='transport = "nccl" .*one member of a communicator per GPU'):
+            load_config([*foreign, "--weight_sync.transport=nccl"])
+        monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: False)
+    monkeypatch.setattr("torchtitan.preflight.inference.has_gpu", lambda: True)
+    adapters = [*blocking, "--inference.sleep_level=2", "--lora.rank=4"]
+    with pytest.raises(ConfigError, match="sleep_level = 2 .*at most 1 with lora.rank"):
+        load_config(adapters)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(blocking)
+    with pytest.raises(ConfigError, match="sleep_timeout_s = 30.0 .*less than three quarters of comm.train_timeout_s"):
+        load_config([*blocking, "--inference.sleep_timeout_s=30"])
+
+
+def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*write_config(), "--weight_sync.blocking_timeout_s", "120"]
+    blocking = [*arguments, "--grpo.async_weight_update", "false"]
+    load_config(blocking)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(arguments)
+    load_config([*blocking, "--comm.train_timeout_seconds", "121"])
+    with pytest.raises(ConfigError, match="blocking_timeout_s = 120.0 .* less than comm.train_timeout_seconds = 120"):
+        load_config(blocking)
+
+
+def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: WriteConfig) -> None:
+    words = ["--model.name", "qwen3", "--model.flavor", "debug"]
+    arguments = [*write_config(), *words]
+    load_config(arguments)
+    Path("run").mkdir()
+    Path("run/journal.jsonl").touch()
+    for file in ("model.safetensors", "config.json"):
+        Path("checkpoint", file).unlink()
+        with pytest.raises(ConfigError, match="export one of this flavor first"):
+            load_config(arguments)
+        load_config([*arguments, "--rollout.replay", "run"])
+        load_config([*arguments, "--inference.servers", "http://127.0.0.1:8000"])
+    Path("checkpoint/tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer.json"):
+        load_config([*arguments, "--rollout.replay", "run", "--eval.enable", "false"])
+
+
+def test_the_same_dataset_with_another_split_is_a_fair_evaluation(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan.preflight.validate.find_spec", lambda name: name)
+    arguments = [*write_config(), "--rollout.dataset", "openai/gsm8k:main", "--eval.dataset", "openai/gsm8k:main"]
+    assert load_config(arguments).eval.dataset_split == "test"
+    with pytest.raises(ConfigError, match="must not be the prompts of training"):
+        load_config([*arguments, "--rollout.dataset_split", "test"])
+
+
+REWARDS = """
+raise SystemExit("nobody may run this to check a configuration")
+from os.path import join as joined
+try:
+    import torch
+except ImportError:
+    fallback = None
+else:
+    async def quick(**kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("own.rewards:quick", None),
+        ("own.rewards:fallback", None),
+        ("own.rewards:joined", None),
+        ("own.rewards:kwargs", "rewards.py has no kwargs"),
+        ("own.rewards:quik", "has no quik (nearest: quick)"),
+        ("own.open:anything", None),
+        ("own.broken:f", "broken.py cannot be read as Python"),
+        ("own.rewarts:quick", "module own.rewarts is not on the Python path"),
+        ("own.rewards.more:quick", "module own.rewards.more is not on the Python path"),
+        ("awn.rewards:quick", "module awn.rewards is not on the Python path"),
+        ("name.space.rewards:quick", None),
+        ("name.space:quick", "is a folder"),
+        ("json:loads", None),
+        ("math:sqrt", None),
+    ],
+)
+def test_own_rewards_are_looked_for_and_not_run(
+    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, problem: str | None
+) -> None:
+    arguments = write_config()
+    for folder in ("own", "name/space"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "rewards.py").write_text(REWARDS)
+    Path("own/__init__.py").touch()
+    Path("own/open.py").write_text("from own.rewards import *")
+    Path("own/broken.py").write_text("def f(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        for key in ("rewards.functions", "eval.reward_function"):
+            if problem is None:
+                load_config([*arguments, f"--{key}={name}"])
+                continue
+            with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+                load_config([*arguments, f"--{key}={name}"])
+            assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(key)
+    finally:
+        for module in ("own", "name", "name.space"):
+            sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "no config.json"),
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("model.safetensors", None, "no *.safetensors"),
+        ("config.json", "{", "config.json"),
+        ("config.json", "[]", "config.json"),
+        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
+        ("config.json", '{"model_type": "qwen3", "num_attention_heads": 4}', "config.json lacks vocab_size"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something(
+    write_config: WriteConfig, file: str, content: str | None, message: str
+) -> None:
+    arguments = write_config()
+    Path("checkpoint", file).unlink()
+    if content is not None:
+        Path("checkpoint", file).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments)
+    assert len(caught.value.problems) == 1
+    assert message in caught.value.problems[0]
+
+
+def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
+    arguments = write_config()
+    Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)
+    Path("outputs/latest").symlink_to("run-1")
+    Path("outputs/run-1/journal.jsonl").touch()
+    for folder in ("latest", "outputs/run-1"):
+        words = ["--checkpoint.resume", folder, "--checkpoint.load_step", "4", "--rollout.replay", "outputs/run-1"]
+        assert load_config([*arguments, *words]).checkpoint.resume == folder
+
+
+def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfig, tmp_path: Path) -> None:
+    arguments = write_config()
+    for step in (9, 10):
+        shutil.copytree("checkpoint", tmp_path / "run" / "hf" / f"step-{step}")
+    (tmp_path / "latest").symlink_to("run")
+    config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / "latest")])
+    # The link will soon be another run's.
+    assert config.model.hf_assets_path == str((tmp_path / "run" / "hf" / "step-10").resolve())
+
+
+def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
+    tables = {
+        "model": {"hf_assets_path": str(tmp_path / "assets" / "debug_guess")},
+        "environment": {
+            "factory": "torchtitan.rollout.environments.guess:Gues",
+            "tools": ["no.such.module:tool", "no.such.module:tool"],
+            "tool_parser": "torchtitan.rollout.environments.calculator:bracket",
+            "max_turns": 0,
+        },
+        "rewards": {"functions": []},
+    }
+    draft = Draft()
+    draft.add(tables, "test")
+    with pytest.raises(ConfigError) as caught:
+        validated(draft, planning=True)
+    text = str(caught.value)
+    for words in (
+        "Gues",
+        "(nearest: Guess)",
+        "module no.such.module",
+        "may be named once",
+        "bracket_calls",
+        "max_turns",
+    ):
+        assert words in text, text
+    assert "rewards.functions" not in text
+
+
+def test_known_routes_are_those_of_the_engines() -> None:
+    from torchtitan.inference.agent.engine import load_engine
+
+    for name, routes in ROUTES.items():
+        assert routes[0] == "auto"
+        assert name == "embedded" or sorted(routes[1:]) == sorted(load_engine(name).routes)

@@ -1,0 +1,95 @@
+"""The configurations in train_configs/, and the commands that take one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.patience import PATIENCE_S
+from tests.unit_tests.conftest import WriteConfig
+from torchtitan.preflight import plan
+from torchtitan.preflight.__main__ import main
+from torchtitan.preflight.loading import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+FOR_GPUS = {
+    "qwen3_30b_a3b_8gpu": 8,
+    "gpt_oss_20b_8gpu": 8,
+    "llama3.1_8b_128k_8gpu": 8,
+    "qwen3_0.6b_gsm8k_vllm": 1,
+    "qwen3_0.6b_1gpu": 1,
+    "qwen2.5_math_7b_colocated": 8,
+    "qwen2.5_math_72b_4nodes": 32,
+    "llama3.1_8b_gsm8k_sglang": 4,
+}
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_shipped_configurations_for_gpus_are_planned_without_their_files(
+    name: str, write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config()
+    monkeypatch.setenv("WORLD_SIZE", str(FOR_GPUS[name]))
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cuda")
+    device_bytes = (24 if name == "qwen3_0.6b_1gpu" else 80) * 2**30
+    monkeypatch.setattr(plan, "device_bytes_of_driver", lambda: device_bytes)
+    file = ROOT / "train_configs" / f"{name}.toml"
+    assert main(["--dry-run", "--job.config_file", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "memory estimate per rank" in said and "DOES NOT FIT" not in said and "step time at most: " in said
+    for half in re.findall(r"while (?:training|generating): (\S+) GiB", said):
+        assert float(half) * 2**30 < device_bytes
+    # Without its files nothing but planning is possible, and what is missing is said.
+    assert main(["--job.config_file", str(file)]) == 2
+    assert "model.hf_assets_path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_commands_in_the_headers_of_configurations_for_gpus_exist(name: str) -> None:
+    text = (ROOT / "train_configs" / f"{name}.toml").read_text(encoding="utf-8")
+    header = text[: text.index("[job]")]
+    scripts = set(re.findall(r"\S*?((?:scripts/|\./)\w+\.(?:sh|slurm))", header))
+    assert {"scripts/setup_env.sh", "./run_grpo.sh"} <= scripts and all((ROOT / one).is_file() for one in scripts)
+    assert re.findall(r"CONFIG_FILE=(\S+)", header) == [f"train_configs/{name}.toml"]
+    # The extra data brings datasets, and with it the program hf.
+    assert "scripts/setup_env.sh data &&" in header and "EXTRAS=data" in header
+    (repository, folder) = re.findall(r"\.venv/bin/hf download (\S+) --local-dir (\S+)", header)[0]
+    assert f'hf_assets_path = "./{folder}"' in text and repository.endswith(Path(folder).name)
+    assert "hf" in {script.name for script in entry_points(group="console_scripts")}
+    engine = re.findall(r"scripts/install_engine\.sh (\w+)", header)
+    assert engine == re.findall(r'^backend = "(\w+)"$', text, re.MULTILINE)
+    ranks = [int(count) for count in re.findall(r"NGPU=(\d+)", header)]
+    assert ranks in ([], [FOR_GPUS[name]]) and (ranks or FOR_GPUS[name] == 1)
+
+
+DEBUG = sorted(file for file in (ROOT / "train_configs").glob("*.toml") if file.stem not in FOR_GPUS)
+
+
+@pytest.mark.parametrize("file", DEBUG, ids=lambda path: path.stem)
+def test_shipped_configurations(file: Path, write_config: WriteConfig) -> None:
+    write_config()
+    # A debug checkpoint of their own shape is not here, so only what does not depend on it is looked at.
+    changes = ["--model.hf_assets_path", "checkpoint", "--training.seq_len", "128"]
+    changes += ["--distill.teacher", "checkpoint"] if file.stem == "distill_cpu" else []
+    load_config(["--job.config_file", str(file), *changes, "--parallelism.expert_parallel_degree", "1"])
+
+
+def test_entry_points_answer_without_traceback_and_without_torch(write_config: WriteConfig) -> None:
+    arguments = [*write_config(), "--grpo.group_size", "1", "--training.stepz", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for module in ("torchtitan.preflight", "torchtitan.grpo_train"):
+        command = [sys.executable, "-X", "importtime", "-m", module, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False)
+        assert done.returncode == 2
+        imported, _, message = done.stderr.partition("error: ")
+        assert message.startswith("2 configuration problems:\n")
+        assert "Traceback" not in done.stderr
+        assert "| torch\n" not in imported
