@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
@@ -300,5 +300,19 @@ def test_the_watch_notices_silence_and_foreign_weights() -> None:
         engine.label = "another/7"
         assert noticed.wait(PATIENCE_S)
         assert "another/7" in lost[0] and applier.holds is None
+    finally:
+        watch.close(5.0)
+
+
+def test_an_apply_excuses_silence_unless_the_engine_did_not_stand_still() -> None:
+    engine, applier = made()
+    watch = Watch(engine, applier, lambda reason: None, interval_s=0.01)  # type: ignore[arg-type]
+    engine.fails["health"] = EngineError("no answer")
+    applier.busy = True
+    watch.start()
+    try:
+        assert not threading.Event().wait(0.2) and watch.age_s == 0
+        applier.lost_pause = "no answer"
+        until(lambda: watch.age_s > 0)
     finally:
         watch.close(5.0)

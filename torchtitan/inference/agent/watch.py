@@ -58,7 +58,7 @@ class Watch:
         """Seconds for which the engine has answered no probe; 0 while it answers, or applies a version (which has
         deadlines of its own)."""
         since = self._silent_since
-        return 0.0 if since is None or self._applier.busy else time.monotonic() - since
+        return 0.0 if since is None or self._is_excused() else time.monotonic() - since
 
     @property
     def closed_s(self) -> float:
@@ -70,6 +70,11 @@ class Watch:
     def answered_age_s(self) -> float:
         """Seconds since the last probe that had an answer began."""
         return time.monotonic() - self._answered_at
+
+    def _is_excused(self) -> bool:
+        """Applying takes the engine's time. Not where it has not even obeyed the order to stand still: else one that is
+        frozen would be excused by each attempt to give it a version."""
+        return self._applier.busy and self._applier.lost_pause is None
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
@@ -85,7 +90,7 @@ class Watch:
             except EngineError as error:
                 closed = isinstance(error, EngineNotListening)
                 self._closed_since = (self._closed_since or begun) if closed else None
-                if self._applier.busy:
+                if self._is_excused():
                     self._silent_since = None
                     continue
                 if self._silent_since is None:
