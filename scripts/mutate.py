@@ -38,7 +38,7 @@ COMPARISONS = {
 }  # fmt: skip
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult}
 # For what a broken module never does.
-PATIENCE_S = 30.0
+PATIENCE_S = 20.0
 # A mutant may grow for ever.
 MOST_MEMORY = 16 << 30
 

@@ -1,0 +1,96 @@
+"""Whom the training loop waits for, and what it is told of those who are not there; the registry's word is made up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan.errors import UserError
+from torchtitan.weight_sync.facade import MOST_FAILURES, SyncOutcome, WeightSync
+from torchtitan.weight_sync.servers import listen
+from torchtitan.weight_sync.wire import Message
+
+
+def actor(version: int, state: str = "READY", **others: Any) -> Message:
+    serves = state not in ("LOST", "GIVEN_UP", "POISONED") and version >= 0
+    usual = {"pinned": False, "failures": 0, "reason": "", "figures": {}, "evictions": 0, "digest": "d"}
+    return {"state": state, "version": version, "serves": serves, **usual, **others}
+
+
+class Registry:
+    """What a watcher would say, at first and when it has been waited for."""
+
+    def __init__(self, newest: int | None, *told: dict[str, Message]):
+        self.newest, self.told = newest, list(told)
+        self.enough: bool | None = None
+
+    def status(self) -> Message:
+        return {"newest": self.newest, "actors": self.told[0], "dropped": [], "evictions": 2}
+
+    def wait_for(self, condition: Callable[[Message], bool], _timeout: float) -> None:
+        self.told = self.told[-1:]
+        self.enough = condition(self.status())
+
+
+def sync_of(registry: Registry, failure: str = "") -> WeightSync:
+    sync: Any = object.__new__(WeightSync)
+    sync.epoch, sync._watcher, sync._publication = "e", registry, SimpleNamespace(failure=failure)
+    sync._stall_s = sync._snapshot_s = 0.0
+    sync._boundary = SimpleNamespace(published=5, skipped=1)
+    made: WeightSync = sync
+    return made
+
+
+@pytest.mark.parametrize(
+    ("newest", "others", "at_least", "enough"),
+    [
+        (3, {}, 0, True), (3, {}, 1, True), (4, {}, 1, True), (3, {}, 2, False), (2, {}, 0, False),
+        (None, {}, 0, False), (3, {"b": actor(2)}, 0, False), (3, {"b": actor(4)}, 2, True),
+        (3, {"b": actor(3, "POISONED")}, 0, False),
+        # These are not waited for, and count for nothing.
+        (3, {"b": actor(2, pinned=True)}, 1, True), (3, {"b": actor(2, "LOST")}, 1, True),
+        (3, {"b": actor(2, "GIVEN_UP")}, 2, False), (3, {"b": actor(2, failures=MOST_FAILURES)}, 1, True),
+        (3, {"b": actor(2, failures=MOST_FAILURES - 1)}, 1, False),
+    ],
+)  # fmt: skip
+def test_who_is_waited_for(newest: int | None, others: dict[str, Message], at_least: int, enough: bool) -> None:
+    registry = Registry(newest, {"a": actor(3), **others})
+    sync_of(registry).wait_until_applied(3, 1.0, at_least)
+    assert registry.enough is enough
+
+
+def test_who_is_missing_and_why() -> None:
+    before = {"a": actor(2), "late": actor(2), "dies": actor(2), "gone": actor(2, "LOST"), "back": actor(1, "LOST")}
+    after = {
+        **before, "a": actor(3), "late": actor(2, "PULLING"), "dies": actor(2, "LOST", reason="no word"),
+        "back": actor(-1, "JOINING"),
+    }  # fmt: skip
+    sync = sync_of(Registry(3, before, after))
+    expected = {"late": "PULLING at version 2", "dies": "LOST at version 2: no word", "back": "JOINING at version -1"}
+    assert sync.wait_until_applied(3, 1.0) == SyncOutcome(frozenset({"a"}), expected)
+    waited = sync.statistics()["time/sync_stall_s"]
+    assert waited > 0 and sync.statistics()["time/sync_stall_s"] == 0
+    sync.wait_until_applied(3, 1.0, counts_as_stall=False)
+    assert sync.statistics()["time/sync_stall_s"] == 0
+
+
+def test_what_is_told_of_actors() -> None:
+    sync = sync_of(Registry(3, {"a": actor(3, figures={"apply_s": 1.5, "bytes_full": 7})}))
+    assert sync.actors()["a"] == ("READY", "e", 3, "d", True, False, "", 0)
+    told = {"weight_sync/a/version": 3, "weight_sync/a/apply_s": 1.5, "weight_sync/evictions": 2}
+    counted = {"weight_sync/versions_published": 5, "weight_sync/versions_skipped": 1}
+    assert sync.statistics() == {**told, **counted, "time/snapshot_s": 0.0, "time/sync_stall_s": 0.0}
+    with pytest.raises(UserError, match="the registry is gone"):
+        sync_of(Registry(3, {}), failure="the registry is gone").wait_until_applied(3, 1.0)
+
+
+def test_ports_are_listened_at_where_they_are_free() -> None:
+    for host, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+        with listen(host, 0) as listener:
+            assert listener.family == family
+            with pytest.raises(UserError, match="cannot listen at .*must be free"):
+                listen(host, listener.getsockname()[1])
