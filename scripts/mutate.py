@@ -260,7 +260,9 @@ def main() -> int:
             options.modules
         )
         found = [one for one in mutants_of(path) if options.only in f"{one.path}:{one.line} {one.what}"]
-        drawn += sorted(rng.sample(found, min(share, len(found))), key=lambda one: one.line)
+        drawn += rng.sample(found, min(share, len(found)))
+    # So that what is done when somebody stops it is drawn evenly, too.
+    rng.shuffle(drawn)
     import pytest
 
     # What is beneath the package of the mutants stays imported, which saves much of the time.
