@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -18,6 +19,8 @@ from torchtitan.inference.vllm.adopting import adopting_weights
 NAMES_SHOWN = 5
 # The attribute of vLLM's layers that holds on to the packed weights on a CPU: what computes with them.
 PACKED = "cpu_linear"
+# Stacks of gpt-oss's experts, each a tensor in files.
+STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 # Said at every load of layers that have nothing to load; what is really missing is found below.
 FALSE_ALARM = "Failed to load weights"
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
@@ -41,8 +44,10 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     emptied = _drop_packed_weights(model)
     initialize_layerwise_reload(model)
     with adopting_weights():
-        loaded = model.load_weights(iter(weights))  # type: ignore[operator]
+        sinks: list[tuple[str, torch.Tensor]] = []
+        loaded = model.load_weights(_through_loaders(weights, sinks))  # type: ignore[operator]
         finalize_layerwise_reload(model, model_config)
+    _copy_sinks(model, sinks)
     repack_what_reloading_leaves(model)
     missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
     if missing:
@@ -52,6 +57,29 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     empty = [name for name, layer in emptied.items() if getattr(layer, PACKED) is None]
     if empty:
         raise IncompleteVersion(f"{len(empty)} layers got no weights: {', '.join(empty[:NAMES_SHOWN])}")
+
+
+def _through_loaders(
+    weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, stacks of experts one expert at a time. gpt-oss's model copies stacks and sinks into its
+    parameters by itself (vLLM 0.32 and 0.33), which a reload does not notice: they would stay those of the first load.
+    Single experts go by way of their parameter's loader; `sinks` gets the sinks, to be copied afterwards."""
+    for name, tensor in weights:
+        before, _, leaf = name.rpartition(".")
+        if before.endswith(".mlp.experts") and leaf in STACKS:
+            yield from ((f"{before}.{expert}.{leaf}", one) for expert, one in enumerate(tensor.unbind(0)))
+            continue
+        if leaf == "sinks":
+            sinks.append((name, tensor))
+        yield name, tensor
+
+
+def _copy_sinks(model: nn.Module, sinks: list[tuple[str, torch.Tensor]]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, tensor in sinks:
+        own = parameters[name.replace(".self_attn.", ".attn.")].data
+        own.copy_(tensor.narrow(0, get_tensor_model_parallel_rank() * len(own), len(own)))
 
 
 def _drop_packed_weights(model: nn.Module) -> dict[str, nn.Module]:
@@ -89,7 +117,7 @@ def repack_what_reloading_leaves(model: nn.Module) -> None:
 def repack_experts(model: nn.Module) -> None:
     """On a CPU experts compute with packed weights, but what a reload leaves in their place is not packed."""
     for module in model.modules():
-        if type(module).__name__ == "RoutedExperts" and next(module.parameters()).device.type == "cpu":
+        if type(module).__name__.endswith("RoutedExperts") and next(module.parameters()).device.type == "cpu":
             method: Any = module.quant_method
             method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
