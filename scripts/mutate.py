@@ -265,6 +265,9 @@ def main() -> int:
     rng.shuffle(drawn)
     import pytest
 
+    # This checkout's modules, wherever else they are installed.
+    sys.path.insert(0, os.getcwd())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     # What is beneath the package of the mutants stays imported, which saves much of the time.
     package = ".".join(options.modules[0].parts[:-1])
     for path in options.modules:
