@@ -113,11 +113,11 @@ def _sent(run_dir: Path, versions: int) -> dict[str, int]:
     return egress
 
 
-def depth_cost(versions: int, megabytes: int, folder: Path) -> float:
-    """Seconds of 16 actors ÷ seconds of one, over links of the same speed."""
+def depth_cost(many: int, versions: int, megabytes: int, folder: Path) -> float:
+    """Seconds of `many` actors ÷ seconds of one, over links of the same speed."""
     links = [f"throttle:phase={phase},bytes_per_s={LINK_BYTES_PER_S}" for phase in ("send", "relay")]
     os.environ[faults.VARIABLE] = ";".join(links)
-    seconds = [egress_per_version(actors, True, versions, megabytes, folder)["seconds"] for actors in (16, 1)]
+    seconds = [egress_per_version(actors, True, versions, megabytes, folder)["seconds"] for actors in (many, 1)]
     del os.environ[faults.VARIABLE]
     return seconds[0] / seconds[1]
 
@@ -132,13 +132,14 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=12, help="counted versions")
     parser.add_argument("--megabytes", type=int, default=4, help="size of a version")
     options = parser.parse_args()
+    few, many = 4, 16
     if options.quick:
-        options.versions, options.megabytes = 2, 1
+        options.versions, options.megabytes, few, many = 2, 1, 2, 4
     versions = options.versions
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="fanout-") as folder:
         for relay in (True, False):
-            for actors in (4, 16):
+            for actors in (few, many):
                 common.progress(f"{actors} actors, {'relay' if relay else 'every actor from the trainer'}")
                 measured = egress_per_version(actors, relay, versions, options.megabytes, Path(folder))
                 name = f"{'relay' if relay else 'direct'}_{actors}"
@@ -146,13 +147,12 @@ def main() -> int:
                 figures[f"seconds_{name}"] = measured["seconds"]
                 if relay:
                     figures[f"busiest_actor_mb_{name}"] = measured["busiest_actor"] / 1e6
-        common.progress("16 actors and one, over slow links")
-        cost = depth_cost(2 if options.quick else 4, options.megabytes, Path(folder) / "links")
-    growth = {
-        "relay_depth_cost": cost,
-        "egress_growth_4_to_16": figures["egress_mb_relay_16"] / figures["egress_mb_relay_4"],
-        "egress_growth_4_to_16_without_relay": figures["egress_mb_direct_16"] / figures["egress_mb_direct_4"],
-    }
+        common.progress(f"{many} actors and one, over slow links")
+        cost = depth_cost(many, 2 if options.quick else 4, options.megabytes, Path(folder) / "links")
+    growth = {"relay_depth_cost": cost}
+    for how, suffix in (("relay", ""), ("direct", "_without_relay")):
+        ratio = figures[f"egress_mb_{how}_{many}"] / figures[f"egress_mb_{how}_{few}"]
+        growth[f"egress_growth_{few}_to_{many}{suffix}"] = ratio
     conditions = {
         "quick": options.quick,
         "versions": versions,

@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0, help="of each world")
     options = parser.parse_args()
     if options.quick:
-        options.megabytes, options.step, options.seconds = 2.4, 0.3, 6.0
+        options.megabytes, options.step, options.seconds = 2.4, 0.3, 3.0
     # As fast in versions per second, whatever the size of a version.
     unit = options.megabytes * 1e6 / 24
     two, ten = (2.0 * unit, 1.3 * unit), tuple(unit * 24 / (5 + 3 * number) for number in range(10))
