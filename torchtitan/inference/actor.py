@@ -394,7 +394,7 @@ class Actor:
 
     def _set_state(self, state: ActorState) -> None:
         if self.state is ActorState.GAVE_UP:
-            return  # whatever a look that was under way has found
+            return  # a look that was under way may have found something else
         if state is ActorState.SUSPECT:
             self._suspect_since = time.monotonic()
         self.state = state

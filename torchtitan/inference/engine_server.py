@@ -128,7 +128,7 @@ async def _answer(send: Send, status: int, data: dict[str, Any]) -> None:
 class PrefixKeyMiddleware:
     """ASGI middleware: a request shares what its prompt begins with among those that the same weights serve.
 
-    Engines keep keys and values under the name that a request gives as `cache_salt`. Whoever asks cannot know which
+    Engines keep keys and values under the name that a request gives as `cache_salt`. A caller cannot know which
     weights are going to answer, so the name is put in here: one for the weights that the engine holds. From the
     order to stand still until it goes on no request gets in; those wait. What is under way by then goes on under its
     old name, as inference.in_flight_kv says: on keys of older weights, or computed again after everything was dropped.

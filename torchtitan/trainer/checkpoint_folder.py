@@ -84,7 +84,7 @@ def prune(folder: Path, keep_latest_k: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """A run that goes back to `step` leaves the checkpoints after it to nobody: rename them out of the way."""
+    """Rename the checkpoints after `step`, to which a run goes back: nothing may load them any more."""
     for later in whole_steps(folder):
         if later > step:
             target = folder / f"abandoned-step-{later}"

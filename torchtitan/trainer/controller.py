@@ -91,7 +91,7 @@ class Controller:
         self.config, self.run_dir, self.signals, self.weights = config, run_dir, signals, weights
         self.events, self.journal, self.tokenizer = events, journal, tokenizer
         self.prepared = source if isinstance(source, ReplaySource | Demonstrations) else None
-        """Of batches that nobody has to sample"""
+        """A source of batches that need no sampling"""
         self.demonstrations = source if isinstance(source, Demonstrations) else None
         self.rollouts = source if isinstance(source, Rollouts) else None
         if self.demonstrations is not None:
@@ -127,7 +127,7 @@ class Controller:
             self._held_out = self.demonstrations.held_out()
         self._loss: dict[str, Figure] = {}
         """Of the evaluation that goes on"""
-        # Whatever can be refused has been. From here on files are cut back, and the console is taken until close().
+        # All that can be refused has been. From here on files are cut back, and the console is taken until close().
         if restored is not None and lost:
             self._go_on(restored.version, lost)
         elif restored is not None:

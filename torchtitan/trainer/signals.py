@@ -53,7 +53,7 @@ class SignalFlags:
 
     @property
     def told(self) -> bool:
-        """Whether a stop signal has reached this rank, whatever it counts for."""
+        """Whether a stop signal has reached this rank, also one that has no effect yet."""
         return bool(self._stopped_at)
 
     @property

@@ -28,7 +28,7 @@ def numa_nodes() -> int:
 
 
 def count_gpus() -> int:
-    """How many this machine shows by its device files, or else by what its driver lists, whoever may use them."""
+    """How many this machine shows by its device files, or else by what its driver lists, hidden ones included."""
     return len(list(DEVICES.glob("nvidia[0-9]*"))) or gpus_of_driver()
 
 

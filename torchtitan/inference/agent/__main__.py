@@ -17,7 +17,7 @@ from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load
 from torchtitan.inference.engine_folder import engine_folder
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
-# Together less than what whoever started the agent allows it to take.
+# Together less than the time that the agent's supervisor gives it.
 ENGINE_GRACE_S = 2.0
 
 

@@ -51,7 +51,7 @@ class Applier:
         self.poisoned: str | None = None
         """Why the engine may hold half a version"""
         self.paused = False
-        """Somebody has asked for a pause"""
+        """A caller has asked for a pause"""
         self.asleep: set[Tag] = set()
         """Memory that the engine has given back; after an order that failed, what it may have given back"""
         self._cache_follows = False
@@ -112,7 +112,7 @@ class Applier:
             if not awake:
                 return True
             before = set(self.asleep)
-            # From here on nothing is loaded into it and nobody has it go on, whatever becomes of the order.
+            # From here on nothing is loaded into it and nothing has it go on, even if the order fails.
             self.asleep, self._cache_follows = set(TAGS), False
             sleeps = True  # an order that fails may have been obeyed all the same
             try:
@@ -227,7 +227,7 @@ class Applier:
             self.draining = False
             return drains
         except EngineError as error:
-            # The order may still reach an engine that was slow to answer: then nobody would have it go on.
+            # The order may still reach an engine that was slow to answer: then nothing would have it go on.
             raise WeightsRefused(f"the engine did not stand still: {error}") from error
 
     def _stand_still(self, mode: str) -> bool:

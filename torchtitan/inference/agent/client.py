@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def reachable_url(engine: str, agent: str) -> str:
-    """The engine's address as whoever has the agent's needs it: what is this machine to the agent may be another to us.
+    """The engine's address for a caller that has the agent's: what is this machine to the agent may be another to us.
     Raises ValueError where `engine` is no address."""
     theirs, ours = urlsplit(engine), urlsplit(agent)
     if theirs.hostname not in LOOPBACK or ours.hostname in LOOPBACK or ours.hostname is None:
@@ -110,7 +110,7 @@ class AgentClient(ActorClient):
 
     def _engine_token(self, variable: object) -> str:
         """None: the agent started the engine, with its own token. Another engine has none (""), or one that both sides
-        find in that environment variable; ours is nobody's business there. Raises ActorError."""
+        find in that environment variable; ours must not reach it. Raises ActorError."""
         if variable is None:
             return self._token
         token = os.environ.get(str(variable)) if variable else ""

@@ -82,5 +82,5 @@ def make_completion(
 
 
 def aborted() -> Completion:
-    """Whoever asked has to ask again: what there is of an answer that was broken off means nothing."""
+    """The caller has to ask again: what there is of an answer that was broken off means nothing."""
     return Completion([], [], "abort", [])

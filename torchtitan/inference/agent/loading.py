@@ -72,7 +72,7 @@ class FileLoader(WeightLoader):
         if options.disk_path:
             Path(options.disk_path).mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchtitan-{options.name}-", dir=parent))
-        # An agent that is killed cannot remove what it wrote: whoever comes next does.
+        # An agent that is killed cannot remove what it wrote: the next one does.
         (self._folder / OWNER).write_text(f"{os.getpid()} {socket.gethostname()}")
         remove_abandoned(self._folder.parent)
         self._ready: Path | None = None

@@ -23,7 +23,7 @@ from torchtitan.inference.client import base_url
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
 # A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
-# that nobody answers any more (vLLM 0.32: "Waiting for background tasks to complete").
+# that get no answer any more (vLLM 0.32: "Waiting for background tasks to complete").
 ENDING_S = 20.0
 LOOK_S = 1.0
 POLL_S = 0.1
@@ -48,7 +48,7 @@ class RunningAgent:
         arguments, options = self._arguments, self._options
         token, token_env = self._token, None
         if arguments.url:
-            # An engine without a token gets none: ours is nobody's business there.
+            # An engine without a token gets none: ours must not reach it.
             token_env = arguments.engine_token_env or ""
             token = os.environ[token_env] if token_env else ""
         else:

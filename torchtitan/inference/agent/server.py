@@ -101,7 +101,7 @@ class AgentServer(ActorServer):
             raise
 
     def _weights_lost(self, reason: str) -> None:
-        # Whoever has connected it reads this and connects anew: then the engine gets a version in full.
+        # The run that has connected it reads this and connects anew: then the engine gets a version in full.
         self._lost = reason
 
     def status(self) -> tuple[str, str | None]:

@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def stands(self) -> bool:
-        """Whether `step` must do nothing, whoever waits."""
+        """Whether `step` must do nothing, even if requests wait."""
         return self.paused or self.poisoned or bool(self.asleep)
 
     @property
@@ -361,7 +361,7 @@ class Engine:
         if self._sampler is None:
             self._sampler = self._make_sampler(0)
         width = self._cache.whole_rows(used)
-        # Dummies begin a sequence of token 0 in rows that nobody uses.
+        # Dummies begin a sequence of token 0 in rows that are not in use.
         rows.lengths[used:width] = rows.last[used:width] = 0
         logits = self._forwards.next_tokens(rows.lengths[:width], rows.last[:width], used)
         if self._recorder is not None:

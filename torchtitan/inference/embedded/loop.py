@@ -61,7 +61,7 @@ class EngineLoop:
     """Drives an engine in a thread of its own while it has requests, and sleeps otherwise.
 
     Args:
-        engine: touched by nobody else from `start` on.
+        engine: belongs to this loop's thread from `start` on.
         threads: CPU threads of its computations; 0 leaves torch's choice.
         require_version: serve nothing until a version was applied.
         on_failure: called in the thread, with the reason, if the thread ends by an error; nothing is served afterwards.
@@ -151,7 +151,7 @@ class EngineLoop:
         return 0.0 if since is None else time.monotonic() - max(since, self.engine.progressed_at)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Completions of a request, whose id nobody else may use. Cancelling it aborts the request.
+        """Completions of a request, whose id must be unique. Cancelling it aborts the request.
 
         Raises InvalidRequest, Unavailable, or NonFiniteLogits.
         """
@@ -359,5 +359,5 @@ def _answer(waiter: Future[Any], result: Any, error: BaseException | None) -> No
         else:
             waiter.set_exception(error)
     except InvalidStateError:
-        # Whoever waited has gone; its abort is on the way.
+        # The caller has gone; its abort is on the way.
         logger.debug("a result came after its caller had gone")

@@ -91,7 +91,7 @@ class EngineServer(ActorServer):
         ]
 
     def _engine_failed(self, _error: BaseException) -> None:
-        # Whoever supervises this process starts a fresh one.
+        # The supervisor of this process starts a fresh one.
         self._event_loop.call_soon_threadsafe(self.stopped.set)
 
     # Generation
@@ -180,7 +180,7 @@ class EngineServer(ActorServer):
         if weights is not None and weights.epoch == epoch:
             weights.found_torn(version, reason)
         if in_a_row >= MOST_TORN:
-            # Whoever supervises this process starts a fresh one.
+            # The supervisor of this process starts a fresh one.
             logger.error("%d versions in a row did not arrive whole: this process ends", in_a_row)
             self.loop.fail(RuntimeError(reason))
 

@@ -84,7 +84,7 @@ class Verifier:
             return
         thread.join(seconds)
         self._stop.set()
-        # It looks for the sign between two buckets, and waits for nobody but the engine's next step.
+        # It looks for the sign between two buckets, and waits for nothing but the engine's next step.
         thread.join()
 
     def _look(self, staged: StagedVersion) -> None:

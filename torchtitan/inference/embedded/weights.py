@@ -67,7 +67,7 @@ class EngineWeights:
         return functools.partial(self._replace, tensors)
 
     def drop(self) -> None:
-        """Free all of them. Nobody may use them before `take`, nor trust them before a whole version has come."""
+        """Free all of them. They must not be used before `take`, nor trusted before a whole version has come."""
         if self._take is not None:
             return
         self._forget_base()

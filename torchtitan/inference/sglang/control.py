@@ -87,7 +87,7 @@ class SGLangControl(EngineControl):
         deadline, stood = time.monotonic() + finish_s, self._paused
         while not self._stands_idle(deadline):
             if stood or len(tags) < len(TAGS):
-                return False  # somebody has paused it, or it must not go on without all of its memory
+                return False  # it was paused from elsewhere, or it must not go on without all of its memory
             self.resume()
             if time.monotonic() > deadline:
                 return False
@@ -125,7 +125,7 @@ class SGLangControl(EngineControl):
         # A flush that finds requests running ends SGLang's scheduler: the cache is reset by an order of its own.
         body = {"model_path": str(folder), "load_format": "safetensors", "weight_version": label, "flush_cache": False}
         self.order("/update_weights_from_disk", body)
-        # Only the first worker answers. Another that finds the files gone keeps its old weights, and nobody is told.
+        # Only the first worker answers. Another that finds the files gone keeps its old weights, and does not say so.
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:

@@ -62,7 +62,7 @@ class SGLang(ForeignEngine):
             theirs.append(NO_OVERLAP)  # see control.py
         if not on_cpu and options.dtype != "float32":
             theirs.append(EXACT_HEAD)
-        # Its server in Rust would not ask for our token, whoever asked for that one in this shell.
+        # Its server in Rust would not ask for our token, whatever this shell's environment says.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_RUST_SERVER": "0"}
         # Its sockets lie among the temporary files. So does what torch compiles for it, which is worth keeping.
         compiled = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GIGABYTE = 2**30
 # Of the routes that have one: ours, and vLLM's own.
-# Where its sockets lie, unless somebody has said that already.
+# Where its sockets lie, unless the environment says so already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
 # Of its Hugging Face configuration: products of the head are summed to fp32 logits, as the trainer's are. Rounding them
@@ -62,7 +62,7 @@ class VLLM(ForeignEngine):
         if options.device_share:
             theirs += ["--gpu-memory-utilization", f"{options.device_share:.3f}"]
         memory_gb = options.memory_gb
-        # Its /collective_rpc would unpickle what it is sent, whoever asked for that in this shell.
+        # Its /collective_rpc would unpickle what it is sent, whatever this shell's environment says.
         environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
         if SOCKETS not in os.environ:
             environment[SOCKETS] = str(options.folder)

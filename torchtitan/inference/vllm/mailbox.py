@@ -83,7 +83,7 @@ class Mailbox:
             return waited
 
     def close(self, reason: str) -> None:
-        """Nothing is handed over any more; whoever waits is told why."""
+        """Nothing is handed over any more; those who wait are told why."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
