@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
+from torchtitan.weight_sync.boundary import Boundary
 from torchtitan.weight_sync.facade import MOST_FAILURES, SyncOutcome, WeightSync
+from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.wire import Message
 
@@ -94,3 +96,52 @@ def test_ports_are_listened_at_where_they_are_free() -> None:
             assert listener.family == family
             with pytest.raises(UserError, match="cannot listen at .*must be free"):
                 listen(host, listener.getsockname()[1])
+
+
+class Slots:
+    """A rank's slots, of which some are free."""
+
+    def __init__(self, *free: bool):
+        self.free, self.done = list(free), list[Any]()
+
+    def reserve(self) -> bool:
+        return self.free.pop(0)
+
+    def release(self) -> None:
+        self.done.append("release")
+
+    def snapshot(self, version: int, serial: int) -> None:
+        self.done.append((version, serial))
+
+    def fail(self, version: int, serial: int) -> None:
+        self.done.append(("fail", version, serial))
+
+
+def test_what_is_skipped_or_dropped_is_owed_until_it_is_taken() -> None:
+    slots = Slots(True, True, False, True)
+    boundary = Boundary(slots)
+    assert boundary.reserve() and boundary.commit(0, noes=0) and boundary.owed(None, ()) is None
+    # Another rank could not: it is owed where nothing newer has been published.
+    assert boundary.owed(None, [(1, 0)]) == 0 and boundary.owed(-1, [(1, 0)]) == 0
+    assert boundary.owed(0, [(1, 0)]) is None and boundary.owed(None, [(2, 0), (1, 1)]) is None
+    assert boundary.reserve() and not boundary.commit(1, noes=1) and boundary.owed(0, [(1, 0)]) == 1
+    assert not boundary.snapshot_owed(1) and boundary.owed(0, ()) == 1
+    assert boundary.snapshot_owed(1) and boundary.owed(0, ()) is None and boundary.owed(0, [(4, 1)]) == 1
+    assert slots.done == [(0, 1), "release", ("fail", 1, 3), (1, 4)]
+    assert (boundary.serial, boundary.published, boundary.skipped) == (4, 2, 1)
+
+
+def test_every_part_may_say_why_nothing_is_published_any_more() -> None:
+    publication: Any = object.__new__(Publication)
+    parts = {name: SimpleNamespace(failure="") for name in ("publisher", "shard_server", "registry", "watcher")}
+    told = {"failure": ""}
+    parts["watcher"].status = lambda: told
+    vars(publication).update(parts)
+    assert not publication.failure
+    for name, part in parts.items():
+        part.failure = f"the {name} is gone"
+        assert part.failure in publication.failure
+    told["failure"] = "the layouts do not fit"
+    assert publication.failure.count("; ") == 4 and publication.failure.endswith("the layouts do not fit")
+    publication.registry = publication.watcher = None
+    assert publication.failure == "the publisher is gone; the shard_server is gone"

@@ -113,6 +113,7 @@ def test_a_version_that_comes_sharded_is_held_once(narrows: bool) -> None:
     targets = {name: torch.empty_like(weight) for name, weight in weights.items()}
     with Live(targets.values()) as live:
         staging = Staging(layout, "cpu:0")
+        assert all(isinstance(area, torch.Tensor) for area in staging.memory)
         for name, tensor in to_copy(staging.tensors) if narrows else staging.tensors.items():
             for half in range(2):
                 targets[name][:, 32 * half :][:, :32].copy_(tensor[:, 32 * half :][:, :32])
