@@ -74,7 +74,7 @@ class EpisodePlayer(Player):
             messages.append({"role": "assistant", "content": text})
             rewards.append(0.0)
             if completion.finish_reason == "length":
-                # What was cut off may not mean what it says.
+                # Half of a turn may say something else than the whole: it is not acted on.
                 break
             reply = await episode.act(text)
             rewards[-1] = reply.reward
@@ -94,7 +94,7 @@ class EpisodePlayer(Player):
         outcome = await episode.finish()
         said = branches[0].token_ids[begun:]
         completion_of = messages if not isinstance(prompt.text, str) else self._tokenizer.decode(said)
-        # get_reward may say something else than the steps have.
+        # get_reward may give something else than the sum of the steps' rewards.
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
         return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)

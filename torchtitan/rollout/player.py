@@ -34,7 +34,7 @@ class Player(ABC):
     async def play_one(
         self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int
     ) -> Trajectory | None:
-        """One episode; None where there was no room for any. `group` names those that begin alike.
+        """One episode; None where the prompt left no room for a turn. `group` names those that begin alike.
 
         Raises one of `failures`, or UserError where nothing can be played.
         """

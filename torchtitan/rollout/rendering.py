@@ -16,7 +16,7 @@ from torchtitan.rollout.tokenizer import Tokenizer
 
 Messages = Sequence[dict[str, Any]]
 
-# Roles whose text is no part of the template: a special token's name in it is text.
+# Roles whose text comes from outside: where it spells the name of a special token, that stays text.
 FOREIGN = ("user", "system", "developer", "tool", "function", "ipython")
 
 
@@ -25,7 +25,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # The policy's turn, which is not rendered, is stood for by a name that is in no message.
+        # Stands for the policy's turn, which is not rendered; random, so that no message contains it.
         self._mark = f"said{secrets.token_hex(8)}"
         self._ends = [tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_token_ids]
 

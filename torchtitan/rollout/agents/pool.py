@@ -1,4 +1,4 @@
-"""Agents in worker processes: as environments, but each says only in the end how it went."""
+"""Agents in worker processes: like environments, but one call plays the whole episode and returns its reward."""
 
 from __future__ import annotations
 

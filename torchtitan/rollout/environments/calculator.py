@@ -33,7 +33,7 @@ def bracket_calls(text: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def right(*, completions: Sequence[str], answer: Sequence[str], finish_reasons: Sequence[str], **_: Any) -> list[float]:
-    """1 where what stands behind the calculator's result, and so was copied, is the sum; else 0."""
+    """1 where the text behind the calculator's result, which the policy has to copy, is the sum; else 0."""
     return [
         float(reason == "stop" and text.rpartition(RESULT_END)[2] == gold)
         for text, gold, reason in zip(completions, answer, finish_reasons, strict=True)

@@ -16,7 +16,7 @@ from torchtitan.utils.events import EventLog
 
 # Characters of an observation beyond which it cannot fit into a completion: no token is longer.
 LONGEST_TOKEN = 128
-# So many events are written of failures; all are counted.
+# Only so many failures are written as events; all are counted.
 FAILURE_EVENTS = 20
 
 
@@ -49,9 +49,9 @@ class _Host:
         self.process = process
         self.episodes = 0
         self.broken = False
-        """Something hangs in it, or it has ended: it gets no new episode, and ends with its last one"""
+        """Whether something hangs in it, or it has ended: it gets no new episode, and ends with its last one"""
         self.end_told = False
-        """An event has said that it ended: that it takes other episodes with it needs no further ones"""
+        """Whether an event has said that it ended; other episodes that end with it need no events of their own"""
 
 
 class EnvironmentPool:

@@ -1,4 +1,4 @@
-"""The user's environment in a worker process: one instance per episode, and what its methods return, made sense of."""
+"""The user's environment in a worker process: one instance per episode, and how its methods' results are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 from torchtitan.rollout.workers.inside import without_stop_iteration
 from torchtitan.utils.loading import load_object
 
-# Of a thread: ordinary Python code needs far less.
+# The stack of a thread: ordinary Python code needs far less.
 STACK_BYTES = 4 << 20
 # What reward functions get to see of an environment, as JSON.
 LARGEST_ATTRIBUTE = 1 << 16

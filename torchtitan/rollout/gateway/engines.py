@@ -27,11 +27,10 @@ class _Pending:
 class Engines:
     """Has requests sampled. `peer` is the run, whose pool knows the actors, their versions and their load."""
 
-    def __init__(self, backend: str, actor_token: str, request_timeout_s: float, timeout_s: float):
+    def __init__(self, peer: Peer, backend: str, actor_token: str, request_timeout_s: float, timeout_s: float):
         """request_timeout_s: of one actor's answer; timeout_s: of all of it, with the wait for an actor."""
-        self._backend, self._token = backend, actor_token
+        self._peer, self._backend, self._token = peer, backend, actor_token
         self._request_timeout_s, self._timeout_s = request_timeout_s, timeout_s
-        self.peer: Peer | None = None
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._clients: dict[str, ActorClient] = {}
@@ -40,13 +39,11 @@ class Engines:
 
     async def sample(self, request: GenerateRequest, min_version: int, shares: str) -> Completion:
         """The one completion of a request. Raises NoAnswer."""
-        if self.peer is None:
-            raise NoAnswer("the run is not there yet")
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(request)
         try:
             answer = await asyncio.wait_for(
-                self.peer.call("sample", number=number, min_version=min_version, shares=shares), self._timeout_s
+                self._peer.call("sample", number=number, min_version=min_version, shares=shares), self._timeout_s
             )
         except asyncio.TimeoutError:
             raise NoAnswer(f"no actor answered within {self._timeout_s:g} s") from None

@@ -95,7 +95,7 @@ class Peer:
     async def _answer(self, number: int, name: str, arguments: dict[str, Any]) -> None:
         try:
             reply = {"answered": number, "result": await self._answers[name](**arguments)}
-        except Exception as error:  # whatever it is: the caller has to know
+        except Exception as error:  # of any kind: it goes to the caller
             reply = {"answered": number, "failed": [type(error).__name__, str(error)]}
         finally:
             del self._answering[number]

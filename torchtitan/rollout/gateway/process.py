@@ -45,7 +45,7 @@ class GatewayLost(Exception):
 
 @dataclass(frozen=True)
 class Door:
-    """How a program gets at the policy: `base_url` and `key` for an OpenAI client."""
+    """Where a program asks the policy: `base_url` and `key` for an OpenAI client."""
 
     session: str
     base_url: str
@@ -126,7 +126,7 @@ class Gateway:
     async def end(self, session: str) -> Played:
         """End a session, or all that calls with the key of a door for many have named: later calls are refused.
 
-        Raises GatewayLost where nobody knows it any more.
+        Raises GatewayLost where the gateway has ended, or does not know the session.
         """
         if self._peer is None:
             raise GatewayLost("the gateway has ended")
@@ -134,9 +134,6 @@ class Gateway:
         if data is None:
             raise GatewayLost(f"the gateway knows no session {session}")
         return Played(branches_from_json(data["branches"]), data["calls"], data["failed"], data["cut"])
-
-    async def close(self) -> None:
-        await self._disconnect()
 
     async def _order(self, order: Awaitable[Any]) -> Any:
         try:
@@ -155,7 +152,7 @@ class Gateway:
 
     async def _start(self) -> None:
         """Raises UserError."""
-        await self._disconnect()
+        await self.close()
         self._port_file.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "torchtitan.rollout.gateway",
@@ -176,7 +173,7 @@ class Gateway:
             self._serving = asyncio.create_task(self._serve(peer))
             await asyncio.wait_for(peer.call("set_up", **self._settings), START_TIMEOUT_S)
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, PeerFailed) as error:
-            await self._disconnect()
+            await self.close()
             raise UserError(f"the gateway does not start: {error!r}; {self._process.log_tail()}") from error
         self._peer = peer
 
@@ -186,7 +183,8 @@ class Gateway:
         await self._process.stop()
         self._events.write("gateway_ended", level=logging.WARNING, reason=self._process.describe_end())
 
-    async def _disconnect(self) -> None:
+    async def close(self) -> None:
+        """End the process; `open` starts it again."""
         self._peer = None
         if self._serving is not None:
             self._serving.cancel()
@@ -216,7 +214,7 @@ class Gateway:
                 raise RequestRefused("generate", str(error)) from error
             return [Completion.from_json(one) for one in answers]
 
-        # Its tokens are none of our business.
+        # The gateway sends the tokens itself.
         stands_for = GenerateRequest(f"gateway-{number}", [], SamplingParameters(max_tokens=1))
         await self._pool.generate(stands_for, min_version, shares=shares, ask=ask)
         return []

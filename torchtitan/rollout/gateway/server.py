@@ -36,7 +36,7 @@ from torchtitan.rollout.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 64 * 1024 * 1024
-# Keys of episodes that have ended, of which late calls are told so.
+# So many keys of episodes that have ended are remembered: a late call with one of them is told of the end.
 MOST_ENDED = 65536
 SESSION_HEADER = "X-Session-ID"
 SESSION_ENDED = "session_ended"
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass
 class _Door:
-    """What a key opens: the session of an episode, or (many) all of its sessions, which calls name in a header."""
+    """What a key opens: an episode's one session or, with `many`, all of its sessions, which calls name in a header."""
 
     name: str
     many: bool
@@ -73,7 +73,7 @@ class _Door:
     under_way: set[asyncio.Task[Any]] = field(default_factory=set)
     ended: bool = False
     told: bool = False
-    """The run knows of a call that came after the end"""
+    """Whether the run has heard of a call that came after the end"""
 
 
 class GatewayServer:
@@ -86,7 +86,6 @@ class GatewayServer:
         self._open_keys: dict[str, str] = {}
         """Name of a door that has not ended -> its key"""
         self._ended_keys: deque[str] = deque()
-        self._settings: Settings | None = None
         self.gone = asyncio.Event()
         """The run has disconnected"""
 
@@ -129,12 +128,13 @@ class GatewayServer:
         settings = Settings(**values)
         self._tokenizer = Tokenizer(settings.model, settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer)
-        self._engines = Engines(settings.backend, settings.actor_token, settings.request_timeout_s, settings.timeout_s)
-        self._engines.peer = self._peer
+        self._engines = Engines(
+            self._peer, settings.backend, settings.actor_token, settings.request_timeout_s, settings.timeout_s
+        )
         self._settings = settings
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
-        """A new key: of one session, or (many) of all sessions that calls with it name in a header."""
+        """A new key, for a new door."""
         key = secrets.token_urlsafe(24)
         self._doors[key] = _Door(session, many, SamplingParameters(**sampling), min_version, shares)
         self._open_keys[session] = key
@@ -201,7 +201,6 @@ class GatewayServer:
 
     def _session(self, request: web.Request, door: _Door) -> Session:
         """Raises WrongCall where a call should name its session, and does not."""
-        assert self._settings is not None
         name = door.name
         if door.many:
             given = request.headers.get(SESSION_HEADER, "")
@@ -214,7 +213,6 @@ class GatewayServer:
         return door.sessions[name]
 
     async def _models(self, _request: web.Request, _door: _Door) -> web.Response:
-        assert self._settings is not None
         model = {"id": self._settings.name, "object": "model", "created": 0, "owned_by": "torchtitan"}
         return web.json_response({"object": "list", "data": [model | {"max_model_len": self._settings.seq_len}]})
 
@@ -228,7 +226,6 @@ class GatewayServer:
         name, completion = await self._sample(session, prompt_ids, call.max_tokens, call.stop_token_ids)
         message = said(completion, self._tokenizer, bool(call.tools), name)
         session.remember(call.messages, call.tools, message, prompt_ids, completion)
-        assert self._settings is not None
         about = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": self._settings.name}
         log_probs = log_prob_entries(completion, self._tokenizer) if call.log_probs else None
         if not call.stream:
@@ -249,11 +246,10 @@ class GatewayServer:
     async def _sample(
         self, session: Session, prompt_ids: list[int], max_tokens: int | None, stop_token_ids: list[int]
     ) -> tuple[str, Completion]:
-        """Sample behind a prompt, and record it before anybody hears of it. Returns the call's name too.
+        """Sample what follows a prompt, and record it before the program gets it. Returns the call's name too.
 
         Raises WrongCall where there is no room or the session has had its calls, NoAnswer where the system fails.
         """
-        assert self._settings is not None
         room = session.longest - len(prompt_ids)
         if room < 1:
             session.cut = True

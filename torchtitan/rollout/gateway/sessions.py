@@ -28,13 +28,13 @@ class _Turn:
 class Session:
     """One episode's calls.
 
-    `failed` holds the prompts of calls that the system could not answer, and has not answered since: a program that
-    played on without an answer was not beaten by the policy.
+    `failed` holds the prompts of calls that the system could not answer, and has not answered since: how an episode
+    went that had to go on without an answer says nothing of the policy.
     """
 
     name: str
     sampling: SamplingParameters
-    """Of every call; its seed and number of tokens are this session's first"""
+    """Of every call: a call derives its seed from this one, and may ask for fewer tokens"""
     longest: int
     """Tokens of a branch, prompt and completion"""
     min_version: int = 0
@@ -43,7 +43,7 @@ class Session:
     calls: int = 0
     failed: set[int] = field(default_factory=set)
     cut: bool = False
-    """A limit ended the last answer, or left no room for one"""
+    """Whether a limit ended the last answer, or left no room for one"""
     branches: list[Branch] = field(default_factory=list)
     _turns: list[_Turn] = field(default_factory=list)
 

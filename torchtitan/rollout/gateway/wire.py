@@ -11,7 +11,7 @@ from torchtitan.inference.types import Completion
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.tool_calls import parse_tool_calls
 
-# What would change the answer and cannot be done here, unless it has one of these values.
+# Options that would change the answer and cannot be followed here; with any other value than these, a call is refused.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "tool_choice": (None, "auto", "none"),
