@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.chat_models import END, make_chat_model
+from tests.chat_models import END, QUESTION, SAID, TOOLS, make_chat_model, write_chat_tokenizer
 from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.processes import ROOT
 from torchtitan.inference.types import GenerateRequest
 from torchtitan.rollout.agents.player import AgentPlayer
 from torchtitan.rollout.agents.pool import AgentPool
+from torchtitan.rollout.rendering import ChatRenderer
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.utils.events import EventLog
@@ -58,3 +61,32 @@ async def play(python: Path, model: Path, run_dir: Path) -> None:
             (behind.trainer.epoch, 0)
         }
     assert len({tuple(one.branches[0].token_ids) for one in played}) == EPISODES
+
+
+RENDERERS_FOLLOWING = """
+import json, sys
+from renderers import Qwen3RendererConfig, create_renderer
+from renderers.base import load_tokenizer
+
+renderer = create_renderer(load_tokenizer(sys.argv[1]), Qwen3RendererConfig())
+held, said, conversations, tools = json.load(sys.stdin)
+for messages in conversations:
+    print(renderer.bridge_to_next_turn(held, said, messages, tools=tools).token_ids[len(held) + len(said) :])
+"""
+
+
+def test_messages_that_follow_are_what_renderers_writes(verifiers_python: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path / "model"))
+    renderer = ChatRenderer(tokenizer)
+    held = renderer.whole([{"role": "user", "content": QUESTION}], TOOLS)
+    said = [*tokenizer.encode(SAID[0]), END]
+    texts = ["sunny", "a\n\n b ", "é🙂", "", '{"x": 1}']
+    tools_say = [[{"role": "tool", "content": text, "tool_call_id": "1"}] for text in texts]
+    conversations = [*tools_say, [tools_say[0][0], tools_say[1][0]]]
+    found = subprocess.run(
+        [verifiers_python, "-c", RENDERERS_FOLLOWING, tmp_path / "model"],
+        input=json.dumps([held, said, conversations, TOOLS]), capture_output=True, text=True, timeout=PATIENCE_S,
+        check=True,
+    )  # fmt: skip
+    expected = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [renderer.following(held + said, messages, TOOLS) for messages in conversations] == expected
