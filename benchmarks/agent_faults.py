@@ -1,9 +1,9 @@
 """Episodes of up to 8 turns while versions come and faults strike: what is lost, and whether tokens are what they were.
 
 Environments raise, hang and take their worker process with them, and actors are killed at work. They answer with all of
-unicode and names of special tokens. Every actor notes what it has sampled in a file of its own accord; what the
-episodes hold is compared with that, and their log-probs with those of this process under the version of each token.
-Part of agents.py.
+unicode and names of special tokens. What each engine has sampled is noted in a file: an embedded actor does that
+itself, of vLLM and SGLang the answers are noted as they come in. What the episodes hold is compared with that, and
+their log-probs with those of this process under the version of each token. Part of agents.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tests.chat_models import ADDED, END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
 from torchtitan.inference import actor_process
 from torchtitan.inference.actor import Actor
+from torchtitan.inference.agent.client import AgentClient
+from torchtitan.inference.agent.dialect import Call
 from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
@@ -44,8 +46,18 @@ POLL_S = 0.02
 Played = list[tuple[Prompt, list[Trajectory]]]
 
 
-def record_all(folder: Path) -> Path:
-    """Have the actors that are started from now on note what they sample; returns the file."""
+def record_all(folder: Path, backend: str) -> Path:
+    """Have what the actors sample noted from now on; returns the file."""
+    record = folder / "record.jsonl"
+    if backend == "embedded":
+        _have_actors_note(record)
+    else:
+        _note_answers(record, backend)
+    return record
+
+
+def _have_actors_note(record: Path) -> None:
+    """Those that are started from now on."""
     real = actor_process.actor_command
 
     def command(*arguments: Any) -> list[str]:
@@ -53,8 +65,30 @@ def record_all(folder: Path) -> Path:
         return [replaced.get(part, part) for part in real(*arguments)]
 
     actor_process.actor_command = command  # type: ignore[assignment]
-    os.environ[RECORD] = str(folder / "record.jsonl")
-    return folder / "record.jsonl"
+    os.environ[RECORD] = str(record)
+
+
+def _note_answers(record: Path, backend: str) -> None:
+    """The JSON of a foreign engine, before any code of ours has made a completion of it."""
+    real = AgentClient._ask
+
+    async def ask(client: AgentClient, phase: str, calls: list[Call], timeout_s: float) -> list[Any]:
+        answers = await real(client, phase, calls, timeout_s)
+        if phase == "generate":
+            (call,), (answer,) = calls, answers
+            if backend == "vllm":
+                prompt, choice = call.body["token_ids"], answer["choices"][0]
+                token_ids = choice["token_ids"]
+                log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            else:
+                prompt, sample = call.body["input_ids"][0], answer[0]
+                token_ids = sample["output_ids"]
+                log_probs = [row[0] for row in sample["meta_info"]["output_token_logprobs"]]
+            with record.open("a") as file:
+                print(json.dumps([None, prompt, {"token_ids": token_ids, "log_probs": log_probs}]), file=file)
+        return answers
+
+    AgentClient._ask = ask  # type: ignore[method-assign]
 
 
 async def _kill_actors(stand: Stand, kills: int) -> int:

@@ -1,7 +1,8 @@
 """What conversations of many turns cost: prompts that are computed again, and the gateway in front of the engines.
 
     python benchmarks/agents.py --json
-    python benchmarks/agents.py --backend vllm --json             the first and the last figure, of a vLLM
+    python benchmarks/agents.py --backend vllm --json             all but the second, of a vLLM
+    python benchmarks/agents.py --backend vllm --faults --json    what the faults say alone
 
 A small random Qwen3 that a trainer in this process publishes, and an actor that a pool starts. Groups of 8 episodes
 with the same beginning, 8 turns each; every turn is a request of its own.
@@ -11,9 +12,9 @@ with the same beginning, 8 turns each; every turn is a request of its own.
                        same lengths as tokens, straight to the pool; median over turns of both
     stale_kv_reads     completions that were asked for after a new version had come, in conversations that an older one
                        began, whose log-probs are not those of that version, computed anew in this process
-    episodes_lost      of 1,000 of up to 8 turns on two embedded actors, with 20 faults and new versions meanwhile;
-                       turns_not_sampled, observations_as_tokens, unpublished_versions and log_prob_difference are of
-                       the tokens of these episodes (agent_faults.py)
+    episodes_lost      of 1,000 of up to 8 turns on two embedded actors, with 20 faults and new versions meanwhile, or
+                       of 40 on two of the other engines, with 4 faults; turns_not_sampled, observations_as_tokens,
+                       unpublished_versions and log_prob_difference are of the tokens of these (agent_faults.py)
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ BARS = {
     "unpublished_versions": ("<=", 0.0),
     "log_prob_difference": ("<=", 1e-4),
 }
-GROUP, START_SECONDS, LENGTH = 8, 300.0, 2048
+GROUP, START_SECONDS, LENGTH = 8, 600.0, 2048
 # Of log-probs of two engines in fp32, for this model.
 TOLERANCE = 1e-4
 # Counters of foreign engines: (prompt tokens, those of them that were not computed).
@@ -134,7 +135,9 @@ class Stand:
         self.weights.append({name: value.clone() for name, value in self.policy.state_dict().items()})
         self.sync.commit(self.version, int(no))
         self.sync.fence()
-        outcome = await asyncio.to_thread(self.sync.wait_until_applied, self.version, START_SECONDS, 1)
+        # The first one has to reach all actors, so that there are some to be killed.
+        actors = 1 if self.version else len(self.pool.actors)
+        outcome = await asyncio.to_thread(self.sync.wait_until_applied, self.version, START_SECONDS, actors)
         if not outcome.applied:
             raise SystemExit(f"version {self.version} did not come: {outcome.missing}")
 
@@ -249,13 +252,16 @@ async def count_stale(stand: Stand, size: Size, versions: int) -> tuple[int, int
     return stale, asked
 
 
-async def measure_faults(conditions: dict[str, Any], quick: bool) -> dict[str, float]:
-    groups, kills = (4, 1) if quick else (125, 4)
-    faults = {"raises": 1} if quick else {"raises": 8, "crashes": 5, "hangs": 3}
+async def measure_faults(backend: str, python: str, conditions: dict[str, Any], quick: bool) -> dict[str, float]:
+    groups, kills, faults = 125, 4, {"raises": 8, "crashes": 5, "hangs": 3}
+    if backend != "embedded":
+        groups, kills, faults = 5, 1, {"raises": 1, "crashes": 1, "hangs": 1}
+    if quick:
+        groups, kills, faults = 4, 1, {"raises": 1}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        record = agent_faults.record_all(folder)
-        stand = Stand(folder, "embedded", "", actors=2)
+        record = agent_faults.record_all(folder, backend)
+        stand = Stand(folder, backend, python, actors=2)
         stand.config.inference.in_flight_kv = "recompute"
         try:
             await stand.start()
@@ -274,7 +280,8 @@ async def measure_faults(conditions: dict[str, Any], quick: bool) -> dict[str, f
         return {"episodes_lost": float(lost), **agent_faults.check(stand, played, record)}
 
 
-async def measure(backend: str, python: str, quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
+async def measure(backend: str, python: str, quick: bool, conditions: dict[str, Any]) -> dict[str, float]:
+    """All but what the faults say."""
     size = Size(1, 4, 128, 8, 16) if quick else Size(2, 8, 256, 32, 32)
     with tempfile.TemporaryDirectory() as folder:
         stand = Stand(Path(folder), backend, python)
@@ -293,22 +300,24 @@ async def measure(backend: str, python: str, quick: bool) -> tuple[dict[str, flo
             figures["stale_kv_reads"] = float(stale)
         finally:
             await stand.close()
-    conditions: dict[str, Any] = {}
-    if backend == "embedded":
-        common.progress("faults")
-        figures |= await measure_faults(conditions, quick)
-    conditions |= {"backend": backend, "size": size, "compared": asked, "quick": quick, "cpu": common.processor()}
-    return figures, conditions
+    conditions |= {"size": vars(size), "compared": asked}
+    return figures
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--backend", choices=tuple(COUNTERS), default="embedded")
     parser.add_argument("--engine-python", default="", help="as inference.engine_python")
+    parser.add_argument("--faults", action="store_true", help="only episodes_lost and what stands beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures, conditions = asyncio.run(measure(arguments.backend, arguments.engine_python, arguments.quick))
-    conditions["size"] = vars(conditions["size"])
+    engine = arguments.backend, arguments.engine_python
+    figures: dict[str, float] = {}
+    conditions = {"backend": arguments.backend, "quick": arguments.quick, "cpu": common.processor()}
+    if not arguments.faults:
+        figures |= asyncio.run(measure(*engine, arguments.quick, conditions))
+    common.progress("faults")
+    figures |= asyncio.run(measure_faults(*engine, conditions, arguments.quick))
     common.report("agents", figures, BARS, conditions, arguments.json)
 
 
