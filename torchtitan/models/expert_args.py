@@ -141,6 +141,9 @@ def expert_config(family: str, args: ExpertArgs, layers: int) -> dict[str, Any]:
         return config | {"decoder_sparse_step": 1, "mlp_only_layers": list(args.dense_layers)}
     kinds = ["dense" if layer in args.dense_layers else "sparse" for layer in range(layers)]
     return config | {
+        # transformers leaves out what vLLM and SGLang need to be told.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "mlp_layer_types": kinds,
         "first_k_dense_replace": len(args.dense_layers),
         "n_group": args.groups,
