@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models import batch_invariance
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, said_of
 from torchtitan.models.flavors import find_flavor
-from torchtitan.models.fused_head import exponentials_
+from torchtitan.models.logit_tiles import exponentials_
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
 from torchtitan.models.swiglu import swiglu
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit_tests.models.test_logprob_head import assert_close, make, reference
-from torchtitan.models import fused_head
+from torchtitan.models import fused_head, logit_tiles
 from torchtitan.models.kept_tokens import KeptTokens
 from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_objective
 from torchtitan.models.memory import GPU_HEAD_BYTES
@@ -71,7 +71,8 @@ def test_launches_bytes_and_roofline_of_a_micro_batch(tokens: int, hidden: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["plain", "softcap", "truncated", "by entropy", "temperature", "two weights"])
 def test_the_figures_are_those_of_float64(way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_head, "on_gpu", lambda tensor: True)
+    for module in (fused_head, logit_tiles):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     case = make(23, 150, rank=2 * (way == "two weights"))
     for leaf in case.leaves():
         leaf.data = leaf.data.to(dtype).float()

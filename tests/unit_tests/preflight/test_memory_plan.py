@@ -22,7 +22,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.expert_parallel import ExpertExchange, _AllToAll
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.models import attention_kernels, fused_head, logprob_head
+from torchtitan.models import attention_kernels, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import DTYPES, parallelize
@@ -79,7 +79,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
     device.device.cache_clear()
     device.device()
-    for module in (fused_head, logprob_head):
+    for module in (fused_head, logit_tiles, logprob_head):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     for module in (device, logprob_head):
         monkeypatch.setattr(module, "matmul_converts", lambda tensor: False)

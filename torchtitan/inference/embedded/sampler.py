@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from torchtitan.inference.types import SamplingParameters
-from torchtitan.models.fused_head import exponentials_
+from torchtitan.models.logit_tiles import exponentials_
 from torchtitan.models.logprob_head import scale_logits
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -143,6 +143,6 @@ class BatchSampler:
             tokens.clamp_(max=logits.shape[-1] - 1)
             if self._greedy is not None:
                 tokens = torch.where(self._greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
-        # As the trainer's head puts it together (fused_head.py).
+        # As the trainer's head puts it together (logit_tiles.py).
         chosen = scaled.gather(-1, tokens) - (maximum + total.log())[:, None]
         return Choice(tokens.squeeze(-1).cpu().numpy(), chosen.squeeze(-1).cpu().numpy(), kept)
