@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.device import device
+from torchtitan.distributed.placement import local_tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def gradient_norm_and_votes(
         gradient = parameter.grad
         if gradient is None or not _counts_here(gradient):
             continue
-        norm = torch.linalg.vector_norm(_local(gradient), dtype=torch.float32)
+        norm = torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float32)
         squares.append(norm.to(device(), torch.float64).square())
     payload = torch.cat((torch.stack(squares).sum()[None], votes.to(device(), torch.float64)))
     payload = all_reduce_sum(payload)
@@ -110,12 +111,8 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in dict.fromkeys(parameters):
         if parameter.grad is not None:
-            local = _local(parameter.grad)
+            local = local_tensor(parameter.grad)
             local.mul_(factor.to(local.device))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _counts_here(gradient: torch.Tensor) -> bool:

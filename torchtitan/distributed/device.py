@@ -8,7 +8,6 @@ import os
 import queue
 import random
 import re
-import socket
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -122,7 +121,7 @@ def init_process_group(comm: Comm) -> str:
     address = ""
     if local_world_size() < world_size():
         address = choose_interface(comm.interface, os.environ["MASTER_ADDR"])
-    if local_world_size() == world_size() and "lo" in dict(_interfaces()):
+    if local_world_size() == world_size() and "lo" in psutil.net_if_addrs():
         # All ranks on this machine: nothing needs to listen on the outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -401,10 +400,6 @@ def release_cached_memory() -> None:
     """Give memory that this rank has freed back to its device, for other processes there."""
     if device().type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _interfaces() -> list[tuple[str, int]]:
-    return [(name, index) for index, name in socket.if_nameindex()]
 
 
 def matmul_converts(tensor: torch.Tensor) -> bool:

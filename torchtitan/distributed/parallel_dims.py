@@ -88,14 +88,6 @@ class ParallelDims:
         return self.rank // (self.tp * self.cp)
 
     @property
-    def tp_size(self) -> int:
-        return self.tp
-
-    @property
-    def tp_rank(self) -> int:
-        return self.rank % self.tp
-
-    @property
     def fsdp_enabled(self) -> bool:
         """With several ranks FSDP2 always holds the parameters, if only to reduce gradients in one place."""
         return self.world_size > 1

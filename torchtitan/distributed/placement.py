@@ -108,5 +108,4 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def copy_full_(target: torch.Tensor, full: torch.Tensor) -> None:
     """Fill `target`, sharded or not, from the whole tensor; no communication."""
-    local = target.to_local() if isinstance(target, DTensor) else target
-    local.copy_(full[local_region(target)])
+    local_tensor(target).copy_(full[local_region(target)])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor, part_of
+from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor, local_tensor, part_of
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
@@ -189,8 +189,7 @@ def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor | StackPart]:
     for _ in range(3):
         parts.append(float(torch.tensor(rest).bfloat16()))
         rest -= parts[-1]
-    first = next(iter(trained.values()))
-    device = first.to_local().device if isinstance(first, DTensor) else first.device
+    device = local_tensor(next(iter(trained.values()))).device
     facts = {ALPHA: torch.tensor(parts, device=device)}
     if policy.lora.base_bits != 16:
         facts[BASE_BITS] = torch.tensor([float(policy.lora.base_bits)], device=device)

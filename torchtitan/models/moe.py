@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from torchtitan.distributed.placement import local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.expert_args import MISSING, ExpertArgs
 from torchtitan.models.grouped_matmul import grouped_linear
@@ -205,11 +206,13 @@ class Experts(nn.Module):
 
     def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
         """Rows [R, H] of this rank's experts [R] in any order."""
-        places = places_of(expert, _local(self.down_proj).shape[0], step)
+        places = places_of(expert, local_tensor(self.down_proj).shape[0], step)
         return self._rows(spread(rows, places), places.ends).index_select(0, places.place)
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (_local(stack).to(rows.dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj))
+        gate, up, down = (
+            local_tensor(stack).to(rows.dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj)
+        )
         return grouped_linear(swiglu(grouped_linear(rows, gate, ends), grouped_linear(rows, up, ends)), down, ends)
 
 
@@ -231,17 +234,13 @@ class StackedExperts(Experts):
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
 
         def project(x: torch.Tensor, stack: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            weight, bias = _local(stack).to(x.dtype), _local(bias).to(x.dtype)
+            weight, bias = local_tensor(stack).to(x.dtype), local_tensor(bias).to(x.dtype)
             return grouped_linear(x, weight.transpose(1, 2), ends) + F.pad(bias, (0, 0, 0, 1))[expert]
 
         both = project(rows, self.gate_up_proj, self.gate_up_proj_bias)
         gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
         activated = (up + 1) * gate * _Sigmoid.apply(self.alpha * gate)
         return project(activated, self.down_proj, self.down_proj_bias)
-
-
-def _local(stack: torch.Tensor) -> torch.Tensor:
-    return stack.to_local() if isinstance(stack, DTensor) else stack
 
 
 class MoE(nn.Module):

@@ -102,7 +102,7 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
     training = config.training
     if dims.cp > 1:
         policy.context = ContextParallel(dims.cp_group)
-    if dims.tp_size > 1:
+    if dims.tp > 1:
         apply_tensor_parallelism(policy, dims.tp_mesh)
     if dims.ep > 1:
         apply_expert_parallelism(policy, dims, compiled=config.compile.enable)
@@ -219,7 +219,7 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         "offload_policy": offload,
     }
     reshard = config.parallelism.fsdp_reshard_after_forward
-    if dims.ep > 1 or dims.tp_size > 1:
+    if dims.ep > 1 or dims.tp > 1:
         shard_experts(policy, dims, reshard != "never", options)
     for layer in policy.layers:
         # The backward starts with the last layer: freeing it would only mean to gather it again at once.

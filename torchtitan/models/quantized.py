@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.placement import full_tensor, local_region
+from torchtitan.distributed.placement import full_tensor, local_region, local_tensor
 from torchtitan.models.nf4 import dequantize, is_quantized, quantize
 from torchtitan.models.shape import BLOCK
 
@@ -50,8 +49,7 @@ class QuantizedLinear(nn.Module):
     def copy_(self, part: torch.Tensor) -> None:
         """Hold this part of the weight, which is `region`'s."""
         for parameter, values in zip((self.packed, self.absmax), quantize(part.to(self.device)), strict=True):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(values)
+            local_tensor(parameter).copy_(values)
 
     def full_weight(self) -> torch.Tensor:
         """The whole weight in fp32 (a collective where it is sharded)."""
@@ -60,8 +58,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        local = self.packed.to_local() if isinstance(self.packed, DTensor) else self.packed
-        return local.device
+        return local_tensor(self.packed).device
 
 
 # Operators of their own and no autograd.Function: torch.compile would make one graph of that Function's forward and

@@ -376,7 +376,7 @@ class _Totals:
         packed = all_reduce_sum(torch.cat((torch.stack(list(self.sums.values())), places.flatten())))
         # Tensor-parallel ranks hold the same sums: each counts its share. So do context-parallel ones of what they
         # have gathered.
-        copies = {name: dims.tp_size * (1 if name in SUMS else dims.cp) for name in self.sums}
+        copies = {name: dims.tp * (1 if name in SUMS else dims.cp) for name in self.sums}
         sums = {name: value / copies[name] for name, value in zip(self.sums, packed.tolist(), strict=False)}
         by_rank = packed[len(self.sums) :].unflatten(0, places.shape)
         largest = dict(zip(LARGEST, by_rank.amax(0).tolist(), strict=True))

@@ -115,7 +115,7 @@ def _step(policy: Decoder, dims: ParallelDims) -> tuple[float, float, float]:
     assert type(log_probs) is torch.Tensor and log_probs.shape == entropy.shape == (layout.total,)
     loss = -(pack["weights"] * log_probs).sum() / sum(LENGTHS)
     loss.backward()
-    sums = collectives.all_reduce_sum(torch.stack((loss.detach(), entropy.sum()))) / (dims.tp_size * dims.cp)
+    sums = collectives.all_reduce_sum(torch.stack((loss.detach(), entropy.sum()))) / (dims.tp * dims.cp)
     norm, votes = collectives.gradient_norm_and_votes(policy.parameters(), torch.tensor([1.0, 0.0]))
     assert votes.tolist() == [float(dims.world_size), 0.0]
     # A bit below, so that clipping counts.
@@ -333,7 +333,7 @@ def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected:
         return
     ranks = [ParallelDims.from_config(parallelism, world_size, rank) for rank in range(world_size)]
     assert (ranks[0].dp_replicate, ranks[0].dp_shard, ranks[0].tp) == expected
-    assert [(dims.dp_rank, dims.tp_rank) for dims in ranks] == [
+    assert [(dims.dp_rank, dims.rank % dims.tp) for dims in ranks] == [
         (data, part) for data in range(expected[0] * expected[1]) for part in range(expected[2])
     ]
     assert ranks[0].fsdp_enabled == (world_size > 1)

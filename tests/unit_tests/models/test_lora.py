@@ -180,7 +180,7 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     targets = tokens.view(-1, 14).roll(-1, 1).flatten()
     loss = -policy(tokens, PackedLayout([14] * len(rows)), targets)[0].sum() / 28
     loss.backward()
-    total = collectives.all_reduce_sum(loss.detach()) / dims.tp_size
+    total = collectives.all_reduce_sum(loss.detach()) / dims.tp
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     norm, _ = collectives.gradient_norm_and_votes(trained, torch.zeros(1))
     largest = max(full_tensor(parameter.grad).abs().max().item() for parameter in trained if parameter.grad is not None)
