@@ -44,7 +44,7 @@ def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
         return data
     sends = dist.get_rank() == src
     assert not sends or data is not None, "the source passes the bytes"
-    # On the CPU: gloo carries these, also beside NCCL.
+    # Tensors are on the CPU: gloo carries them, also beside NCCL.
     length = torch.tensor([len(data) if sends and data is not None else 0], dtype=torch.int64)
     dist.broadcast(length, src)
     if length.item() == 0:
@@ -62,7 +62,7 @@ def gather_bytes(data: bytes) -> list[bytes] | None:
     if not dist.is_initialized():
         return [data]
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    # On the CPU: gloo carries these, also beside NCCL.
+    # Tensors are on the CPU: gloo carries them, also beside NCCL.
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
     dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64))
     longest = max(int(length) for length in lengths)

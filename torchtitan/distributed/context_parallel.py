@@ -41,7 +41,7 @@ def _back(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.torchtitan.exchange_heads(gradient, not to_heads, ranks, group), None, None, None
 
 
-# An operator, so that compiled graphs hold it as one node.
+# The exchange is an operator, so that compiled graphs hold it as one node.
 _library = torch.library.Library("torchtitan", "FRAGMENT")
 _library.define("exchange_heads(Tensor x, bool to_heads, int ranks, str group) -> Tensor")
 _library.impl("exchange_heads", _exchange, "CompositeExplicitAutograd")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-# Dense bf16 operations per second by words of the device's name, the longer ones first. From the makers' data sheets,
-# whose figures "with sparsity" are twice these.
+# Dense bf16 operations per second by words of the device's name, the longer ones first. The makers' data sheets have
+# them, beside figures "with sparsity" that are twice as large.
 _PEAKS = (
     ("H100 NVL", 835e12),
     ("H100 PCIe", 756e12),
@@ -122,7 +122,7 @@ def init_process_group(comm: Comm) -> str:
     if local_world_size() < world_size():
         address = choose_interface(comm.interface, os.environ["MASTER_ADDR"])
     if local_world_size() == world_size() and "lo" in psutil.net_if_addrs():
-        # All ranks on this machine: nothing needs to listen on the outside.
+        # All ranks are on this machine: nothing needs to listen on the outside.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -262,7 +262,7 @@ class _CpuFence:
         if self._error is not None:
             raise RuntimeError("work beside the computation has failed") from self._error
 
-    # The CPU computes when it is told to: whatever this thread does next has to wait, and so has the thread.
+    # A CPU has no queue of work that could wait for the fence: this thread, which computes, has to.
     hold = wait
 
 

@@ -120,7 +120,7 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 def _buckets(
     lengths: tuple[int, ...], heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, threads: int
 ) -> Buckets:
-    # All layers of a pack ask for the same. Threads: good lengths of keys may depend on them.
+    # All layers of a pack ask for the same buckets. Good lengths of keys may depend on the number of threads.
     return Buckets(lengths, heads, head_dim, dtype, device)
 
 
@@ -354,7 +354,7 @@ def _backward(
     lengths = tuple(bounds.diff().tolist())
     if uses_varlen_flash(q, softcap):
         used, longest = sum(lengths), max(lengths)
-        # What dropout would need.
+        # Dropout, which there is not, would need a state.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         found = torch.ops.aten._flash_attention_backward(
             *(x[:used].contiguous() for x in (gradient, q, k, v, out)),
@@ -369,7 +369,7 @@ def _backward(
         by_q, by_k, by_v = _buckets_backward(gradient, buckets, operands, done, window, scale, softcap)
     if sinks is None:
         return by_q, by_k, by_v, q.new_empty(0)
-    # Of a sink's share p: d out / d sink = -p out.
+    # With p the sink's share of a query's weights, d out / d sink = -p out.
     share = (sinks.to(total.dtype) - total).exp()[: sum(lengths)]
     by_sinks = -(share * (_wide(gradient) * out)[: sum(lengths)].sum(-1)).sum(0)
     return by_q, by_k, by_v, by_sinks.to(sinks.dtype)

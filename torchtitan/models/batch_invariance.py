@@ -168,7 +168,7 @@ def _row_step(shapes: tuple[tuple[int, int], ...], threads: int) -> int | None:
             more = F.linear(x.repeat(1 + -(-outputs // REFERENCE_ROWS), 1), weight)
             if not torch.equal(more[:REFERENCE_ROWS], whole):
                 return None
-        # A multiple of a step that will do needs no look of its own: the first one decides.
+        # Where a step will do, its multiples will: the first step that does is the answer.
         while possible and not all(
             torch.equal(F.linear(x[:rows], weight), whole[:rows]) for rows in _multiples(possible[0], COMPARED_ROWS)
         ):
@@ -191,7 +191,7 @@ class _AttentionSizes:
 @_undisturbed
 def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     """Held against causal attention over three blocks: a generated token's, and that over shorter sequences."""
-    # Several pieces of work, as in use: a single one might be shared between the threads.
+    # There are several heads, as in use: the threads might share the work of a single one.
     heads = 2 * min(threads, 8)
     longest = KEY_BLOCKS * KEY_BLOCK
     generator = torch.Generator().manual_seed(0)
@@ -225,7 +225,7 @@ def _attention_sizes(head_dim: int, threads: int) -> _AttentionSizes:
     )
     if not good or good[-1] != KEY_BLOCK:
         return _AttentionSizes(queries, ())
-    # What the trainer runs: as many queries as the sequence is long.
+    # The trainer attends with as many queries as the sequence is long.
     for length in (KEY_STEP, 80, 208, 336, 464, KEY_BLOCK + 96, 2 * KEY_BLOCK - 80):
         rest = (length - 1) % KEY_BLOCK
         if not sequence(length, length - 1 - rest + next(one for one in good if one > rest)):

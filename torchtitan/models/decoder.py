@@ -66,7 +66,7 @@ class Attention(nn.Module):
         sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
         norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) if args.qk_norm else None for size in sizes]
         self.q_norm, self.k_norm = norms
-        # For generation, see fused_projections.py; never set where the policy is trained.
+        # Set for generation (fused_projections.py), never where the policy is trained.
         self.fused: Callable[[torch.Tensor, RotaryTables | None], tuple[torch.Tensor, ...]] | None = None
 
     def forward(self, x: torch.Tensor, rotary: RotaryTables | None, attend: AttentionFunction) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Attention(nn.Module):
             q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None and self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        # -1 heads: under tensor parallelism a rank sees its share of them.
+        # The number of heads is -1, because under tensor parallelism a rank sees its share of them.
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None and not self.whole_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         self.sequence_parts = 1
         # The ranks that share a pack's tokens, where several do; `parallelize` sets it.
         self.context: ContextParallel | None = None
-        # Low-rank adapters, where there are; see lora.py.
+        # The settings of low-rank adapters, where the policy has some; see lora.py.
         self.lora: Lora | None = None
         self.model = DecoderStack(args)
         self.lm_head = LogProbHead(args.hidden_size, args.vocab_size)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torchtitan.errors import UserError
 
 MISSING = -1
-"""In place of a token's experts: nobody has said which ones an engine had it computed by"""
+"""In place of a token's experts: no engine has said which ones computed it"""
 
 # Under which of these names a config.json holds the number of experts.
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -65,14 +65,14 @@ def _gemma(**defaults: Any) -> dict[str, Any]:
     }
 
 
-# Of mixtures of experts, see expert_args.py.
+# Keys of mixtures of experts, which expert_args.py reads.
 _EXPERTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"),
     *("decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "output_router_logits", "router_aux_loss_coef"),
     *("router_jitter_noise",),
 )
-# Of further layers that guess several tokens at a time, which are not loaded.
+# Keys of further layers that guess several tokens at a time, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -109,7 +109,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         rotary_pairs=True,
-        # The last three are of training and of layouts alone.
+        # The last three matter in DeepSeek's own training alone.
         keys=(*_EXPERTS, *_LATENT, *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1},
         defaults={
@@ -178,7 +178,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Read for every family.
+# These keys are read for every family.
 HONOURED = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "hidden_activation", "rms_norm_eps", "rope_theta"),
@@ -187,7 +187,7 @@ HONOURED = (
     *("mlp_bias", "use_sliding_window", "sliding_window", "sliding_window_pattern", "max_window_layers"),
     *("layer_types", "_sliding_window_pattern"),
 )
-# They say nothing about what a token's log-prob is. Nothing is dropped out in training, as in the engines.
+# These keys say nothing about what a token's log-prob is. Nothing is dropped out in training, as in the engines.
 MEANINGLESS = (
     *("architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range", "use_cache"),
     *("pad_token_id", "attention_dropout", "resid_pdrop", "embd_pdrop", "_name_or_path", "auto_map", "pretraining_tp"),

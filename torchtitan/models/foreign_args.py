@@ -17,7 +17,7 @@ from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.model_args import ModelArgs, read_json, read_model_args
 
 REQUIRED_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# Other ones mix what lies in a pack, or depend on how long the longest sequence in it is.
+# Other kinds mix what lies in a pack, or depend on how long the longest sequence in it is.
 ATTENTION = {"full_attention", "sliding_attention"}
 ROPES = {"default", "linear", "llama3", "yarn", "proportional"}
 

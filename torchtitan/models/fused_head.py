@@ -96,7 +96,7 @@ class TwoPass(torch.autograd.Function):
             return log_probs, entropy
         ctx.projection, ctx.accumulate = projection, accumulate
         scale = None if local_maximum is None else (local_maximum - normalizer).exp()
-        # Used up by the first backward; another one computes the logits again.
+        # The first backward uses these up; another one computes the logits again.
         ctx.exponentials = kept
         ctx.save_for_backward(normalizer, entropy, scale, bias, *operands)
         ctx.set_materialize_grads(False)
@@ -110,7 +110,7 @@ class TwoPass(torch.autograd.Function):
         kept, ctx.exponentials = ctx.exponentials, None
         projection: Projection = ctx.projection
         pairs = len(operands) // 2
-        # FSDP frees and gathers weights between the passes: these are the ones of now.
+        # FSDP frees and gathers weights between the passes: the operands saved are the weights as they are now.
         projection.hidden, projection.weight, projection.bias = operands[:pairs], operands[pairs:], bias
         needed = [*ctx.needs_input_grad[3:], ctx.needs_input_grad[2]]
         places = _places(projection.weight, needed[pairs : 2 * pairs]) if ctx.accumulate else [None] * pairs
@@ -152,7 +152,7 @@ class OnePass(torch.autograd.Function):
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)
         columns = projection.column_tiles()
-        # The same on all ranks of a group, whose parts may differ in size: each way has collectives of its own.
+        # All ranks of a group go the same way, though their parts may differ in size: each way has its own collectives.
         if projection.cut or not any(needed):
             found, _ = statistics(projection)
             found.reduce_(projection.group)

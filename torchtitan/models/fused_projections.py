@@ -101,8 +101,8 @@ def _fuse(block: Attention | MLP) -> None:
 def _same_bits(projections: list[nn.Linear], rows: int) -> bool:
     """Whether one product of few `rows` gives what separate products of many give, to the last bit.
 
-    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU nobody counts
-    on equal bits, so there it does not matter.
+    A matrix kernel may split its sums by the shape of the whole product. In half precision and on a GPU equal bits are
+    not promised, so there it does not matter.
     """
     weight = projections[0].weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:

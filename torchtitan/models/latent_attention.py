@@ -19,7 +19,7 @@ EPS = 1e-6
 class LatentAttention(nn.Module):
     """Self-attention whose heads share one turned part of their keys."""
 
-    # Either the first, or the two after it.
+    # A model has either the first, or the two after it.
     q_proj: nn.Linear
     q_a_proj: nn.Linear
     q_b_proj: nn.Linear

@@ -101,7 +101,7 @@ class Projection:
         if self._buffer is None:
             most = self.tiling.rows + -self.tiling.rows % self.row_step
             self._buffer = torch.empty(most * self.tiling.columns, device=self.targets.device)
-        # One buffer for all tiles: a new one each time would be there twice.
+        # All tiles share one buffer: a new tile would be there beside the last one.
         product = self._buffer[: (count + missing) * width].view(-1, width)
         for index, (hidden, operand) in enumerate(zip(self.hidden, operands, strict=True)):
             some = matmul_operand(hidden[rows])
@@ -136,7 +136,7 @@ def _tiles(count: int, step: int) -> list[slice]:
 
 
 def _blocks(tile: torch.Tensor) -> list[slice]:
-    # A GPU has no use for them, and each would be kernels of its own.
+    # A GPU has no use for blocks, and each would be kernels of its own.
     fitting = len(tile) if on_gpu(tile) else BLOCK_BYTES // (4 * tile.shape[-1])
     return _tiles(len(tile), max(1, fitting))
 
@@ -232,7 +232,7 @@ class GradientSums:
         self.into = into
         self.weight: list[torch.Tensor | None] = []
         for tensor, need, place in zip(projection.weight, needed[pairs : 2 * pairs], into, strict=True):
-            # Some columns at a time, their sums are rounded as soon as they are complete.
+            # Where tiles have some of the columns, sums are rounded as soon as they are complete.
             dtype = torch.float32 if whole else tensor.dtype
             own = torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need and place is None else None
             self.weight.append(own if place is None else place)

@@ -42,9 +42,9 @@ def full_log_probs(
     if kept is not None:
         scaled = scaled.masked_fill(kept.cut_off_(torch.zeros_like(scaled), slice(0, len(targets))) < 0, -torch.inf)
     log_probs = torch.log_softmax(scaled, dim=-1)
-    # Not gather and squeeze: FSDP warns about outputs that are views.
+    # nll_loss picks the targets, because FSDP warns about outputs that are views, as gather and squeeze give them.
     chosen = -F.nll_loss(log_probs, targets, reduction="none")
-    # Bounded, since 0 · -inf is not 0.
+    # Log-probs are bounded, since 0 · -inf is not 0.
     return chosen, -(log_probs.exp() * log_probs.clamp(min=CUT_OFF)).sum(-1)
 
 

@@ -70,7 +70,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     master, computed = BYTES[training.dtype], BYTES[training.mixed_precision_param]
     own, adapters = trained_parameters(config, args)
     trained = -(-(own + adapters) // (shard * tensor))
-    # What is trained beside adapters is fp32, too.
+    # modules_to_save are fp32, as adapters are.
     trained_bytes = trained * (BYTES["float32"] if config.lora.rank else master)
     quantized = [rows * columns for rows, columns in quantized_projections(config, args).values()]
     plain = args.num_parameters() - args.num_hidden_layers * sum(quantized)

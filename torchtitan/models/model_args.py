@@ -28,13 +28,13 @@ from torchtitan.models.families import (
 
 __all__ = ["PROJECTIONS", "LinearScaling", "ModelArgs", "RopeScaling", "YarnScaling", "read_model_args"]
 
-# The matrices of a layer; under these names they are modules of the decoder.
+# The matrices of a layer are modules of the decoder under these names.
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT_PROJECTIONS, "o_proj")
 FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 PROJECTIONS = (*ATTENTION_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
 
-# In exports these are the decoder's own, whatever it was read from.
+# Exports have the decoder's own values of these, whatever it was read from.
 SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

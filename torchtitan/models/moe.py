@@ -69,7 +69,7 @@ class Router(nn.Module):
     def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(function, recurse)
         if self.e_score_correction_bias is not None:
-            # Whatever the model computes in: the bias moves in steps too small for half precision.
+            # The bias stays fp32 whatever the model computes in: it moves in steps too small for half precision.
             self.e_score_correction_bias = self.e_score_correction_bias.float()
         return self
 
@@ -230,7 +230,7 @@ class StackedExperts(Experts):
         self.exchange = None
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        # Rows past the last end hold anything: their bias is one of their own.
+        # Rows past the last end hold anything; they get a bias of zeros behind the experts' own.
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
 
         def project(x: torch.Tensor, stack: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ class MoE(nn.Module):
         self.gate = Router(args, hidden_size)
         self.experts = (StackedExperts if args.stacked else Experts)(args, hidden_size)
         self.shared_experts = shared
-        # Under sequence parallelism this rank's part of the pack and the number of parts: routes come for all of it.
+        # Routes come for the whole pack: under sequence parallelism this rank takes its part of so many.
         self.part, self.parts = 0, 1
         # Set where the experts chosen are to be known: record(layer, experts [T, k]).
         self.record: Callable[[int, torch.Tensor], None] | None = None

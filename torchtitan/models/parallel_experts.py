@@ -81,7 +81,7 @@ def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool
 def shard_experts(policy: Decoder, dims: ParallelDims, reshard: bool, options: dict[str, Any]) -> None:
     """FSDP2 of the experts by themselves, over the ranks that have the same ones and other tokens."""
     names = ("dp_replicate", "efsdp") if dims.dp_replicate > 1 else ("efsdp",)
-    # Whole experts where there are no groups; else rows, which torch places side by side with the experts.
+    # Ranks share out whole experts, or under expert parallelism rows, whose placement torch keeps apart from theirs.
     where = Shard(0) if dims.ep == 1 else Shard(1)
     for mixture in mixtures(policy):
         fully_shard(

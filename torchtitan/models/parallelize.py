@@ -85,7 +85,7 @@ def build_policy(config: JobConfig, dims: ParallelDims) -> Decoder:
 def _make(args: ModelArgs) -> Decoder:
     """Without weights."""
     if isinstance(args, ForeignArgs):
-        # An optional extra, and slow to import.
+        # transformers is an optional extra, and slow to import.
         from torchtitan.models.transformers_policy import TransformersPolicy
 
         return TransformersPolicy(args)
@@ -112,11 +112,11 @@ def parallelize(policy: Decoder, dims: ParallelDims, config: JobConfig) -> Decod
         add_adapters(policy, config.lora)
     if config.compile.enable:
         for layer in policy.layers:
-            # Tokens that travel between experts are outside of the graph.
+            # A mixture's exchange of tokens stays outside of the graph.
             whole = not isinstance(layer.mlp, MoE)
             _replace_forward(layer, _compiled(layer.forward, config.compile.backend, whole))
     if config.activation_checkpoint.mode != "none":
-        # Around what is compiled: the compiler takes no checkpoint whose function is not its own.
+        # Checkpoints stand around compiled layers: the compiler takes none whose function is not its own.
         apply_activation_checkpointing(policy, config.activation_checkpoint, random=config.lora.dropout > 0)
     reduced = {training.mixed_precision_param, training.mixed_precision_reduce} != {training.dtype}
     # One rank needs FSDP2 only for what else it does.
@@ -133,7 +133,7 @@ def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -
         x: torch.Tensor, rotary: RotaryTables | None, attend: PackedAttention, routing: Routing | None = None
     ) -> torch.Tensor:
         if type(x) is not torch.Tensor:
-            # What a collective still brings. Graphs that begin with it lose its gradient (torch 2.13).
+            # A collective may still bring x. Graphs that begin with such a tensor lose its gradient (torch 2.13).
             x = x.clone()
         # Packs differ in tokens and sequences; to call all sizes dynamic is more than DTensor takes.
         for tensor in (x, *(rotary or ()), attend.cumulative, attend.bounds):
@@ -169,7 +169,7 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
             # What follows attention and feed-forward is added to a plain tensor.
             layer_plan[name] = SequenceParallel(sequence_dim=0, use_local_output=place % 2 == 1)
     if policy.args.qk_norm:
-        # One weight for all heads, and the heads are what is sharded: [T, heads, D].
+        # All heads share one weight, and the heads are what is sharded: [T, heads, D].
         layer_plan["self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
         layer_plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     parallelize_module(policy, mesh, plan)
@@ -225,7 +225,7 @@ def apply_fsdp(policy: Decoder, dims: ParallelDims, config: JobConfig) -> None:
         # The backward starts with the last layer: freeing it would only mean to gather it again at once.
         last = layer is policy.layers[-1]
         fully_shard(layer, reshard_after_forward=reshard == "always" or (reshard == "default" and not last), **options)
-    # Embedding, final norm and head together: tied weights must be in one group.
+    # Embedding, final norm and head make one group, in which tied weights must be.
     fully_shard(policy, reshard_after_forward=reshard == "always", **options)
     for module in policy.modules():
         if isinstance(module, FSDPModule):

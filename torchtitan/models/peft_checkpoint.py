@@ -25,7 +25,7 @@ from torchtitan.models.low_rank import FACTOR_A, FACTOR_B
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# Options of PEFT's that would make its adapters compute something else than ours do.
+# With other values of these options PEFT's adapters compute something else than ours do.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),

@@ -16,7 +16,7 @@ from torchtitan.distributed.placement import full_tensor, local_region, local_te
 from torchtitan.models.nf4 import dequantize, is_quantized, quantize
 from torchtitan.models.shape import BLOCK
 
-# Parameters that stand for a weight; it is of no use to know them one by one.
+# These two parameters stand for a weight; only both together mean something.
 HELD = ("packed", "absmax")
 
 
@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Module):
         return local_tensor(self.packed).device
 
 
-# Operators of their own and no autograd.Function: torch.compile would make one graph of that Function's forward and
-# backward, and may keep what it makes of the bits in the one for the other.
+# These are operators and no autograd.Function, of which torch.compile makes one graph, forward and backward, that may
+# keep the weight made of the bits from the one to the other.
 @torch.library.custom_op(
     "torchtitan::quantized_linear",
     mutates_args=(),

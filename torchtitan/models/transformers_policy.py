@@ -25,7 +25,7 @@ from torchtitan.models.lora import adapted_modules
 
 # What transformers calls our attention.
 ATTENTION = "torchtitan"
-# Sequences of the look whether packs are computed as their sequences are; windows are made shorter for it.
+# `check_packing` compares sequences of these lengths, with windows that are made so short.
 LENGTHS, WINDOW = [24, 17], 8
 
 
@@ -208,7 +208,7 @@ def check_packing(policy: TransformersPolicy, tolerance: float) -> None:
         one.sliding_window = WINDOW
     try:
         found, _ = policy(tokens, layout, tokens.roll(-1))
-        # What its head does to logits transformers does by itself.
+        # transformers itself does to logits what its head does.
         policy.alone, config._attn_implementation, head.softcap, head.divisor = True, "eager", 0.0, 1.0
         expected, _ = policy(tokens, layout, tokens.roll(-1))
     finally:
