@@ -158,12 +158,16 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _flash_on_cpu(q: torch.Tensor, softcap: float) -> bool:
+    return q.device.type == "cpu" and not softcap
+
+
 def attend_masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, heads, L, D], k and v [B, heads, keys, D], mask (added to scores) broadcast to [B, heads, L, keys] ->
     (attention like q, log Σ e^score [B, heads, L] in fp32 or wider). No gradients."""
-    if q.device.type == "cpu" and not softcap:
+    if _flash_on_cpu(q, softcap):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     scores, _ = _scores(_wide(q), _wide(k), mask, scale, softcap)
     total = scores.logsumexp(-1)
@@ -175,10 +179,6 @@ def with_sinks(out: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor) -> t
     value 0 (gpt-oss)."""
     joint = torch.logaddexp(total, sinks.to(total.dtype))
     return out * (total - joint).exp()[..., None].to(out.dtype), joint
-
-
-def _flash_on_cpu(q: torch.Tensor, softcap: float) -> bool:
-    return q.device.type == "cpu" and not softcap
 
 
 def _sequences_forward(

@@ -74,7 +74,10 @@ _EXPERTS = (
 )
 # Keys of further layers that guess several tokens at a time, which are not loaded.
 _MTP = ("num_nextn_predict_layers", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+# Of DeepSeek-V3: its latent attention, and what GLM-4.5 has of its experts.
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_ROUTED = {"norm_topk_prob": True, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _SWITCHED = {"use_sliding_window": False}
 FAMILIES: dict[str, Family] = {
@@ -95,31 +98,24 @@ FAMILIES: dict[str, Family] = {
         qk_norm="heads",
         output_bias=False,
         keys=(*_EXPERTS, "use_qk_norm", *_MTP),
-        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        only=_NOAUX,
         defaults={
+            **_ROUTED,
             "rms_norm_eps": 1e-5,
             "head_dim": 128,
             "partial_rotary_factor": 0.5,
             "use_qk_norm": False,
-            "norm_topk_prob": True,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
         },
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         rotary_pairs=True,
         # The last three matter in DeepSeek's own training alone.
-        keys=(*_EXPERTS, *_LATENT, *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
-        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1},
+        keys=(*_EXPERTS, *_LATENT, "qk_head_dim", *_MTP, "ep_size", "aux_loss_alpha", "seq_aux"),
+        only={**_NOAUX, "rope_interleave": True, "moe_layer_freq": 1},
         defaults={
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "norm_topk_prob": True,
-            "n_shared_experts": 1,
+            **_LATENT,
+            **_ROUTED,
             "routed_scaling_factor": 2.5,
             "n_group": 8,
             "topk_group": 4,

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from torchtitan.errors import UserError
 from torchtitan.models.expert_args import ExpertArgs
-from torchtitan.models.model_args import ModelArgs, RopeScaling
+from torchtitan.models.families import RopeScaling
+from torchtitan.models.model_args import ModelArgs
 
 
 def _debug(family: str, **switches: object) -> ModelArgs:

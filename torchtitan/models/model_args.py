@@ -26,8 +26,6 @@ from torchtitan.models.families import (
     read_windows,
 )
 
-__all__ = ["PROJECTIONS", "LinearScaling", "ModelArgs", "RopeScaling", "YarnScaling", "read_model_args"]
-
 # The matrices of a layer are modules of the decoder under these names.
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", *LATENT_PROJECTIONS, "o_proj")

@@ -82,14 +82,10 @@ def read_shape(config: JobConfig) -> ModelArgs | None:
         raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path}: {error}") from error
     except KeyError as error:
         raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path} lacks the key {error}") from error
-    named = _hf_family(model.name)
+    named = {"llama3": "llama"}.get(model.name, model.name)
     if model.name != "auto" and args.family != named:
         raise UserError(
             f'model.name = "{model.name}" is not allowed: the checkpoint in {model.hf_assets_path} is of family '
             f"{args.family}; set model.name to auto"
         )
     return args
-
-
-def _hf_family(name: str) -> str:
-    return {"llama3": "llama"}.get(name, name)
