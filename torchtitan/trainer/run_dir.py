@@ -52,9 +52,9 @@ def open_run_directory(config: JobConfig) -> Start:
     checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        own_link = f".launch-{os.environ.get(LAUNCH_VARIABLE, '')}"
-        own = root / own_link
-        if own.exists():
+        launch = os.environ.get(LAUNCH_VARIABLE)
+        own = root / f".launch-{launch}" if launch else None
+        if own is not None and own.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
                 raise UserError(f"{lost}, and without checkpoint.enable = true there is nothing to go on from")
@@ -65,9 +65,9 @@ def open_run_directory(config: JobConfig) -> Start:
         else:
             start = Start(str(_fresh(root, config.job.name).resolve()))
         _write_config(Path(start.run_dir), config)
-        _link(root, LATEST, Path(start.run_dir))
-        if LAUNCH_VARIABLE in os.environ:
-            _link(root, own_link, Path(start.run_dir))
+        _link(root / LATEST, Path(start.run_dir))
+        if own is not None:
+            _link(own, Path(start.run_dir))
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
     return start
@@ -126,13 +126,12 @@ def _write_config(run_dir: Path, config: JobConfig) -> None:
     path.write_text(config_to_toml(config), encoding="utf-8")
 
 
-def _link(root: Path, name: str, run_dir: Path) -> None:
-    link = root / name
+def _link(link: Path, run_dir: Path) -> None:
     if link.exists() and not link.is_symlink():
         logger.warning("%s is not a link: it is left alone", link)
         return
-    temporary = root / f".link-{secrets.token_hex(4)}"
-    temporary.symlink_to(os.path.relpath(run_dir.resolve(), root.resolve()))
+    temporary = link.with_name(f".link-{secrets.token_hex(4)}")
+    temporary.symlink_to(os.path.relpath(run_dir.resolve(), link.parent.resolve()))
     os.replace(temporary, link)
 
 
