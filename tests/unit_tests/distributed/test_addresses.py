@@ -49,7 +49,8 @@ def test_what_others_cannot_reach_is_refused_with_what_there_is(machine: Callabl
         addresses.choose_interface("ib9", "gpu1")
 
 
-def test_ranks_of_three_machines_meet_and_say_where(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_ranks_of_three_machines_are_numbered_by_node_meet_and_say_where(tmp_path: Path) -> None:
     """Launchers at three addresses, as three machines would have them; the second start of all ranks meets, too."""
     script = tmp_path / "rank.py"
     script.write_text(
@@ -57,7 +58,7 @@ def test_ranks_of_three_machines_meet_and_say_where(tmp_path: Path) -> None:
         "from torchtitan.config.job_config import Comm\n"
         "from torchtitan.distributed import device\n"
         "address = device.init_process_group(Comm(init_timeout_seconds=60))\n"
-        "open(f'{sys.argv[1]}/{device.rank()}', 'a').write(address + ' ')\n"
+        "open(f'{sys.argv[1]}/{device.rank()}', 'a').write(f'{os.environ[\"GROUP_RANK\"]} at {address}, ')\n"
         "os._exit(75 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)\n"
     )
     with socket.socket() as free:
@@ -73,4 +74,6 @@ def test_ranks_of_three_machines_meet_and_say_where(tmp_path: Path) -> None:
         for rank in (2, 1, 0)
     ]
     assert [launcher.wait(240) for launcher in launchers] == [0, 0, 0]
-    assert {(tmp_path / str(rank)).read_text() for rank in range(3)} == {"127.0.0.1 (lo) 127.0.0.1 (lo) "}
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [
+        f"{rank} at 127.0.0.1 (lo), " * 2 for rank in range(3)
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -198,27 +197,6 @@ def test_rank_0_is_on_the_node_whose_address_the_run_gives(tmp_path: Path, model
         words = started.stdout.split()
         assert words[words.index("--node-rank") + 1] == str(rank)
         assert words[words.index("--master-addr") + 1] == words[words.index("--weight_sync.host") + 1] == "gpu8"
-
-
-def test_ranks_are_numbered_by_node_and_not_by_address(tmp_path: Path) -> None:
-    script = tmp_path / "place.py"
-    script.write_text(
-        "import os\nopen(f\"{os.environ['FOLDER']}/{os.environ['RANK']}\", 'w').write(os.environ['GROUP_RANK'])\n"
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.8", 0))
-        port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torchtitan.utils.launch", "--nnodes", "3", "--nproc-per-node", "1"]
-    launch += ["--master-addr", "127.0.0.8", "--master-port", str(port)]
-    agents = [
-        subprocess.Popen(
-            [*launch, "--node-rank", str(rank), "--local-addr", f"127.0.0.{8 + rank}", str(script)],
-            env={**os.environ, "FOLDER": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        )
-        for rank in (2, 1, 0)
-    ]
-    assert [agent.wait(120) for agent in agents] == [0, 0, 0]
-    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0", "1", "2"]
 
 
 def test_a_failed_training_ends_the_servers_and_the_job(tmp_path: Path, model: Path, config: Path) -> None:
