@@ -88,7 +88,7 @@ def _sums() -> list[dict[str, str]]:
 
 WARM_STARTS = {
     "guess": WarmStart(guess_play, steps=450),
-    "calculator": WarmStart(calculator_play, steps=3000, target=0.1),
+    "calculator": WarmStart(calculator_play, steps=3000, target=0.06),
 }
 
 
