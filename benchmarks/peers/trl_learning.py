@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl_config import grpo_config
 
 
 def accuracy(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -22,36 +23,19 @@ def accuracy(completions: list[str], answer: list[str], **_: Any) -> list[float]
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
     rows = [json.loads(line) for line in Path(options["rows"]).read_text().splitlines()]
     batch = options["prompts"] * options["generations"]
-    arguments = GRPOConfig(
+    arguments = grpo_config(
+        options,
         output_dir=f"{options['output']}-work",
-        use_cpu=True,
-        bf16=False,
-        seed=options["seed"],
         # A batch of samples, trained in so many optimizer steps of equal parts.
         per_device_train_batch_size=batch // options["minibatches"],
         steps_per_generation=options["minibatches"],
-        num_generations=options["generations"],
-        max_completion_length=options["new_tokens"],
         max_steps=options["steps"] * options["minibatches"],
-        learning_rate=options["learning_rate"],
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=options["warmup"] * options["minibatches"],
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
         scale_rewards="none",
-        temperature=1.0,
-        gradient_checkpointing=False,
         logging_steps=10,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     trainer = GRPOTrainer(

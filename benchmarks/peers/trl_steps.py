@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl_config import grpo_config
 from vowels import vowels
 
 
@@ -35,7 +36,6 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
     folder = Path(options["folder"])
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -44,31 +44,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     # No token ends a completion: both generate the same number of tokens.
     model.generation_config.eos_token_id = None
-    arguments = GRPOConfig(
+    arguments = grpo_config(
+        options,
         output_dir=str(folder / f"trl-{options['seed']}"),
-        use_cpu=True,
-        bf16=False,
-        seed=options["seed"],
         per_device_train_batch_size=options["prompts"] * options["generations"],
-        num_generations=options["generations"],
-        max_completion_length=options["new_tokens"],
         max_steps=options["steps"],
-        learning_rate=options["learning_rate"],
         lr_scheduler_type="constant",
-        adam_beta2=0.95,
-        max_grad_norm=1.0,
-        beta=0.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        loss_type="dapo",
         scale_rewards="group",
-        temperature=1.0,
-        gradient_checkpointing=False,
         generation_kwargs={"eos_token_id": None},
         logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
     clock = Clock()
     trainer = GRPOTrainer(

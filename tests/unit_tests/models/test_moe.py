@@ -58,7 +58,9 @@ def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_
     expected = _their_logits(theirs, tokens)
     logits = policy(tokens, PackedLayout(LENGTHS))
     assert expected.abs().max() > 3
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # DeepSeek's scores are multiplied by the temperature of yarn twice: transformers itself is farther from float64.
+    bound = 1e-5 * (float(expected.abs().max()) if mixture.name == "deepseek_v3" else 1.0)
+    assert (logits - expected).abs().max() <= bound
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
     (expected.log_softmax(-1) * weights).sum().backward()
     (logits.log_softmax(-1) * weights).sum().backward()
