@@ -45,28 +45,33 @@ def imports_of_vllm() -> Iterator[tuple[str, str]]:
 def test_what_is_imported_is_there(sources: Path | zipfile.Path) -> None:
     wanted = sorted(set(imports_of_vllm()))
     assert ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload") in wanted
-    missing = []
-    for module, name in wanted:
-        place = sources
-        for part in module.split(".")[1:]:
-            place = place / part
-        file = place.parent / f"{place.name}.py"
-        file = file if file.is_file() else place / "__init__.py"
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        found: set[str] = set()
-        for node in ast.walk(ast.parse(text)):
-            match node:
-                case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                    found.add(node.name)
-                case ast.Name(ctx=ast.Store()):
-                    found.add(node.id)
-                case ast.alias():
-                    found.add(node.asname or node.name)
-                case ast.Constant(value=str()) if module == "vllm":
-                    found.add(node.value)  # the package's own names are imported when they are asked for
-        if name not in found and not (place / f"{name}.py").is_file():
-            missing.append(f"{module}: {name}")
+    missing = [f"{module}: {name}" for module, name in wanted if name not in names_in(sources, module)]
     assert not missing
+
+
+def names_in(sources: Path | zipfile.Path, module: str) -> set[str]:
+    """What a module of vLLM has: what it defines, imports, or has lying in its folder."""
+    place = sources
+    for part in module.split(".")[1:]:
+        place = place / part
+    file = place.parent / f"{place.name}.py"
+    file = file if file.is_file() else place / "__init__.py"
+    if not file.is_file():
+        return set()
+    found = {one.name.removesuffix(".py") for one in place.iterdir()} if place.is_dir() else set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.ImportFrom(names=[ast.alias(name="*")], level=1):
+                found |= names_in(sources, f"{module}.{node.module}")
+            case ast.alias():
+                found.add(node.asname or node.name)
+            case ast.Constant(value=str()) if module == "vllm":
+                found.add(node.value)  # the package's own names are imported when they are asked for
+    return found
 
 
 def functions(file: Path | zipfile.Path, name: str = "") -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
