@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 import torch
 
 sys.path.insert(0, str(common.REPOSITORY))
@@ -49,8 +50,14 @@ Batch = dict[str, Any]
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
-# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative.
-AS_THEIRS = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": 0.0}
+# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative. TRL's
+# torch.where rounds sapo's 1.05 to single precision, whatever the ratios are in.
+AS_THEIRS = {
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "delta": 0.0,
+    "sapo_temperature_negative": float(np.float32(1.05)),
+}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 DECOUPLED = {"recompute_old_log_probs": True}
 # TRL's name of an option that Liger has too -> Liger's.
