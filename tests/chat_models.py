@@ -117,8 +117,8 @@ def make_chat_model(directory: Path, taught: bool = True) -> Path:
     return directory
 
 
-def teach(directory: Path, conversations: list[list[int]], steps: int = 400) -> None:
-    """Have the checkpoint learn these token sequences by heart."""
+def teach(directory: Path, conversations: list[list[int]], steps: int = 400, given: int = 0) -> None:
+    """Have the checkpoint learn these token sequences by heart, but for the `given` tokens that each begins with."""
     import torch
 
     from torchtitan.models import export_policy, load_policy
@@ -129,6 +129,8 @@ def teach(directory: Path, conversations: list[list[int]], steps: int = 400) -> 
     layout = PackedLayout([len(tokens) for tokens in conversations])
     predicts = torch.ones(len(ids), dtype=torch.bool)
     predicts[layout.cumulative[1:].long() - 1] = False
+    for begin in layout.cumulative[:-1].tolist():
+        predicts[begin : begin + max(0, given - 1)] = False
     optimizer = torch.optim.AdamW(policy.parameters(), 3e-3, weight_decay=0.0)
     for _ in range(steps):
         log_probs, _ = policy(ids, layout, ids.roll(-1), 1.0)
