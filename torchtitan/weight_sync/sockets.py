@@ -257,7 +257,11 @@ class SocketRuntime:
         if self._error is not None:
             raise self._error
 
-    def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "handle" not in context:
+            # No callback of ours. Clients of other libraries that are collected on this thread leave it tasks.
+            loop.default_exception_handler(context)
+            return
         self._error = self._error or context.get("exception") or RuntimeError(context["message"])
         self.loop.stop()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -127,3 +129,22 @@ def test_running_out_of_files_ends_no_server(monkeypatch: pytest.MonkeyPatch) ->
     with gate_at(listener), socket.create_connection(listener.getsockname(), timeout=5) as client:
         assert b"challenge" in client.recv(4096)
         assert listener.failures == 0
+
+
+def test_a_strangers_task_does_not_end_the_loop_and_a_callback_that_fails_does() -> None:
+    """Clients of HTTP libraries close themselves by a task on whatever loop runs where they are collected."""
+    runtime, later = SocketRuntime(), threading.Event()
+
+    async def close_itself() -> None:
+        raise RuntimeError("Event loop is closed")
+
+    def begin() -> None:
+        asyncio.get_running_loop().create_task(close_itself())
+        gc.collect()
+        runtime.call_later(0.05, lambda: (gc.collect(), later.set()))
+        runtime.call_later(0.1, lambda: 1 // 0)
+
+    runtime.post(begin)
+    with pytest.raises(ZeroDivisionError):
+        runtime.run()
+    assert later.is_set()
