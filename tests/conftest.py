@@ -123,6 +123,14 @@ def module_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proce
         yield started
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_stays() -> Iterator[None]:
+    """FSDP2 makes one of this process alone where none is there; the next file's tests may want another."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the real engines and what is marked slow")
 
