@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+TRAIN = ("-m", "torchtitan.grpo_train")
 _PR_SET_PDEATHSIG = 1
 
 Bars = Mapping[str, tuple[str, float]]
@@ -142,6 +143,28 @@ def running_on(*cores: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def train(
+    settings: Mapping[str, object],
+    *words: str,
+    program: Sequence[str] = TRAIN,
+    seconds: float = 3600.0,
+    **variables: str,
+) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of a training run in a process of its own, whose log goes to standard error.
+
+    settings: configuration keys, job.dump_folder among them; words: further ones of its command line; variables: of its
+    environment. Raises subprocess.CalledProcessError, or TimeoutExpired after so many seconds.
+    """
+    from torchtitan.utils.child_process import child_environment  # not where peers' environments import this file
+    from torchtitan.utils.json_lines import read_json_lines
+
+    command = [sys.executable, *program, *words]
+    command += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+    environment = child_environment(1, **variables)
+    subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr, timeout=seconds, check=True)
+    return read_json_lines(Path(str(settings["job.dump_folder"])) / "latest" / "metrics.jsonl")
 
 
 def refuse_without_gpu() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -38,7 +37,6 @@ from torchtitan.models.swiglu import swiglu
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.utils.json_lines import read_json_lines
 
 BARS = {"replay_kl_ratio": (">=", 10.0), "replayed_share": (">=", 1.0), "grouped_speed": (">=", 2.0)}
 EXPERTS, PER_TOKEN = 64, 8
@@ -117,10 +115,9 @@ def grouped_speed(tokens: int, repeats: int) -> float:
 
 def learned(folder: Path, seed: int, replay: bool, steps: int) -> float:
     """What the mean reward of the debug task gains in a run whose engine computes in bf16."""
-    dump = folder / f"{seed}-{replay}"
     options = {
         "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu_moe.toml",
-        "job.dump_folder": dump,
+        "job.dump_folder": folder / f"{seed}-{replay}",
         "model.hf_assets_path": folder / "debug_arithmetic_moe",
         "parallelism.expert_parallel_degree": 1,
         "inference.dtype": "bfloat16",
@@ -131,12 +128,7 @@ def learned(folder: Path, seed: int, replay: bool, steps: int) -> float:
         "eval.interval": steps,
         "metrics.log_freq": 1,
     }
-    command = [sys.executable, "-m", "torchtitan.grpo_train"]
-    for key, value in options.items():
-        command += [f"--{key}", str(value)]
-    subprocess.run(command, check=True, capture_output=True, timeout=3600, cwd=common.REPOSITORY)
-    rows = [row for row in read_json_lines(dump / "latest" / "metrics.jsonl") if "reward/mean" in row]
-    rewards = [row["reward/mean"] for row in rows]
+    rewards = [row["reward/mean"] for row in common.train(options) if "reward/mean" in row]
     return statistics.mean(rewards[-ENDS:]) - statistics.mean(rewards[:ENDS])
 
 

@@ -14,7 +14,6 @@ both runs do without the correction that would ask for it; π/π_old of all toke
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -28,8 +27,6 @@ from torchtitan.inference.trajectory import Branch, Given  # noqa: E402
 from torchtitan.inference.types import Completion  # noqa: E402
 from torchtitan.rollout.types import Batch  # noqa: E402
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer, Slots  # noqa: E402
-from torchtitan.utils.child_process import child_environment  # noqa: E402
-from torchtitan.utils.json_lines import read_json_lines  # noqa: E402
 
 BARS = {"masked_minus_unmasked": (">=", 0.02)}
 UNMASKED = "--unmasked-run"
@@ -77,12 +74,8 @@ def run(folder: Path, task: str, masked: bool, seed: int, steps: int) -> float:
         "eval.interval": steps,
         "checkpoint.enable": "false",
     }
-    begin = [__file__, UNMASKED] if not masked else ["-m", "torchtitan.grpo_train"]
-    command = [sys.executable, *begin, *(str(word) for key, value in settings.items() for word in (f"--{key}", value))]
-    subprocess.run(
-        command, cwd=REPOSITORY, env=child_environment(1), stdout=sys.stderr, timeout=RUN_SECONDS, check=True
-    )
-    rows = read_json_lines(folder / f"{masked}-{seed}" / "latest" / "metrics.jsonl")
+    program = common.TRAIN if masked else (__file__, UNMASKED)
+    rows = common.train(settings, program=program, seconds=RUN_SECONDS)
     return [float(row["eval/pass@1"]) for row in rows if "eval/pass@1" in row][-1]
 
 

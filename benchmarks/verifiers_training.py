@@ -29,8 +29,6 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import common  # noqa: E402
 from tests.chat_models import make_chat_model, teach  # noqa: E402
 from torchtitan.inference.agent.command import find_python  # noqa: E402
-from torchtitan.utils.child_process import child_environment  # noqa: E402
-from torchtitan.utils.json_lines import read_json_lines  # noqa: E402
 
 BARS = {"reward_last": (">=", 1.2), "episodes_lost": ("<=", 0.0)}
 EXAMPLES = REPOSITORY / "examples" / "verifiers"
@@ -97,11 +95,9 @@ def train(model: Path, folder: Path, steps: int) -> list[dict[str, float]]:
         "metrics.log_freq": 1,
         "checkpoint.enable": "false",
     }
-    command = [sys.executable, "-m", "torchtitan.grpo_train", "--rewards.functions"]
-    command += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    environment = {**child_environment(1), "PYTHONPATH": f"{REPOSITORY}:{EXAMPLES}"}
-    subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr, timeout=TIMEOUT_S, check=True)
-    return [row for row in read_json_lines(folder / "latest" / "metrics.jsonl") if "reward/mean" in row]
+    path = f"{REPOSITORY}:{EXAMPLES}"
+    rows = common.train(settings, "--rewards.functions", seconds=TIMEOUT_S, PYTHONPATH=path)
+    return [row for row in rows if "reward/mean" in row]
 
 
 def main() -> None:

@@ -261,7 +261,7 @@ def main() -> int:
         )
         found = [one for one in mutants_of(path) if options.only in f"{one.path}:{one.line} {one.what}"]
         drawn += rng.sample(found, min(share, len(found)))
-    # So that what is done when somebody stops it is drawn evenly, too.
+    # A run that is stopped has then drawn evenly, too.
     rng.shuffle(drawn)
     import pytest
 

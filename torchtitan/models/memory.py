@@ -151,8 +151,8 @@ def parts_on_host(config: JobConfig) -> set[str]:
     """The parts of an estimate that are in host memory."""
     trained = {"parameters", "gradients", "optimizer"} if config.training.enable_cpu_offload else set()
     reference = {"reference"} if reference_on_host(config) else set()
-    on_device = config.weight_sync.transport in ON_DEVICE and trains_on_gpu()
-    return trained | reference | (set() if on_device else {"slots"})
+    slots = set() if config.weight_sync.transport in ON_DEVICE and trains_on_gpu() else {"slots"}
+    return trained | reference | slots
 
 
 def on_device(config: JobConfig, memory: MemoryEstimate) -> int:

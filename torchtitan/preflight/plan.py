@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan.config.derived import (
-    ON_DEVICE,
     global_batch_size,
     group_size,
     has_engines,
@@ -143,7 +142,7 @@ def _weight_sync(config: JobConfig, memory: MemoryEstimate, version_bytes: int) 
     sync, inference = config.weight_sync, config.inference
     if is_colocated(config):
         return []
-    on_gpu = sync.transport in ON_DEVICE and trains_on_gpu()
+    on_gpu = "slots" not in parts_on_host(config)
     slots = sync.slots_per_rank
     host = "host memory, shared with its shard server"
     lines = [f"slots per rank: {slots}, together {_size(memory.slots)} of {'GPU memory' if on_gpu else host}"]

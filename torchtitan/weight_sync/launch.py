@@ -36,7 +36,7 @@ class Supervised:
     """
 
     def __init__(self, name: str, max_restarts: int, pulse: Callable[[], int] | None):
-        self.name, self._max_restarts, self._counted = name, max_restarts, pulse
+        self.name, self._max_restarts, self._pulse = name, max_restarts, pulse
         self.failure = ""
         """Why it does not live again, if so"""
         self.restarts = 0
@@ -46,8 +46,8 @@ class Supervised:
     def supervise(self) -> None:
         """Begin to."""
         self._thread.start()
-        if self._counted is not None:
-            threading.Thread(target=self._watch, args=(self._counted,), name=f"pulse-{self.name}", daemon=True).start()
+        if self._pulse is not None:
+            threading.Thread(target=self._watch, args=(self._pulse,), name=f"pulse-{self.name}", daemon=True).start()
 
     def _begin(self) -> None:
         raise NotImplementedError

@@ -23,7 +23,7 @@ ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 class LeadingEngine:
     """An engine whose workers stage their parts: nothing arrives here.
 
-    lives(): whether somebody hears what is ordered.
+    lives(): whether the actor's loop still runs, which orders what workers do.
     """
 
     def __init__(self, apply: ApplyFunction, runtime: SocketRuntime, lives: Callable[[], bool]):
