@@ -78,6 +78,9 @@ def _value(name: str, words: list[str]) -> Any:
         return " ".join(words)
     kind = _kind(name)
     if get_origin(kind) is list:
+        # Several words, or one that is a list as TOML writes it.
+        if len(words) == 1 and isinstance(array := value_of_words(words), list):
+            return array
         return [_scalar(get_args(kind)[0], word) for word in words]
     if kind is bool and not words:
         return True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, teacher_config, trains_only_adapters
+from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, trains_only_adapters
 from torchtitan.config.device_defaults import trains_on_gpu
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
-from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_shape, trained_parameters
+from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_teacher_shape, trained_parameters
 
 GPU_HEAD_BYTES = 1 << 30
 LARGEST_HEAD_BYTES = 36 << 20
@@ -95,7 +95,7 @@ def estimate_memory(config: JobConfig, args: ModelArgs, shard: int, tensor: int,
     if has_reference(config):
         taught = config.job.stage == "distill"
         second = base if taught or not trains_only_adapters(config) else 0
-        if taught and (teacher := read_shape(teacher_config(config))) is not None:
+        if taught and (teacher := read_teacher_shape(config)) is not None:
             second = teacher.num_parameters() * master
         reference = -(-second // (shard * tensor))
     # Without FSDP2 parameters are used where they lie, and gradients added up where they stay.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
@@ -62,8 +63,13 @@ def newest_export(path: str) -> str:
     return str(exports[max(exports)].resolve()) if exports else path
 
 
-def read_shape(config: JobConfig) -> ModelArgs | None:
-    """The shape of the policy, or None while the debug checkpoint has not been made.
+def read_teacher_shape(config: JobConfig) -> ModelArgs | None:
+    """As read_shape, of distill.teacher."""
+    return read_shape(teacher_config(config), "distill.teacher")
+
+
+def read_shape(config: JobConfig, key: str = "model.hf_assets_path") -> ModelArgs | None:
+    """The shape of the policy, or None while the debug checkpoint has not been made. key: where the path was given.
 
     Raises:
         UserError: unknown flavor; no, unreadable or unsupported config.json. Its message names key and value.
@@ -73,15 +79,17 @@ def read_shape(config: JobConfig) -> ModelArgs | None:
         return find_flavor(model.name, model.flavor)
     if is_missing_debug_checkpoint(config):
         return None
-    path = Path(model.hf_assets_path) / "config.json"
+    path, given = Path(model.hf_assets_path) / "config.json", f"{key} = {show(model.hf_assets_path)}"
+    if not path.exists():
+        raise UserError(f"{given}: there is no config.json in it (looked in {Path.cwd()})")
     try:
         args = read_args(model.hf_assets_path, model.implementation)
     except UserError as error:
-        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {error}") from error
+        raise UserError(f"{given}: {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path}: {error}") from error
+        raise UserError(f"{given}: {path}: {error}") from error
     except KeyError as error:
-        raise UserError(f"model.hf_assets_path = {show(model.hf_assets_path)}: {path} lacks the key {error}") from error
+        raise UserError(f"{given}: {path} lacks the key {error}") from error
     named = {"llama3": "llama"}.get(model.name, model.name)
     if model.name != "auto" and args.family != named:
         raise UserError(

@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import has_engines, has_environment, teacher_config
+from torchtitan.config.derived import has_engines, has_environment
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape import read_teacher_shape
 from torchtitan.preflight.check import Check
 
 TEACHER = "distill.teacher"
@@ -64,7 +63,11 @@ def _check_distill(check: Check) -> None:
     text = "must be 0 in job.stage = distill, where the teacher has the reference's place"
     refuse("grpo.kl_coefficient", grpo.kl_coefficient > 0, text)
     refuse("distill.coefficient", distill.coefficient == 0, "must be greater than 0: nothing would be distilled")
-    refuse(TEACHER, not distill.teacher, "must be the teacher's checkpoint directory, with distill.teacher_url as well")
+    refuse(
+        TEACHER,
+        not distill.teacher,
+        "must be the teacher's checkpoint directory, also with distill.teacher_url",
+    )
     if distill.teacher_url:
         url = re.fullmatch(r"https?://[^/\s]+/?", distill.teacher_url)
         refuse("distill.teacher_url", url is None, "must be a URL such as http://127.0.0.1:8000")
@@ -99,9 +102,9 @@ def _check_teacher(check: Check, config: JobConfig) -> None:
 
 def _check_shape(check: Check, config: JobConfig) -> None:
     try:
-        args = read_shape(teacher_config(config))
+        args = read_teacher_shape(config)
     except UserError as error:
-        check.say(TEACHER, f"{TEACHER} = {show(config.distill.teacher)}: {error}")
+        check.say(TEACHER, str(error))
         return
     assert args is not None
     tensor = config.parallelism.tensor_parallel_degree

@@ -73,6 +73,11 @@ def test_booleans(write_config: WriteConfig, words: list[str], expected: bool) -
     assert load_config([*write_config(), *words]).grpo.async_weight_update is expected
 
 
+@pytest.mark.parametrize("words", [["accuracy", "format"], ['["accuracy", "format"]']], ids=["words", "as TOML"])
+def test_lists(write_config: WriteConfig, words: list[str]) -> None:
+    assert load_config([*write_config(), "--rewards.functions", *words]).rewards.functions == ["accuracy", "format"]
+
+
 def test_negative_and_odd_values_pass_through(write_config: WriteConfig) -> None:
     words = ["--training.global_batch_size", "-1", "--training.local_batch_size", "16", "--job.description=--x = 'y'"]
     config = load_config([*write_config(), *words])

@@ -10,6 +10,7 @@ import pytest
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config import device_defaults
 from torchtitan.config.job_config import JobConfig
+from torchtitan.errors import UserError
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.loading import load_config
 from torchtitan.preflight.plan import describe_plan, make_plan
@@ -32,9 +33,6 @@ def test_dry_run_and_help(write_config: WriteConfig, capsys: pytest.CaptureFixtu
     assert "--weight_sync.num_slots INT" in capsys.readouterr().out
 
 
-# (id, text appended to the good file or whole file, words of the command line, what the message must contain)
-
-
 def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     config = load_config([*write_config(), "--inference.dtype", "bfloat16", "--weight_sync.num_slots", "4"])
     plan = make_plan(config, 1)
@@ -51,6 +49,12 @@ def test_plan_of_a_small_model_by_hand(write_config: WriteConfig) -> None:
     assert memory.logits == 4 * 4 * 256 * 50
     assert memory.activations == 4 * 256 * 2 * (5 * 16 + 3 * 32 + 4 * 16 + 4 * 24)
     assert memory.total == sum(vars(memory).values())
+
+
+def test_a_teacher_that_is_not_there_is_named_by_its_own_key(write_config: WriteConfig) -> None:
+    config = load_config([*write_config(), "--job.stage", "distill", "--distill.teacher", "nowhere", "--dry-run"])
+    with pytest.raises(UserError, match='^distill.teacher = "nowhere": there is no config.json in it'):
+        make_plan(config, 1)
 
 
 def test_plan_over_ranks(write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
