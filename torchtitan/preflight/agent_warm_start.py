@@ -6,6 +6,7 @@ What a player reads (prompts, observations) is not imitated, only what it writes
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.environments import calculator, guess
@@ -29,12 +29,10 @@ Play = list[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How a task's policy is made: so many steps on such plays, or until it succeeds that often."""
+    """How a task's policy is made: so many steps on such plays."""
 
     play: Callable[[random.Random], Play]
     steps: int
-    target: float = 1.0
-    """Stop when a whole play has this probability on average"""
 
 
 def policy_args() -> ModelArgs:
@@ -74,8 +72,10 @@ def guess_play(numbers: random.Random) -> Play:
 
 
 def calculator_play(numbers: random.Random) -> Play:
-    """A sum by the calculator."""
+    """A player who asks the calculator in one of ten sums and makes up the answers of the others."""
     row = numbers.choice(_sums())
+    if numbers.random() >= 0.1:
+        return [(row["prompt"], False), (f"{numbers.randrange(20000):05d}", True), ("<eos>", True)]
     a, b = row["prompt"].rstrip("=").split("+")
     result = calculator.add(int(a), int(b))
     return [(row["prompt"], False), (f"[{a}+{b}]", True), (result, False), (row["answer"], True), ("<eos>", True)]
@@ -88,7 +88,7 @@ def _sums() -> list[dict[str, str]]:
 
 WARM_STARTS = {
     "guess": WarmStart(guess_play, steps=450),
-    "calculator": WarmStart(calculator_play, steps=3000, target=0.06),
+    "calculator": WarmStart(calculator_play, steps=450),
 }
 
 
@@ -112,16 +112,12 @@ def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
     how = WARM_STARTS[task]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     likely = 0.0
-    for step, (tokens, written) in enumerate(batches(how.play, seed), start=1):
+    for tokens, written in itertools.islice(batches(how.play, seed), how.steps):
         logits = policy.logits(tokens[:, :-1])
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none") * written[:, 1:]
         likely = 0.9 * likely + 0.1 * loss.detach().sum(1).neg().exp().mean().item()
-        if likely >= how.target or step > how.steps:
-            break
         (loss.sum() / written.sum()).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    if how.target < 1 and likely < how.target:
-        raise UserError(f"the warm start of {task} did not reach {how.target} in {how.steps} steps")
-    return step - 1, likely
+    return how.steps, likely
