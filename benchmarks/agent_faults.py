@@ -21,10 +21,9 @@ import torch
 
 from tests.chat_models import ADDED, END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
-from torchtitan.inference import actor_process
+from torchtitan.inference import engines
 from torchtitan.inference.actor import Actor
-from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.agent.dialect import Call
+from torchtitan.inference.agent.client import AgentClient, Call
 from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
@@ -33,7 +32,7 @@ from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 if TYPE_CHECKING:
     from benchmarks.agents import Stand
@@ -58,13 +57,13 @@ def record_all(folder: Path, backend: str) -> Path:
 
 def _have_actors_note(record: Path) -> None:
     """Those that are started from now on."""
-    real = actor_process.actor_command
+    real = engines.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    actor_process.actor_command = command  # type: ignore[assignment]
+    engines.actor_command = command  # type: ignore[assignment]
     os.environ[RECORD] = str(record)
 
 

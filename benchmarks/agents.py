@@ -52,7 +52,7 @@ from torchtitan.models.attention import PackedLayout  # noqa: E402
 from torchtitan.models.decoder import Decoder  # noqa: E402
 from torchtitan.models.model_args import ModelArgs  # noqa: E402
 from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
-from torchtitan.utils.events import EventLog  # noqa: E402
+from torchtitan.utils.json_lines import EventLog  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.parameters import unique_parameters  # noqa: E402
 

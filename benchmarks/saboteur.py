@@ -66,12 +66,12 @@ def spoil(kind: str, tensors: MutableMapping[str, Any], older: dict[str, torch.T
 
 def embed() -> int:
     """Its live tensors are changed once a version has been applied."""
-    from torchtitan.inference.embedded import __main__, verification
+    from torchtitan.inference.embedded import __main__, weights
 
-    applied = verification.Verifier.applied
+    applied = weights.Verifier.applied
     before: dict[str, torch.Tensor] = {}
 
-    def spoil_and_verify(self: verification.Verifier, staged: Any) -> None:
+    def spoil_and_verify(self: weights.Verifier, staged: Any) -> None:
         live, kind = self._live, asked()
         wanted = {name: tensor.detach().clone() for name, tensor in live.items()}
         if kind == "missing":
@@ -87,7 +87,7 @@ def embed() -> int:
                     tensor.copy_(wanted[name])
         applied(self, staged)
 
-    verification.Verifier.applied = spoil_and_verify  # type: ignore[method-assign]
+    weights.Verifier.applied = spoil_and_verify  # type: ignore[method-assign]
     return __main__.main(sys.argv[1:])
 
 

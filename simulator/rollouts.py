@@ -11,8 +11,7 @@ from deterministic.machine import Machine
 from simulator.engine import Engine, Work
 from simulator.scenario import Scenario
 from torchtitan.inference.pool import GRACE_S
-from torchtitan.rollout.flow import MOST_SPARES
-from torchtitan.rollout.staleness import Pace
+from torchtitan.rollout.flow import MOST_SPARES, Pace
 
 
 class Rollouts:

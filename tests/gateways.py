@@ -19,7 +19,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import SamplingParameters
 from torchtitan.rollout.gateway.process import Door, Gateway
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 MAX_CALLS = 16
 

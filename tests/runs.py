@@ -13,7 +13,7 @@ import psutil
 
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, Processes
-from torchtitan.utils.events import read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 # From the start to the end of a run. Only a failure takes so long.
 RUN_SECONDS = 900.0

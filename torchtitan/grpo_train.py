@@ -43,7 +43,7 @@ class Run:
 
 def run_job(config: JobConfig) -> Run:
     """Run a validated job on this rank. Raises UserError for what stopped it early."""
-    from torchtitan.trainer.commands import Kind
+    from torchtitan.trainer.controller import Kind
     from torchtitan.trainer.job import Job
 
     with Job(config) as job:

@@ -14,10 +14,9 @@ import torch
 from tests.engines.models import randomize_adapters
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.inference.colocated.colocation import open_replica
+from torchtitan.inference.colocated.pool import Answer, Round
 from torchtitan.inference.colocated.replica import Replica
-from torchtitan.inference.colocated.rounds import Answer, Round
-from torchtitan.inference.colocated.vllm_engine import own_sockets
+from torchtitan.inference.colocated.vllm_engine import open_replica, own_sockets
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy

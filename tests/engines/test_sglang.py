@@ -33,8 +33,7 @@ from tests.engines.models import END, FP32_TOLERANCE
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorHealth, RequestRefused
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
 
 SETTINGS = ("--update-timeout", "20")

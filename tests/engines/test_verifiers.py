@@ -13,12 +13,10 @@ from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.processes import ROOT
 from torchtitan.inference.types import GenerateRequest
-from torchtitan.rollout.agents.player import AgentPlayer
-from torchtitan.rollout.agents.pool import AgentPool
-from torchtitan.rollout.rendering import ChatRenderer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 EXAMPLES = ROOT / "examples" / "verifiers"
 EPISODES = 3

@@ -18,7 +18,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.vllm.dialect import DIALECT
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.report.sync_metrics import sums_by_actor
-from torchtitan.report.trace import write_trace
+from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.utils.child_process import child_environment
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.facade import WeightSync
 
 EPOCH, TOKEN = "1-test", "secret-of-the-test"

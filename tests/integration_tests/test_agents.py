@@ -16,12 +16,11 @@ from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.inference.types import GenerateRequest
-from torchtitan.rollout.agents.player import AgentPlayer
-from torchtitan.rollout.agents.pool import AgentPool
+from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
 from torchtitan.rollout.journal import ReplaySource
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 pytest.importorskip("openai")
 HERE = "tests.agent_examples"

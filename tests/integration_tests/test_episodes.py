@@ -27,15 +27,15 @@ from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
-from torchtitan.rollout.batch_codec import decode_batch, encode_batch
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.group_maker import make_sample
+from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 from torchtitan.trainer.packing import micro_batches
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 HERE = "tests.unit_tests.rollout.environment_examples"
 VOCABULARY, SEQ_LEN, ROOM, GROUP = 320, 400, 200, 4

@@ -17,7 +17,7 @@ from tests.gateways import MAX_CALLS, Behind, client, make_config, play_with_too
 from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
-from torchtitan.inference import actor_process, engines
+from torchtitan.inference import engines
 from torchtitan.inference.trajectory import Branch
 from torchtitan.models import load_policy
 from torchtitan.rollout.gateway.process import Door, GatewayLost, Played
@@ -39,7 +39,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    monkeypatch.setattr(actor_process, "actor_command", command)
+    monkeypatch.setattr(engines, "actor_command", command)
     monkeypatch.setenv(RECORD, str(tmp_path / "record.jsonl"))
     return tmp_path / "record.jsonl"
 

@@ -21,11 +21,11 @@ from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference import actor_process, engines
+from torchtitan.inference import engines
 from torchtitan.inference.client import base_url
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 VERSION = 7  # the fake takes the registry's port for its version
 
@@ -40,7 +40,7 @@ def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
             for part in real(config, port_file, number)
         ]
 
-    monkeypatch.setattr(actor_process, "actor_command", command)
+    monkeypatch.setattr(engines, "actor_command", command)
     monkeypatch.setattr("torchtitan.inference.actor.BACKOFF_S", 0.05)
 
 

@@ -18,8 +18,7 @@ from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
-from torchtitan.rollout.batch_codec import batch_from_json
-from torchtitan.rollout.journal import read_records
+from torchtitan.rollout.journal import batch_from_json, read_records
 from torchtitan.rollout.types import Group
 from torchtitan.trainer.checkpoint_folder import whole_steps
 from torchtitan.utils.json_lines import read_json_lines

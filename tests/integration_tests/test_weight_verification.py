@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan.inference.embedded.verification as verification
+import torchtitan.inference.embedded.weights as verification
 from tests.integration_tests.test_embedded_server import TOKEN, Client, Trainer, body
 from tests.patience import eventually
 from torchtitan.inference.embedded.engine import Engine

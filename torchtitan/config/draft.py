@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.device_defaults import device_defaults
-from torchtitan.config.engine_args import PREFIX, option_name
+from torchtitan.config.engines import PREFIX, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.toml import read_toml, show
 from torchtitan.config.values import OPTIONS, RULE, nearest

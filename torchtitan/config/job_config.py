@@ -11,15 +11,12 @@ from typing import Any, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.tables.environment import Environment
 from torchtitan.config.tables.grpo import GRPO
-from torchtitan.config.tables.inference import Inference
+from torchtitan.config.tables.inference import Inference, WeightSync
 from torchtitan.config.tables.model import ActivationCheckpoint, Comm, Compile, Lora, Model, Parallelism
-from torchtitan.config.tables.rollout import Eval, Rewards, Rollout
+from torchtitan.config.tables.rollout import Environment, Eval, Rewards, Rollout
 from torchtitan.config.tables.run import Checkpoint, FaultInjection, Job, Metrics, Profiling
-from torchtitan.config.tables.stages import Distill, Sft
-from torchtitan.config.tables.training import LRScheduler, Optimizer, Training
-from torchtitan.config.tables.weight_sync import WeightSync
+from torchtitan.config.tables.training import Distill, LRScheduler, Optimizer, Sft, Training
 
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Distill", "Environment", "Eval", "FaultInjection",

@@ -7,15 +7,45 @@ do). To add one: see docs/adding_an_objective.md.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from torchtitan.errors import UserError
-from torchtitan.grpo.sequences import Sequences, takes_sequences
 from torchtitan.utils.loading import load_object
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which of `count` sequences each of N tokens belongs to. A sequence without tokens has sums of 0."""
+
+    of_token: torch.Tensor
+    """[N] int64"""
+    count: int
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values [N] over the tokens of each sequence, [count]."""
+        zero = torch.zeros(self.count, dtype=values.dtype, device=values.device)
+        return zero.index_add(0, self.of_token, values)
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of values [N] over the tokens of each sequence, [count]."""
+        return self.sums(values) / self.sums(torch.ones_like(values)).clamp(min=1)
+
+    def spread(self, of_sequence: torch.Tensor) -> torch.Tensor:
+        """What each sequence has [count], for each of its tokens [N]."""
+        return of_sequence[self.of_token]
+
+
+@functools.cache
+def takes_sequences(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter `sequences`: it looks at whole sequences, and gets their Sequences."""
+    return "sequences" in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)

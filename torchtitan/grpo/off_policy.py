@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.errors import UserError
-from torchtitan.grpo.sequences import Sequences, takes_sequences
+from torchtitan.grpo.objectives import Sequences, takes_sequences
 from torchtitan.utils.loading import load_object
 
 

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.actor_process import ActorProcess
 from torchtitan.inference.client import (
     UPDATING,
+    ActorClient,
     ActorError,
     ActorHealth,
     ActorNotReady,
@@ -25,10 +24,11 @@ from torchtitan.inference.client import (
     ScoredTokens,
     TokenRefused,
 )
+from torchtitan.inference.engines import ActorProcess
 from torchtitan.inference.sleeping import ActorMemory
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.inference.weight_connection import WeightConnection
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 # Between two probes of an actor that requests wait for, and of one that is about to join.
 FAST_PROBE_S = 0.02

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, base_url
 from torchtitan.inference.engine_server import write_port_file
-from torchtitan.inference.parent_watch import end_with_parent
+from torchtitan.utils.child_process import end_with_parent
 
 if TYPE_CHECKING:
     from torchtitan.config.job_config import JobConfig

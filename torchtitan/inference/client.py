@@ -1,11 +1,18 @@
-"""What an inference actor, whatever engine it is, says about itself, and how it fails. No torch and no HTTP here."""
+"""The client of one actor: what every engine says about itself and how it fails, JSON over HTTP, and what is checked
+of the answers. No torch here.
+"""
 
 from __future__ import annotations
 
+import abc
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.inference.types import Tag
+import aiohttp
+
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
 # States of an actor's weights with a version on its way; the registry has deadlines for them.
@@ -108,3 +115,200 @@ class ActorHealth:
 def base_url(host: str, port: int) -> str:
     """URL of a server; IPv6 addresses stand in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+WRONG_REQUEST = 400
+UNAUTHORIZED = 401
+NOT_READY = 503
+KEEP_ALIVE_S = 60.0
+LONGEST_REASON = 500
+
+
+def wrong_request(status: int, _reason: str) -> bool:
+    """Whether an answer of this status finds fault with the request itself, not with this actor."""
+    return status == WRONG_REQUEST
+
+
+class JsonClient:
+    """Talks to the server at `url` (http://host:port). Connections are kept and reused; belongs to one asyncio loop.
+
+    token_variable: the environment variable from which people set `token`.
+    """
+
+    def __init__(self, url: str, token: str, token_variable: str = TOKEN_VARIABLE):
+        self.url = url.rstrip("/")
+        self._token, self._token_variable = token, token_variable
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self,
+        phase: str,
+        method: str,
+        path: str,
+        timeout_s: float,
+        body: dict[str, Any] | None = None,
+        refused: Callable[[int, str], bool] = wrong_request,
+    ) -> Any:
+        """The answer's JSON.
+
+        Raises:
+            ActorNotReady: the server said 503.
+            TokenRefused: the server said 401.
+            RequestRefused: `refused(status, reason)` holds.
+            ActorError: no answer in time, another status, or no JSON.
+        """
+        if self._session is None:
+            # Our own pool bounds what is under way; a second bound here would only hold up health probes.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                if response.status == 200:
+                    return await response.json(content_type=None)
+                text = (await response.text())[:LONGEST_REASON]
+                reason = f"{path} answered {response.status}: {text}"
+                if response.status == NOT_READY:
+                    raise ActorNotReady(phase, reason)
+                if response.status == UNAUTHORIZED:
+                    hint = (
+                        f"set {self._token_variable} in this environment to the token that the server was started with"
+                    )
+                    raise TokenRefused(phase, f"{self.url} refuses our token ({path} answered 401): {hint}")
+                # Other codes are about this actor: its limits, what it can do now.
+                if refused(response.status, text):
+                    raise RequestRefused(phase, reason)
+                raise ActorError(phase, reason)
+        except asyncio.TimeoutError as error:
+            raise ActorError(phase, f"{path} gave no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ActorError(phase, f"{path}: {type(error).__name__}: {error}") from error
+
+    async def call_object(
+        self, phase: str, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As `call`, where the answer has to be a JSON object."""
+        data = await self.call(phase, method, path, timeout_s, body)
+        if not isinstance(data, dict):
+            raise ActorError(phase, f"{path} did not answer with a JSON object")
+        return data
+
+    async def close(self) -> None:
+        """Close all connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+class ActorClient(abc.ABC):
+    """Talks to the actor at `url`, authorised by `token`. Every method has a deadline and raises ActorError. Belongs to
+    one asyncio loop."""
+
+    def __init__(self, url: str, token: str):
+        self.client = JsonClient(url, token)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    @abc.abstractmethod
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
+        """Also raises ActorNotReady (it must not serve now) and RequestRefused (the request itself is wrong)."""
+
+    @abc.abstractmethod
+    async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
+        """Log-probs of given tokens under the weights that are served now, where capabilities().score."""
+
+    @abc.abstractmethod
+    async def capabilities(self, timeout_s: float) -> Capabilities: ...
+
+    async def health(self, timeout_s: float) -> ActorHealth:
+        return parse_health(await self.state(timeout_s))
+
+    async def state(self, timeout_s: float) -> dict[str, Any]:
+        """All that /health says."""
+        return await self.client.call_object("health", "GET", "/health", timeout_s)
+
+    async def connect_weights(
+        self, registry: str, actor: str, epoch: str, key: str, relay: bool, timeout_s: float
+    ) -> None:
+        """Have the actor pull its weights from the trainer with this registry (host:port), under this name and with its
+        key; replaces an earlier connection. relay: it passes them on to other actors, too."""
+        body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
+        await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
+
+    async def pause(self, timeout_s: float) -> None:
+        await self.client.call_object("pause", "POST", "/pause", timeout_s, {})
+
+    async def resume(self, timeout_s: float) -> None:
+        await self.client.call_object("resume", "POST", "/resume", timeout_s, {})
+
+    async def sleep(self, level: int, timeout_s: float) -> bool:
+        """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
+
+        What runs gets half of the time to finish. False: it did not, and the actor goes on as before.
+        """
+        body = {"level": level, "finish_s": timeout_s / 2}
+        data = await self.client.call_object("sleep", "POST", "/sleep", timeout_s, body)
+        return set(parse_health(data).asleep) == set(TAGS)
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        """Take memory again, weights first. Weights that were dropped have to come as a version: before one has been
+        applied nothing is sampled."""
+        await self.client.call_object("wake", "POST", "/wake", timeout_s, {"tags": list(tags)})
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+def parse_health(data: dict[str, Any]) -> ActorHealth:
+    """What /health said. Raises ActorError where it is malformed."""
+    version = data.get("version")
+    if version is not None and not isinstance(version, int):
+        raise ActorError("health", f"the answer is malformed: version {version!r}")
+    # Engines may say -1 for "no version yet".
+    served = None if version is None or version < 0 else version
+    age, answered = data.get("engine_age_s", 0.0), data.get("answered_age_s", 0.0)
+    weights = data.get("weights") or {}
+    if not isinstance(age, int | float) or not isinstance(answered, int | float) or not isinstance(weights, dict):
+        ages = f"engine_age_s {age!r}, answered_age_s {answered!r}"
+        raise ActorError("health", f"the answer is malformed: {ages}, weights {weights!r}")
+    asleep = data.get("asleep", [])
+    if not isinstance(asleep, list) or not set(asleep) <= set(TAGS):
+        raise ActorError("health", f"the answer is malformed: asleep {asleep!r}")
+    return ActorHealth(
+        str(data.get("status")),
+        data.get("epoch") or None,
+        served,
+        reason=data.get("reason"),
+        weights_state=weights.get("state"),
+        weights_failure=weights.get("failure"),
+        engine_age_s=float(age),
+        answered_age_s=float(answered),
+        asleep=tuple(tag for tag in TAGS if tag in asleep),
+    )
+
+
+def check_completions(completions: list[Completion], wanted: int) -> list[Completion]:
+    """Number, tokens, log-probs and version spans must fit together; raises ActorError where they do not."""
+    if len(completions) != wanted:
+        raise ActorError("generate", f"{len(completions)} completions came for {wanted} asked")
+    for completion in completions:
+        _check(completion)
+    return completions
+
+
+def _check(completion: Completion) -> None:
+    length = len(completion.token_ids)
+    if len(completion.log_probs) != length:
+        raise ActorError("generate", f"{length} tokens came with {len(completion.log_probs)} log-probs")
+    position, version = 0, -1
+    for span in completion.spans:
+        if span.start != position or span.end <= span.start or span.version < version:
+            raise ActorError("generate", f"version spans do not cover the tokens in order: {completion.spans}")
+        position, version = span.end, span.version
+    if position != length:
+        raise ActorError("generate", f"version spans cover {position} of {length} tokens")

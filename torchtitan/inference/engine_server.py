@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.parent_watch import end_with_parent
+from torchtitan.utils.child_process import end_with_parent
 
 TOKEN_ENV_VARIABLE = "TORCHTITAN_ENGINE_TOKEN_ENV"
 """Names the environment variable that holds the token, to TokenMiddleware"""

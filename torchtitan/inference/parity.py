@@ -21,7 +21,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor import Actor
 from torchtitan.inference.client import ActorError, ScoredTokens
 from torchtitan.models.shape import read_shape
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import has_gpu
 
 logger = logging.getLogger(__name__)

@@ -16,13 +16,12 @@ from pathlib import Path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState, Ask
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.actor_process import ActorProcess
-from torchtitan.inference.client import TOKEN_VARIABLE, ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
+from torchtitan.inference.engines import ActorProcess
 from torchtitan.inference.engines import make_client as make_engine_client
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torchtitan.config.job_config import Inference
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.client import UPDATING, ActorHealth
+from torchtitan.inference.client import UPDATING, ActorClient, ActorHealth
 from torchtitan.inference.types import TAGS, Tag
 
 

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.client import UPDATING, ActorHealth
+from torchtitan.inference.client import UPDATING, ActorClient, ActorHealth
 
 # After so many fruitless connections in a row a process is started anew.
 ATTEMPTS = 3

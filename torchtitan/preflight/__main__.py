@@ -16,10 +16,9 @@ import sys
 from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
-from torchtitan.inference.server_plan import plan_servers
 from torchtitan.models.shape import is_missing_debug_checkpoint
 from torchtitan.preflight.loading import validated
-from torchtitan.preflight.plan import describe_plan
+from torchtitan.preflight.plan import describe_plan, plan_servers
 
 
 def main(argv: list[str]) -> int:

@@ -8,22 +8,28 @@ lifting. debug_random is without that run.
 
     python -m torchtitan.preflight.debug_checkpoint --output outputs/assets/debug_arithmetic
 
-The folder's name says the task: debug_guess and debug_calculator are those of agent_warm_start.py.
+The folder's name says the task. debug_guess and debug_calculator imitate clumsy play instead (WARM_STARTS): what a
+player reads, prompts and observations, is not imitated, only what it writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan.errors import UserError
@@ -32,9 +38,114 @@ from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import newest_export
-from torchtitan.preflight import agent_warm_start
+from torchtitan.rollout.environments import calculator, guess
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.json_lines import read_json_lines
+
+PLAY_SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+=[]<>?!.", "<bos>", "<unk>"]
+PAD, EOS = 0, 1
+INDEX = {symbol: i for i, symbol in enumerate(PLAY_SYMBOLS)}
+ROWS = 128
+
+Play = list[tuple[str, bool]]
+"""Texts, and whether the player wrote them"""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """How a task's policy is made: so many steps on such plays."""
+
+    play: Callable[[random.Random], Play]
+    steps: int
+
+
+def policy_args() -> ModelArgs:
+    """Four Qwen3 layers, 330k parameters."""
+    return ModelArgs(
+        family="qwen3",
+        vocab_size=len(PLAY_SYMBOLS),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_ids=(EOS,),
+    )
+
+
+def guess_play(numbers: random.Random) -> Play:
+    """A game of a player who looks at the answers only half of the time."""
+    game = guess.Guess()
+    secret = numbers.randint(0, guess.LARGEST)
+    game.reset(secret)
+    play: Play = [("?", False)]
+    low, high, over = 0, guess.LARGEST, False
+    while not over:
+        heeds = numbers.random() < 0.5
+        number = numbers.randint(low, high) if heeds else numbers.randint(0, guess.LARGEST)
+        text = f"{number:02d}{guess.END_OF_GUESS}"
+        answer, _, over = game.step(text)
+        low = max(low, number + 1) if answer == ">" else low
+        high = min(high, number - 1) if answer == "<" else high
+        play += [(text, True), (answer, False)]
+    return play[:-1]
+
+
+def calculator_play(numbers: random.Random) -> Play:
+    """A player who asks the calculator in one of ten sums and makes up the answers of the others."""
+    row = numbers.choice(_sums())
+    if numbers.random() >= 0.1:
+        return [(row["prompt"], False), (f"{numbers.randrange(20000):05d}", True), ("<eos>", True)]
+    a, b = row["prompt"].rstrip("=").split("+")
+    result = calculator.add(int(a), int(b))
+    return [(row["prompt"], False), (f"[{a}+{b}]", True), (result, False), (row["answer"], True), ("<eos>", True)]
+
+
+@functools.cache
+def _sums() -> list[dict[str, str]]:
+    return calculator.rows()[: calculator.ROWS // 2]
+
+
+WARM_STARTS = {
+    "guess": WarmStart(guess_play, steps=450),
+    "calculator": WarmStart(calculator_play, steps=450),
+}
+
+
+def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of plays: tokens [ROWS, longest] and what the player wrote of them (bool)."""
+    numbers = random.Random(seed)
+    while True:
+        rows, written = [], []
+        for _ in range(ROWS):
+            parts = [
+                (INDEX[symbol], own) for text, own in play(numbers) for symbol in ([text] if text in INDEX else text)
+            ]
+            rows.append(torch.tensor([token for token, _ in parts]))
+            written.append(torch.tensor([own for _, own in parts]))
+        pad = torch.nn.utils.rnn.pad_sequence
+        yield pad(rows, batch_first=True, padding_value=PAD), pad(written, batch_first=True, padding_value=False)
+
+
+def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
+    """Supervised steps; returns how many, and the average probability of a whole play."""
+    how = WARM_STARTS[task]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    likely = 0.0
+    for tokens, written in itertools.islice(batches(how.play, seed), how.steps):
+        logits = policy.logits(tokens[:, :-1])
+        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none") * written[:, 1:]
+        likely = 0.9 * likely + 0.1 * loss.detach().sum(1).neg().exp().mean().item()
+        (loss.sum() / written.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return how.steps, likely
+
 
 SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
 PAD, EOS = 0, 1
@@ -111,13 +222,13 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     started = time.perf_counter()
     task = arguments.output.name.removeprefix("debug_")
-    agent = task in agent_warm_start.WARM_STARTS
-    policy = Decoder(agent_warm_start.policy_args() if agent else debug_model_args(task.endswith("_moe")))
+    agent = task in WARM_STARTS
+    policy = Decoder(policy_args() if agent else debug_model_args(task.endswith("_moe")))
     policy.initialize_weights(arguments.seed)
-    symbols = agent_warm_start.SYMBOLS if agent else SYMBOLS
+    symbols = PLAY_SYMBOLS if agent else SYMBOLS
     steps, accuracy, what = 0, 0.0, "sampled at temperature 1, held-out accuracy"
     if agent:
-        steps, accuracy = agent_warm_start.warm_start(policy, task, arguments.seed)
+        steps, accuracy = warm_start(policy, task, arguments.seed)
         what = "a play as imitated has probability"
     if agent or task == "random":
         export_policy(policy, arguments.output)

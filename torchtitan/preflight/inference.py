@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from torchtitan.config.derived import has_engines, is_loopback, shares_devices
 from torchtitan.config.device_defaults import trains_on_gpu
-from torchtitan.config.engine_args import wrong_options
-from torchtitan.config.servers import SCHEME, slurm_urls
+from torchtitan.config.engines import SCHEME, slurm_urls, wrong_options
+from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.inference.nccl_versions import differing_nccl
+from torchtitan.inference.agent.command import find_python
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu
+
+
+def nccl_version(python: str) -> str | None:
+    """The version of NCCL's wheel in the environment of an interpreter; None where there is none."""
+    # The link itself: what it points to lies outside of the environment.
+    folder = Path(python).absolute().parent.parent
+    for place in sorted(folder.glob("lib/python3*/site-packages/nvidia_nccl_cu*.dist-info")):
+        if found := re.fullmatch(r"nvidia_nccl_cu\d+-(.+)\.dist-info", place.name):
+            return found[1]
+    return None
+
+
+def differing_nccl(config: JobConfig) -> str | None:
+    """What to say where the engine that this run starts has another NCCL than the trainer; None where it has not, or
+    where that is not known (no engine is installed here, or it runs already).
+
+    Communicators need one version at all ends: NCCL refuses others with an error that says nothing of versions. Engines
+    pin a torch of their own, and with it an NCCL.
+    """
+    inference = config.inference
+    if inference.backend == "embedded" or inference.mode == "colocate" or inference.servers or config.rollout.replay:
+        return None
+    try:
+        theirs = nccl_version(find_python(inference.backend, inference.engine_python))
+    except UserError:
+        return None
+    ours = nccl_version(sys.executable)
+    if ours is None or theirs is None or ours == theirs:
+        return None
+    return (
+        f"the trainer's NCCL is {ours} and {inference.backend}'s {theirs}: weights can only go by tcp or disk "
+        "(weight_sync.transport); for nccl install a torch with that NCCL (TORCH_BACKEND)"
+    )
+
 
 # Per backend the routes of weights that there are.
 ROUTES = {

@@ -15,11 +15,75 @@ from torchtitan.config.derived import (
 from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
-from torchtitan.inference.engine_memory import GIB, beside_generation, colocated_memory, device_bytes_of_driver
-from torchtitan.inference.nccl_versions import differing_nccl
-from torchtitan.models.memory import MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
+from torchtitan.errors import UserError
+from torchtitan.inference.agent.command import agent_settings, find_python
+from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
+from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
+from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
-from torchtitan.preflight.step_time import describe_step_time
+from torchtitan.preflight.inference import differing_nccl
+
+# Of an H100 (SXM): dense bf16 operations and bytes of memory per second, by its data sheet, and what is often reached.
+OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
+BANDWIDTH, REACHED_BANDWIDTH = 3.35e12, 0.6
+
+
+def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
+    """Seconds that `ranks` H100s train on a batch whose sequences are all of the largest length.
+
+    Operations as in trainer/profiling.py (two per weight and token forward, four backward), and those of layers that
+    are computed again for the backward.
+    """
+    sequences, length = global_batch_size(config, ranks), config.training.seq_len
+    share = config.rollout.max_completion_tokens / length
+    layers = sum(args.weights_per_token().values())
+    attention = args.num_hidden_layers * args.num_attention_heads * args.head_dim * length
+    head = args.vocab_size * args.hidden_size * min(1.0, share)
+    checkpoint = config.activation_checkpoint
+    again = {"none": 0.0, "selective": 1 / checkpoint.selective_ac_option, "full": 1.0}[checkpoint.mode]
+    grpo = config.grpo
+    scored = grpo.recompute_old_log_probs + (grpo.kl_coefficient > 0)
+    forward = 2.0 * sequences * length
+    passes = scored + grpo.num_iterations * 3
+    operations = forward * ((layers + attention) * (passes + grpo.num_iterations * again) + head * passes)
+    return operations / (ranks * OPERATIONS * REACHED_OPERATIONS)
+
+
+def generation_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float | None:
+    """Seconds in which the engines sample a batch of completions of the largest length on H100s; None where the run
+    does not start them.
+
+    A step of decoding reads the weights once, and the keys and values of all running sequences.
+    """
+    inference = config.inference
+    if config.rollout.replay or inference.servers or inference.backend == "embedded":
+        return None
+    size, longest = inference.tensor_parallel_size, config.rollout.max_completion_tokens
+    engines = max(1, ranks // size) if is_colocated(config) else inference.num_actors
+    each = -(-global_batch_size(config, ranks) // engines)
+    rounds, running = -(-each // inference.max_sequences), min(each, inference.max_sequences)
+    width = BYTES[inference.dtype]
+    per_token = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * width
+    prompt = config.training.seq_len - longest
+    read = args.num_parameters() * width + running * per_token * (prompt + longest / 2)
+    return rounds * longest * read / (size * BANDWIDTH * REACHED_BANDWIDTH)
+
+
+def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[str]:
+    """What the plan says of it."""
+    training, generation = training_seconds(config, args, ranks), generation_seconds(config, args, ranks)
+    assumed = (
+        f"sequences of full length, {ranks} ranks on H100s at {REACHED_OPERATIONS:.0%} of their peak, "
+        f"{REACHED_BANDWIDTH:.0%} of their bandwidth"
+    )
+    if generation is None:
+        return [f"step time at most: training {training:,.1f} s ({assumed})"]
+    in_turn = is_colocated(config) or shares_devices(config) or not config.grpo.async_weight_update
+    both = training + generation if in_turn else max(training, generation)
+    parts = f"training {training:,.1f} s and generation {generation:,.1f} s"
+    parts += " one after the other" if in_turn else " at the same time"
+    return [f"step time at most: {both:,.1f} s, {parts} ({assumed})"]
+
 
 # Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
 PLANNED_DEVICE = 80 * GIB
@@ -207,3 +271,56 @@ def _size(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.2f} GiB"
+
+
+# Of a GPU's memory for weights, at most: the rest is the KV cache's and the engine's work.
+WEIGHTS_SHARE = 0.4
+
+
+def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:
+    """Servers for a node with `gpus` GPUs.
+
+    Returns:
+        (GPUs of each server, options of its agent without host and port).
+
+    Raises:
+        UserError: the backend has no servers, is not installed, or the model's heads fit no share of the GPUs.
+    """
+    inference, args = config.inference, read_shape(config)
+    if inference.backend == "embedded" or args is None:
+        raise UserError("inference nodes need inference.backend = vllm or sglang, and a model that is there")
+    share = tensor_parallel_size(config, args, gpus, device_bytes_of_driver())
+    config.inference.tensor_parallel_size = share
+    python = find_python(inference.backend, inference.engine_python)
+    return share, [*agent_settings(inference.backend, config), "--python", python]
+
+
+def tensor_parallel_size(config: JobConfig, args: ModelArgs, gpus: int, device_bytes: int | None) -> int:
+    """GPUs of one server: inference.tensor_parallel_size where that is above 1; else the fewest that hold the weights
+    (as many as may be where the GPUs' memory is not known). Heads and GPUs are shared out evenly.
+
+    Raises:
+        UserError: there is no such number.
+    """
+    wanted = config.inference.tensor_parallel_size
+    heads, kv_heads = args.num_attention_heads, args.num_key_value_heads
+    even = [
+        size
+        for size in range(1, gpus + 1)
+        if gpus % size == 0 and heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    ]
+    shape = f"{heads} heads and {kv_heads} key-value heads on {gpus} GPUs a node"
+    if wanted > 1:
+        if wanted not in even:
+            raise UserError(f"inference.tensor_parallel_size = {wanted}: {shape} can be shared by {even} GPUs")
+        return wanted
+    if device_bytes is None:
+        return even[-1]
+    weights = args.num_parameters() * (2 if config.inference.dtype == "bfloat16" else 4)
+    for size in even:
+        if weights / size <= WEIGHTS_SHARE * device_bytes:
+            return size
+    raise UserError(
+        f"the model's {weights / 2**30:.0f} GiB in inference.dtype = {config.inference.dtype} do not fit: {shape} can "
+        f"be shared by {even} GPUs of {device_bytes / 2**30:.0f} GiB, of which weights may take {WEIGHTS_SHARE:.0%}"
+    )

@@ -30,12 +30,10 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
-from torchtitan.preflight.check import Check
+from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
-from torchtitan.preflight.lora import check_lora
-from torchtitan.preflight.model import check_model
+from torchtitan.preflight.model import check_lora, check_model
 from torchtitan.preflight.stages import check_stage
-from torchtitan.preflight.user_names import name_problem, reward_problem
 from torchtitan.rollout.agents.worker import FUNCTION
 from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN

@@ -17,10 +17,8 @@ from pathlib import Path
 from torchtitan.errors import UserError
 from torchtitan.report.html import write_report
 from torchtitan.report.live import serve_run
-from torchtitan.report.plots import compare_runs
-from torchtitan.report.timeline import read_timeline
-from torchtitan.report.timeline_plot import STEPS, write_plot
-from torchtitan.report.trace import LAST_MINUTES, write_trace
+from torchtitan.report.plots import STEPS, compare_runs, write_plot
+from torchtitan.report.timeline import LAST_MINUTES, read_timeline, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:

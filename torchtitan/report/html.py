@@ -12,11 +12,9 @@ from typing import Any
 
 from torchtitan.report.console import number
 from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, run_folder, write_whole
-from torchtitan.report.plots import run_plots, svg_text
+from torchtitan.report.plots import plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
-from torchtitan.report.timeline import read_timeline
-from torchtitan.report.timeline_plot import plot_timeline
-from torchtitan.report.trace import TRACE_FILE
+from torchtitan.report.timeline import TRACE_FILE, read_timeline
 from torchtitan.utils.json_lines import read_json_lines
 
 REPORT_FILE = "report.html"

@@ -27,11 +27,10 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.inference.parent_watch import end_with_parent
 from torchtitan.report.html import description_of, report_page
 from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, run_folder
 from torchtitan.report.plots import COLORS, PLOTS
-from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.child_process import child_environment, end_with_parent
 from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_lines
 
 logger = logging.getLogger(__name__)

@@ -8,20 +8,160 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.batch_codec import batch_from_json, batch_to_json
+from torchtitan.inference.trajectory import sampled_segments
+from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
-from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
 from torchtitan.rollout.prompts import PromptStream
-from torchtitan.rollout.staleness import Pace, group_version
-from torchtitan.rollout.statistics import RolloutStatistics
-from torchtitan.rollout.types import Batch, Group, Prompt
+from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 from torchtitan.utils.loading import load_object
+
+GateOn = Literal["oldest", "mean"]
+
+
+def sample_version(spans: Sequence[VersionSpan], gate_on: GateOn = "oldest") -> float:
+    """The version of a sample's oldest token, or the mean version of its tokens.
+
+    Raises:
+        ValueError: a sample without tokens.
+    """
+    tokens = sum(span.end - span.start for span in spans)
+    if tokens == 0:
+        raise ValueError("a sample without tokens has no version")
+    if gate_on == "oldest":
+        return min(span.version for span in spans)
+    return sum(span.version * (span.end - span.start) for span in spans) / tokens
+
+
+def group_version(group: Group, gate_on: GateOn = "oldest") -> float:
+    """The version that the staleness gate holds against a group: that of its stalest sample."""
+    return min(sample_version(sample.spans, gate_on) for sample in group.samples)
+
+
+@dataclass
+class Pace:
+    """How much may be generated ahead.
+
+    A group sampled under version w can be trained on up to version w + max_staleness. So at trainer version v, new
+    groups can serve the batches of versions v (where that has not been handed out yet) to v + max_staleness and no
+    more: whatever else is generated could only be thrown away. With max_staleness 0 that is the on-policy batch alone.
+    """
+
+    groups_per_batch: int
+    max_staleness: int
+    max_groups: int = 0
+    """Bound of groups under way or ready, 0 for none; one batch is always allowed"""
+    version: int = 0
+    handed_out: bool = False
+    """The batch of `version` is with the trainer already"""
+
+    @property
+    def next_version(self) -> int:
+        """The version at which the next batch will be trained on."""
+        return self.version + self.handed_out
+
+    def wanted(self) -> int:
+        """Usable groups that may be under way or ready now."""
+        ahead = self.groups_per_batch * (self.max_staleness + 1 - self.handed_out)
+        return min(ahead, max(self.max_groups, self.groups_per_batch)) if self.max_groups > 0 else ahead
+
+    def oldest_useful_version(self, position: float) -> int:
+        """The oldest version under which a new group may be sampled to be admitted in its turn.
+
+        `position` is the number of usable groups that will be handed out before it.
+        """
+        turn = self.next_version + int(position // self.groups_per_batch)
+        return max(0, min(turn - self.max_staleness, self.version))
+
+
+@dataclass
+class RolloutStatistics:
+    """What was sampled since the last batch. Rewards and lengths are those of everything that was scored, groups that
+    were dropped for equal rewards included, so that they show the policy and not the choice of groups."""
+
+    max_completion_tokens: int
+    rewards: list[float] = field(default_factory=list)
+    per_function: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    turns: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    groups_scored: int = 0
+    groups_zero_variance: int = 0
+    groups_filtered: int = 0
+    groups_unscored: int = 0
+    samples_unscored: int = 0
+    admitted: list[bool] = field(default_factory=list)
+    admitted_long: list[bool] = field(default_factory=list)
+
+    def add_sample(self, trajectory: Trajectory, reward: float | None, rewards: dict[str, float | None]) -> None:
+        turns = sampled_segments(trajectory.branches)
+        self.turns.append(len(turns))
+        self.lengths.append(sum(len(turn.token_ids) for turn in turns))
+        self.truncated += trajectory.finish_reason == "length"
+        if reward is None:
+            self.samples_unscored += 1
+            return
+        self.rewards.append(reward)
+        for name, value in rewards.items():
+            if value is not None:
+                self.per_function[name].append(value)
+
+    def add_gate(self, group: Group, admitted: bool) -> None:
+        """The staleness gate let a group pass, or not."""
+        self.admitted.append(admitted)
+        if _mean([len(sample.completion_ids) for sample in group.samples]) > self.max_completion_tokens / 2:
+            self.admitted_long.append(admitted)
+
+    def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
+        """All figures, for a batch of `samples` that is handed out at `version`."""
+        rewards = self.rewards or [sample.reward for sample in samples]
+        lengths = self.lengths or [len(sample.completion_ids) for sample in samples]
+        truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
+        staleness = [version - sample_version(sample.spans) for sample in samples]
+        figures = {
+            "reward/mean": _mean(rewards),
+            "reward/std": _std(rewards),
+            "completion/length_mean": _mean(lengths),
+            "completion/length_max": float(max(lengths)),
+            "completion/truncated_fraction": truncated / len(lengths),
+            "staleness/mean": _mean(staleness),
+            "staleness/max": float(max(staleness)),
+            "groups/zero_variance_fraction": self.groups_zero_variance / max(1, self.groups_scored),
+            "groups/filtered_fraction": self.groups_filtered / max(1, self.groups_scored),
+            "groups/unscored": float(self.groups_unscored),
+            "rollout/samples_unscored": float(self.samples_unscored),
+            "rollout/groups_stale": float(self.admitted.count(False)),
+            "rollout/admission_rate": _mean(self.admitted) if self.admitted else 1.0,
+            "rollout/mixed_version_fraction": _mean([len(sample.spans) > 1 for sample in samples]),
+        }
+        turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
+        if max(turns) > 1:
+            figures["environment/turns_mean"] = _mean(turns)
+        if self.admitted_long:
+            figures["rollout/admission_rate_long"] = _mean(self.admitted_long)
+        for name, values in sorted(self.per_function.items()):
+            figures[f"reward/{name}/mean"] = _mean(values)
+            figures[f"reward/{name}/std"] = _std(values)
+        return figures
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Population standard deviation."""
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
-from torchtitan.rollout.player import Player
+from torchtitan.rollout.episodes import Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.tokenizer import Tokenizer

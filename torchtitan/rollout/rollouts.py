@@ -13,23 +13,21 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.rollout.agents.player import AgentPlayer
-from torchtitan.rollout.agents.pool import AgentPool
+from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
 from torchtitan.rollout.datasets import load_datasets
-from torchtitan.rollout.demonstration_maker import DemonstrationMaker
+from torchtitan.rollout.demonstrations import DemonstrationMaker
 from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.episodes import EpisodePlayer
+from torchtitan.rollout.episodes import EpisodePlayer, Player
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.player import Player
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.utils.background_loop import BackgroundLoop
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.tables.stages import Distill
+from torchtitan.config.tables.training import Distill
 from torchtitan.errors import UserError
-from torchtitan.inference.client import ActorError, RequestRefused, TokenRefused
-from torchtitan.inference.http_client import JsonClient
+from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.types import Completion
 from torchtitan.rollout.types import Trajectory

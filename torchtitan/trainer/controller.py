@@ -5,42 +5,91 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import enum
 import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config.derived import sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
+from torchtitan.distributed import device
+from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.pool import ColocatedPool
+from torchtitan.inference.colocated.pool import ColocatedPool, Round
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
 from torchtitan.report.html import write_report
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
 from torchtitan.report.sync_metrics import SyncMetrics
-from torchtitan.report.trace import write_trace
+from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.demonstrations import Demonstrations
-from torchtitan.rollout.journal import Journal, ReplaySource
+from torchtitan.rollout.journal import Journal, ReplaySource, decode_batch, encode_batch
 from torchtitan.rollout.rollouts import Rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Restored
-from torchtitan.trainer.commands import Command, Kind
 from torchtitan.trainer.evaluation import Evaluator
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.background_loop import CALL_TIMEOUT_S
-from torchtitan.utils.events import EventLog
-from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
+
+class Kind(enum.Enum):
+    """One byte on the wire."""
+
+    BATCH = b"B"
+    """train on the batch that comes with the command"""
+    EVALUATE = b"L"
+    """compute the loss of the held-out batch that comes with the command"""
+    GENERATE = b"G"
+    """generate on the trainer's own devices for a while, as the round that comes with the command says"""
+    SNAPSHOT = b"S"
+    """publish the pending version while there is no data"""
+    WAIT = b"W"
+    """nothing yet; sent so that no collective outlives its deadline"""
+    EXPORT = b"E"
+    """export a Hugging Face checkpoint"""
+    STOP = b"X"
+    """leave the loop"""
+    DONE = b"D"
+    """leave the loop as after the last step: the goal is reached"""
+
+
+@dataclass
+class Command:
+    kind: Kind
+    batch: Batch | None = None
+    generation: Round | None = None
+
+
+def share_command(command: Command | None) -> Command:
+    """Collective: rank 0 passes its command, the others None; all get rank 0's. Without other ranks, a no-op.
+
+    Collectives never meet out of order because every rank acts on the same sequence of commands.
+    """
+    if device.world_size() == 1 and command is not None:
+        return command
+    if command is None:
+        payload = broadcast_bytes(None)
+        kind = Kind(payload[:1])
+        batch = decode_batch(payload[1:]) if kind in (Kind.BATCH, Kind.EVALUATE) else None
+        return Command(kind, batch, Round.decode(payload[1:]) if kind is Kind.GENERATE else None)
+    content = encode_batch(command.batch) if command.batch else b""
+    if command.generation is not None:
+        content = command.generation.encode()
+    broadcast_bytes(command.kind.value + content)
+    return command
+
+
 logger = logging.getLogger(__name__)
 
-Source = Rollouts | ReplaySource | Demonstrations
 
 # How long rank 0 looks for a batch before it looks at signals and at a pending version again.
 POLL_S = 0.05
@@ -74,28 +123,26 @@ class Controller:
         run_dir: Path,
         epoch: str,
         signals: SignalFlags,
-        source: Source,
+        rollouts: Rollouts | None,
         weights: WeightPath,
         *,
         events: EventLog,
         journal: Journal,
         tokenizer: Tokenizer,
+        prepared: ReplaySource | Demonstrations | None = None,
         restored: Restored | None = None,
         lost: str = "",
     ):
-        """source: of batches. weights: the way by which they leave. restored: what checkpoint to go on from.
-        lost: why the ranks were started again; then what they had trained on since that checkpoint comes first.
+        """prepared: batches that need no sampling; with them rollouts are for evaluations alone. weights: the way by
+        which they leave. restored: what checkpoint to go on from. lost: why the ranks were started again; then what
+        they had trained on since that checkpoint comes first.
 
         Raises UserError for rollouts of other training prompts, or without a package that [metrics] asks for.
         """
         self.config, self.run_dir, self.signals, self.weights = config, run_dir, signals, weights
         self.events, self.journal, self.tokenizer = events, journal, tokenizer
-        self.prepared = source if isinstance(source, ReplaySource | Demonstrations) else None
-        """A source of batches that need no sampling"""
-        self.demonstrations = source if isinstance(source, Demonstrations) else None
-        self.rollouts = source if isinstance(source, Rollouts) else None
-        if self.demonstrations is not None:
-            self.rollouts = self.demonstrations.rollouts
+        self.rollouts, self.prepared = rollouts, prepared
+        self.demonstrations = prepared if isinstance(prepared, Demonstrations) else None
         pool = self.rollouts and self.rollouts.pool
         self.colocated = pool if isinstance(pool, ColocatedPool) else None
         self.actors = pool if isinstance(pool, InferencePool) else None

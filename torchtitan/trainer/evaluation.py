@@ -23,7 +23,7 @@ from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 Result = TypeVar("Result")
 

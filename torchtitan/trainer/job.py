@@ -19,27 +19,26 @@ from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.colocation import open_replica
-from torchtitan.inference.colocated.rounds import Round
+from torchtitan.inference.colocated.pool import Round
+from torchtitan.inference.colocated.vllm_engine import open_replica
 from torchtitan.models.batch_invariance import said_of
 from torchtitan.report.console import set_up_logging
 from torchtitan.report.live import LivePage
-from torchtitan.report.step_recorder import StepRecorder
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
-from torchtitan.rollout.rollouts import make_rollouts
+from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer, Restored
-from torchtitan.trainer.commands import Command, Kind, share_command
-from torchtitan.trainer.controller import Controller, Source
+from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.profiling import profile
 from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
+from torchtitan.utils.timeline_files import StepRecorder
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import WeightSync
 
@@ -294,20 +293,17 @@ class Job:
             if config.metrics.live_port:
                 # Before anything that takes minutes: the port may be taken.
                 self._closing.callback(LivePage(self.run_dir, config.metrics.live_port).close)
-            source: Source
-            rollouts = None
+            rollouts: Rollouts | None = None
+            prepared: ReplaySource | Demonstrations | None = None
             if has_engines(config):
                 # Actors need as long to start as the trainer does: let them start side by side.
                 rollouts = make_rollouts(config, ranks, tokenizer, journal, events, self.run_dir, epoch, token)
                 self._closing.enter_context(rollouts)
             if config.rollout.replay:
-                source = ReplaySource(config.rollout.replay, journal)
+                prepared = ReplaySource(config.rollout.replay, journal)
             elif config.job.stage == "sft":
-                source = Demonstrations(config, tokenizer, ranks, rollouts)
-                config.training.steps = source.steps
-            else:
-                assert rollouts is not None
-                source = rollouts
+                prepared = Demonstrations(config, tokenizer, ranks)
+                config.training.steps = prepared.steps
             # Also a run that ends with an error has something to show, and the rest has ended by then.
             self._closing.callback(self._close_controller)
         if config.sft.epochs and config.job.stage == "sft":
@@ -338,8 +334,8 @@ class Job:
         self.sync = self.weights if isinstance(self.weights, WeightSync) else None
         if rank == 0:
             self.controller = Controller(
-                config, self.run_dir, epoch, self.signals, source, self.weights,
-                events=events, journal=journal, tokenizer=tokenizer, restored=restored, lost=start.lost,
+                config, self.run_dir, epoch, self.signals, rollouts, self.weights, events=events, journal=journal,
+                tokenizer=tokenizer, prepared=prepared, restored=restored, lost=start.lost,
             )  # fmt: skip
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference

@@ -1,9 +1,11 @@
-"""The optimizers of a policy: AdamW, Muon for matrices, or AdamW with its state in eight bits."""
+"""What changes the weights after a backward: the optimizers, their learning rate, and the biases of routers."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.job_config import LRScheduler as LRSchedulerConfig
 from torchtitan.config.job_config import Optimizer as OptimizerConfig
+from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.errors import UserError
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.moe import MoE
 
 logger = logging.getLogger(__name__)
 
@@ -110,3 +116,88 @@ def _fused_kernel_works(parameters: list[nn.Parameter]) -> bool:
             logger.warning("optimizer.implementation = fused does not work here (%s): using foreach", error)
             return False
     return True
+
+
+def lr_factor(batch: int, config: LRSchedulerConfig, total_batches: int) -> float:
+    """Share of the peak rate that batch number `batch` (from 0) trains with.
+
+    Warmup over w batches: (batch + 1) / (w + 1), so that no batch trains with rate 0. Then, with
+    p = (batch − w) / (total_batches − w) and m = min_lr_factor: 1, or 1 − (1 − m)·p, or m + (1 − m)·(1 + cos πp) / 2.
+    """
+    if batch < config.warmup_steps:
+        return (batch + 1) / (config.warmup_steps + 1)
+    if config.decay_type == "constant":
+        return 1.0
+    progress = min(1.0, (batch - config.warmup_steps) / max(1, total_batches - config.warmup_steps))
+    shape = 1 - progress if config.decay_type == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.min_lr_factor + (1 - config.min_lr_factor) * shape
+
+
+class BatchLRScheduler:
+    """Sets the rate of all parameter groups; step() once per trained batch, however many optimizer steps it took.
+
+    The peak of each is the rate that the optimizer has now; total_batches is training.steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: LRSchedulerConfig, total_batches: int):
+        self._optimizer = optimizer
+        self._config = config
+        self._total_batches = total_batches
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._batch = 0
+        self._apply()
+
+    def step(self) -> None:
+        """Go on to the next batch."""
+        self._batch += 1
+        self._apply()
+
+    def get_last_lr(self) -> list[float]:
+        """Rate of the batch that is trained now, per parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self._batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a batch; the shape and the peak are those of the present configuration."""
+        self._batch = int(state["batch"])
+        self._apply()
+
+    def _apply(self) -> None:
+        factor = lr_factor(self._batch, self._config, self._total_batches)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+
+
+class ExpertLoad:
+    """Balance without an auxiliary loss (Wang et al. 2024): the router's bias, which helps to choose experts and does
+    not weigh them, moves towards those with less than their share of the tokens.
+
+    Counts the experts of all forwards of a policy whose routers have biases.
+
+    rate: how far a bias moves in a step.
+    """
+
+    def __init__(self, policy: Decoder, rate: float):
+        self._rate = rate
+        self._mixtures = [layer.mlp for layer in policy.model.layers if isinstance(layer.mlp, MoE)]
+        self._loads: dict[int, torch.Tensor] = {}
+        for mixture in self._mixtures:
+            mixture.record = functools.partial(self._count, mixture.gate.args.count)
+
+    def _count(self, experts: int, layer: int, chosen: torch.Tensor) -> None:
+        # A layer that is recomputed counts twice, as all of its tokens do: only shares matter.
+        chosen = chosen.flatten()
+        load = torch.zeros(experts, device=chosen.device).scatter_add_(0, chosen, torch.ones_like(chosen).float())
+        self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """After an optimizer step: b ← b + rate · sign(mean load - load). A collective."""
+        loads = all_reduce_sum(torch.stack([self._loads[mixture.index] for mixture in self._mixtures]))
+        for mixture, load in zip(self._mixtures, loads, strict=True):
+            bias = mixture.gate.e_score_correction_bias
+            assert bias is not None
+            bias += self._rate * (load.mean() - load).sign()
+        self._loads.clear()

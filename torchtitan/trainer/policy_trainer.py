@@ -23,21 +23,18 @@ from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
-from torchtitan.grpo.divergence import k3
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
-from torchtitan.grpo.stages import stage_figures, stage_settings
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3
+from torchtitan.grpo.loss_settings import stage_figures, stage_settings
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
-from torchtitan.trainer.expert_load import ExpertLoad
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
+from torchtitan.trainer.profiling import Passes, model_flops, throughput
 from torchtitan.trainer.reference_policy import build_reference
-from torchtitan.trainer.throughput import Passes, model_flops, throughput
 
 logger = logging.getLogger(__name__)
 

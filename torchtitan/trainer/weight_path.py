@@ -12,8 +12,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.replica import Replica
-from torchtitan.inference.colocated.weights import ColocatedWeights
+from torchtitan.inference.colocated.replica import ColocatedWeights, Replica
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.weight_sync.facade import ActorStatus, WeightSync

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.draft import OLD_NAMES, Draft
-from torchtitan.config.engine_args import command_line
+from torchtitan.config.engines import command_line
 from torchtitan.config.job_config import JobConfig, known_keys
 from torchtitan.config.reference import markdown
 from torchtitan.config.tables.grpo import LOSS_TYPES

@@ -22,8 +22,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 

@@ -21,11 +21,11 @@ from torchtitan.grpo.objectives import (
     OBJECTIVES,
     ClipRange,
     ObjectiveOptions,
+    Sequences,
     TokenLoss,
     load_objective,
 )
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.grpo.sequences import Sequences
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.types import Sample
 from torchtitan.trainer.packing import MicroBatch, micro_batches

@@ -224,7 +224,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    from torchtitan.inference.parent_watch import end_with_parent
+    from torchtitan.utils.child_process import end_with_parent
 
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="module")

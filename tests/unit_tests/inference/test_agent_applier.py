@@ -12,8 +12,7 @@ import torch
 from tests.patience import PATIENCE_S, until
 from torchtitan.inference.agent.applier import Applier
 from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.server import AgentServer, EnginePlace
-from torchtitan.inference.agent.watch import Watch
+from torchtitan.inference.agent.server import AgentServer, EnginePlace, Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.inference.agent.applier import FileLoader, remove_abandoned
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.loading import FileLoader, remove_abandoned
 
 
 @pytest.fixture(scope="module")

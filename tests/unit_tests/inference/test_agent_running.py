@@ -20,8 +20,7 @@ from torchtitan.inference.agent import running
 from torchtitan.inference.agent.control import AdminClient, EngineError, EngineFacts, EngineNotListening
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.agent.running import RunningAgent
-from torchtitan.inference.agent.server import AgentServer
-from torchtitan.inference.agent.watch import Watch
+from torchtitan.inference.agent.server import AgentServer, Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.utils.child_process import ChildProcess, child_environment
 

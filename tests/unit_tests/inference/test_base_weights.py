@@ -16,9 +16,8 @@ from tests.unit_tests.models.test_lora import EVERYTHING, TOKENS, adapted, synce
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.inference import base_weights
-from torchtitan.inference.agent.applier import Applier
+from torchtitan.inference.agent.applier import Applier, FileLoader
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.loading import FileLoader
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder

@@ -15,9 +15,9 @@ from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import memory_beside_trainer
-from torchtitan.inference.colocated.colocation import engine_arguments
-from torchtitan.inference.colocated.offload import OptimizerOffload
-from torchtitan.inference.engine_memory import GIB, EngineMemory, engine_memory
+from torchtitan.inference.colocated.replica import OptimizerOffload
+from torchtitan.inference.colocated.vllm_engine import engine_arguments
+from torchtitan.inference.placement import GIB, EngineMemory, engine_memory
 from torchtitan.models.memory import estimate_memory
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.plan import describe_plan

@@ -10,8 +10,7 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.pool import ColocatedPool
-from torchtitan.inference.colocated.rounds import Answer, Round
+from torchtitan.inference.colocated.pool import Answer, ColocatedPool, Round
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, VersionSpan
 
 

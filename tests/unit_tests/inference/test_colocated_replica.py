@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.distributed_launcher import run_distributed
-from torchtitan.inference.colocated.offload import OptimizerOffload
-from torchtitan.inference.colocated.replica import Replica, SampleRefused, sample_seed
-from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
+from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers
+from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused, sample_seed
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
-from torchtitan.trainer.commands import Command, Kind, share_command
+from torchtitan.trainer.controller import Command, Kind, share_command
 
 LABEL = "e1-x/3"
 

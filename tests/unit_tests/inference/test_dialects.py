@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.agent.client import AgentClient, reachable_url
-from torchtitan.inference.agent.dialect import Malformed, NoVersion
+from torchtitan.inference.agent.client import AgentClient, Malformed, NoVersion, reachable_url
 from torchtitan.inference.client import ActorError
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.sglang.dialect import MOST_KEPT

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from tests.integration_tests.test_embedded_server import Client, body, in_process
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.embedded.__main__ import parse_arguments
 from torchtitan.inference.embedded.engine import Engine, Finished
@@ -28,8 +27,9 @@ from torchtitan.inference.engines import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.preflight.validate import validate
-from torchtitan.rollout.staleness import sample_version
+from torchtitan.rollout.flow import sample_version
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.timeline_files import ActivityLog
 
 LONG = 60.0
 

@@ -20,16 +20,14 @@ import pytest
 import torch
 
 from tests.unit_tests.inference.json_server import serving
-from torchtitan.inference.agent.client import AgentClient
+from torchtitan.inference.agent.applier import FileLoader
+from torchtitan.inference.agent.client import AgentClient, Call
 from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.dialect import Call
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.loading import FileLoader
-from torchtitan.inference.client import ActorNotReady, Capabilities, RequestRefused
-from torchtitan.inference.http_client import JsonClient
+from torchtitan.inference.client import ActorNotReady, Capabilities, JsonClient, RequestRefused
 from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve

@@ -14,8 +14,8 @@ import pytest
 
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.sglang.control import SGLangControl
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import TAGS
 from torchtitan.inference.vllm.control import VLLMControl

@@ -17,7 +17,7 @@ from torchtitan.inference.client import ActorError, ActorHealth, Capabilities, S
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 from torchtitan.trainer import mismatch
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 IDS = [2, 3, 4, 5]
 

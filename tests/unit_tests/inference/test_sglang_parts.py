@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.unit_tests.inference.json_server import serving
+from torchtitan.inference.agent.applier import FileLoader
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.loading import FileLoader
 from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.control import SGLangControl
+from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.weight_sync.staging import StagedVersion
 
 TENSORS = {

@@ -14,7 +14,7 @@ from torchtitan.inference import actor
 from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 IDS = [2, 3, 4, 5]
 ASLEEP, READY = "asleep", "ready"

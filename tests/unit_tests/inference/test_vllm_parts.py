@@ -22,7 +22,7 @@ import torch
 
 from tests.patience import PATIENCE_S
 from torchtitan.inference import engine_server
-from torchtitan.inference.agent.dialect import Malformed, NoVersion
+from torchtitan.inference.agent.client import Malformed, NoVersion
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware

@@ -40,7 +40,7 @@ from torchtitan.models.low_rank import ALPHA, is_factor
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
 from torchtitan.preflight.validate import validate
-from torchtitan.trainer.checkpoint_tensors import collect
+from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused

@@ -25,7 +25,7 @@ from torchtitan.models.logprob_head import full_log_probs
 from torchtitan.models.rms_norm import rms_norm
 from torchtitan.models.rotary import rotate
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
+from torchtitan.trainer.optimizer import BatchLRScheduler
 
 Checkpoints = Callable[..., Path]
 ALL_SIX = [(family, tied) for family in FAMILIES for tied in (True, False)]

@@ -48,10 +48,8 @@ from torchtitan.models.peft_checkpoint import save_adapter
 from torchtitan.models.quantized import QuantizedLinear
 from torchtitan.preflight.plan import make_plan
 from torchtitan.preflight.validate import validate
-from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.checkpoint_tensors import collect
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.checkpoint import Checkpointer, collect
+from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 from torchtitan.trainer.reference_policy import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 

@@ -14,18 +14,18 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan import train
+from torchtitan.api import names_of, write_rows
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.preflight.own_code import names_of, write_rows
 from torchtitan.rollout.datasets import load_rows
 from torchtitan.rollout.rewards import load_reward
-from torchtitan.rollout.rewards.text import arithmetic
+from torchtitan.rollout.rewards.builtin import arithmetic
 
 CELL = """
 import math as m
 import re
 from collections import Counter
-from torchtitan.rollout.rewards.text import texts
+from torchtitan.rollout.rewards.builtin import texts
 
 raise_if_run_again = print("this line is no definition")
 PATTERN = re.compile("[0-9]+", re.ASCII)
@@ -102,7 +102,7 @@ def test_a_scripts_class_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_can_be_imported_stays_where_it_is(tmp_path: Path) -> None:
     names = names_of(["accuracy", arithmetic], tmp_path, "reward function")
-    assert names == ["accuracy", "torchtitan.rollout.rewards.text:arithmetic"]
+    assert names == ["accuracy", "torchtitan.rollout.rewards.builtin:arithmetic"]
     assert not list(tmp_path.iterdir())
 
 

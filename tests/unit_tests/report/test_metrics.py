@@ -32,8 +32,7 @@ from torchtitan.report.metrics import (
     token_texts,
 )
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.utils.events import EventLog
-from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.json_lines import EventLog, read_json_lines
 
 
 class Words:

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.report.deliveries import DeliveryBook, Incident
-from torchtitan.report.step_recorder import StepRecorder
-from torchtitan.report.sync_metrics import SyncMetrics, sums_by_actor
+from torchtitan.report.sync_metrics import DeliveryBook, Incident, SyncMetrics, sums_by_actor
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.utils.timeline_files import StepRecorder
 
 Row = dict[str, Any]
 

@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.report.test_sync_metrics import Journal
 from tests.unit_tests.report.trace_format import check_trace
-from torchtitan.inference import activity
-from torchtitan.inference.activity import ActivityLog
 from torchtitan.report.__main__ import main
 from torchtitan.report.html import write_report
-from torchtitan.report.step_recorder import MOST_SPANS, StepRecorder
-from torchtitan.report.timeline import Moment, Span, Timeline, Track, nested, read_timeline
-from torchtitan.report.trace import chrome_trace, write_trace
-from torchtitan.utils.timeline_files import TimelineFile, actor_file, rank_file
+from torchtitan.report.timeline import Moment, Span, Timeline, Track, chrome_trace, nested, read_timeline, write_trace
+from torchtitan.utils import timeline_files
+from torchtitan.utils.timeline_files import MOST_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
 
 TIMES = st.floats(0, 1000, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES), max_size=30).map(
@@ -180,7 +177,7 @@ def test_activity_is_merged_without_loss(steps: list[tuple[float, float, int, in
         assert before["end"] <= after["begin"] + 1e-9
     spent = sum(row["end"] - row["begin"] for row in rows)
     assert spent >= worked - 1e-6
-    assert all(row["end"] - row["begin"] <= activity.LONGEST_SECONDS + 0.5 for row in rows)
+    assert all(row["end"] - row["begin"] <= timeline_files.LONGEST_SECONDS + 0.5 for row in rows)
     ActivityLog().stepped(0.0, 1.0, 1, 5)
 
 

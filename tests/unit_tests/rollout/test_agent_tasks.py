@@ -10,11 +10,10 @@ import pytest
 
 from tests.unit_tests.rollout.test_tokenizer import write_tokenizer
 from torchtitan.errors import UserError
-from torchtitan.preflight.agent_warm_start import INDEX, WARM_STARTS, batches
+from torchtitan.preflight.debug_checkpoint import INDEX, WARM_STARTS, batches
 from torchtitan.rollout.environments import calculator
 from torchtitan.rollout.environments.guess import GUESSES, LARGEST, Guess, rows
-from torchtitan.rollout.rendering import ChatRenderer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 numbers = random.Random(0)
 Player = Callable[[int, int], int]

@@ -14,7 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 HERE = "tests.unit_tests.rollout.environment_examples"
 

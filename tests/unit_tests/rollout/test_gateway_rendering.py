@@ -14,8 +14,7 @@ from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, SamplingParameters, VersionSpan
 from torchtitan.rollout.gateway.sessions import Session, branches_from_json
 from torchtitan.rollout.gateway.wire import parse_chat, said
-from torchtitan.rollout.rendering import ChatRenderer
-from torchtitan.rollout.tokenizer import Tokenizer
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look <|im_end|> up", "parameters": {}}}]

@@ -15,8 +15,7 @@ from tests.trajectories import completion_of, single_turn
 from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.rollout.batch_codec import decode_batch, encode_batch
-from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, read_records
+from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, decode_batch, encode_batch, read_records
 from torchtitan.rollout.types import Batch, Group, Sample
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)

@@ -285,9 +285,9 @@ def test_the_list_of_functions_that_need_an_answer_is_right() -> None:
         ("acuracy", "did you mean 'accuracy'"),
         ("nonsense", "must be one of accuracy"),
         ("no.such.module:reward", "no.such.module"),
-        ("torchtitan.rollout.rewards.text:aritmetic", "did you mean 'arithmetic'"),
-        ("torchtitan.rollout.rewards.text:PARTIAL_CREDIT", "not a function"),
-        ("torchtitan.rollout.rewards.text:", "unknown reward function"),
+        ("torchtitan.rollout.rewards.builtin:aritmetic", "did you mean 'arithmetic'"),
+        ("torchtitan.rollout.rewards.builtin:PARTIAL_CREDIT", "not a function"),
+        ("torchtitan.rollout.rewards.builtin:", "unknown reward function"),
     ],
 )
 def test_unknown_functions_are_named(name: str, message: str) -> None:

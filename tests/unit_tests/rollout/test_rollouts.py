@@ -21,12 +21,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
-from torchtitan.rollout.flow import has_no_advantage
+from torchtitan.rollout.flow import Pace, has_no_advantage, sample_version
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.rewards.pool import Score
 from torchtitan.rollout.rollouts import Rollouts
-from torchtitan.rollout.staleness import Pace, sample_version
 from torchtitan.rollout.types import Batch, Group, Prompt, Trajectory
 
 GROUP_SIZE, BATCH_GROUPS = 2, 4

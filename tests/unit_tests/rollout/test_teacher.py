@@ -13,13 +13,13 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.tables.stages import Distill
+from torchtitan.config.tables.training import Distill
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models import load_policy
-from torchtitan.rollout.batch_codec import decode_batch, encode_batch
+from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.types import Batch, Trajectory
 from torchtitan.trainer.policy_trainer import PolicyTrainer

@@ -17,8 +17,8 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.placement import engine_devices
-from torchtitan.inference.server_plan import tensor_parallel_size
 from torchtitan.models.flavors import find_flavor
+from torchtitan.preflight.plan import tensor_parallel_size
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/engines/*.sh")])

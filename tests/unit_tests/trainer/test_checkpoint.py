@@ -20,8 +20,7 @@ from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
 
 
 class Policy(nn.Module):

@@ -14,13 +14,12 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.colocated.rounds import Round
+from torchtitan.inference.colocated.pool import Round
 from torchtitan.rollout.types import Batch
-from torchtitan.trainer.commands import Kind
-from torchtitan.trainer.controller import Controller
+from torchtitan.trainer.controller import Controller, Kind
 from torchtitan.trainer.job import Job
 from torchtitan.utils.background_loop import BackgroundLoop
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 
 
@@ -71,7 +70,7 @@ def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controlle
         folder,
         "e1",
         cast("Any", Signals()),
-        cast("Any", None),
+        None,
         parts,
         events=EventLog(folder / "events.jsonl"),
         journal=parts,

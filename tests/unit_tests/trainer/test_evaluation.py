@@ -17,7 +17,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.trainer.evaluation import MAX_ROUNDS, Evaluator, is_pinned, pass_at_k
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 EPOCH, VERSION = "e1-aa", 7
 PROMPTS = [Prompt(index, f"p{index}", [1, 2, index], {}) for index in range(3)]

@@ -17,8 +17,7 @@ from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.preflight.loading import draft_of, ready
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.lr_scheduler import BatchLRScheduler, lr_factor
-from torchtitan.trainer.optimizer import build_optimizer
+from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer, lr_factor
 
 
 class Policy(nn.Module):

@@ -19,22 +19,21 @@ from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.dialect import Dialect
+from torchtitan.inference.agent.client import Dialect
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.routes import Routes
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.trajectory import Branch, Given, add_turn, branch_routes
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.moe import MoE
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference
-from torchtitan.rollout.batch_codec import decode_batch, encode_batch
+from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Group
-from torchtitan.trainer.checkpoint_tensors import collect
+from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.packing import pack
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 

@@ -16,7 +16,7 @@ from torchtitan.distributed import device
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Sample
-from torchtitan.trainer.throughput import Passes, model_flops, throughput
+from torchtitan.trainer.profiling import Passes, model_flops, throughput
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 

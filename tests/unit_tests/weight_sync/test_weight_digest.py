@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S
-from torchtitan.inference.embedded.verification import Verifier
+from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.layout_tables import ParameterEntry
@@ -155,7 +155,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
         wait_for(stop)
         raise Stopped
 
-    monkeypatch.setattr("torchtitan.inference.embedded.verification.differing_parameters", slow)
+    monkeypatch.setattr("torchtitan.inference.embedded.weights.differing_parameters", slow)
     verifier = Verifier(1, values(), lambda *_: pytest.fail("nothing is torn"))
     verifier.applied(staged_version(0, values()))
     assert begun.wait(PATIENCE_S)

@@ -15,13 +15,12 @@ from torchtitan.config.derived import (
     sleeps_between_batches,
     world_size,
 )
-from torchtitan.config.engine_args import command_line
+from torchtitan.config.engines import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
 from torchtitan.inference.agent.engine import load_engine
-from torchtitan.inference.engine_memory import GIB, colocated_memory, device_bytes_of_driver
-from torchtitan.inference.placement import threads_per_actor
+from torchtitan.inference.placement import GIB, colocated_memory, device_bytes_of_driver, threads_per_actor
 from torchtitan.models.memory import version_bytes
 from torchtitan.models.shape import read_shape
 

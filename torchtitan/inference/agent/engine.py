@@ -11,7 +11,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent.control import EngineControl
 
 if TYPE_CHECKING:
-    from torchtitan.inference.agent.loading import WeightLoader
+    from torchtitan.inference.agent.applier import WeightLoader
 
 Route = Literal["direct", "agent"]
 # An agent beside an engine that listens everywhere reaches it here.
@@ -98,7 +98,7 @@ class ForeignEngine:
         """The way into the engine that options.route names."""
         if options.route != "agent":
             return self.special_loader(control, options)
-        from torchtitan.inference.agent.loading import FileLoader
+        from torchtitan.inference.agent.applier import FileLoader
 
         return FileLoader(options, control.read_files)
 

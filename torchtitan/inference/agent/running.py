@@ -12,15 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.activity import ActivityLog
-from torchtitan.inference.agent.applier import Applier
+from torchtitan.inference.agent.applier import Applier, WeightLoader
 from torchtitan.inference.agent.control import EngineControl, EngineError
 from torchtitan.inference.agent.engine import WILDCARDS, EngineOptions, ForeignEngine
-from torchtitan.inference.agent.loading import WeightLoader
 from torchtitan.inference.agent.server import AgentServer, EnginePlace
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.client import base_url
 from torchtitan.utils.child_process import ChildProcess, child_environment
+from torchtitan.utils.timeline_files import ActivityLog
 
 # A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
 # that get no answer any more (vLLM 0.32: "Waiting for background tasks to complete").

@@ -10,15 +10,77 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.collectives import gather_bytes
-from torchtitan.inference.colocated.offload import OptimizerOffload
-from torchtitan.inference.colocated.rounds import Answer, Round, decode_answers, encode_answers
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
+from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers, replica_name
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, make_label
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.lora import base_parameters, whole_weights
+from torchtitan.weight_sync.facade import ActorStatus
+
+
+class OptimizerOffload:
+    """The optimizer's state in host memory while the engine generates, and back before the next batch is trained on.
+
+    Moves the bytes and leaves the tensors: the optimizer and checkpoints, which hold them, notice nothing.
+
+    The copies in host memory are made once and used again. Between `away` and `back` the state may not be read.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._away = False
+
+    def away(self) -> None:
+        """Copy the state to host memory and free it on the device. Twice is once."""
+        if self._away:
+            return
+        self._copies = {id(state): (state, self._copy_of(state)) for state in self._states()}
+        for state, copy in self._copies.values():
+            copy.copy_(state, non_blocking=True)
+        self._wait()
+        for state, _ in self._copies.values():
+            state.untyped_storage().resize_(0)
+        self._away = True
+
+    def back(self) -> None:
+        """Bring the state back, bit for bit."""
+        if not self._away:
+            return
+        for state, copy in self._copies.values():
+            state.untyped_storage().resize_(state.numel() * state.element_size())
+            state.copy_(copy, non_blocking=True)
+        self._wait()
+        self._away = False
+
+    def _copy_of(self, state: torch.Tensor) -> torch.Tensor:
+        """Host memory for it, the same as last time where it is the same tensor."""
+        if id(state) in self._copies:
+            return self._copies[id(state)][1]
+        return torch.empty_like(state, device="cpu", pin_memory=state.device.type == "cuda")
+
+    def _wait(self) -> None:
+        if any(state.device.type == "cuda" for state, _ in self._copies.values()):
+            torch.cuda.current_stream().synchronize()
+
+    def _states(self) -> list[torch.Tensor]:
+        """This rank's part of every moment; the step counts, single numbers, stay where they are."""
+        states: list[torch.Tensor] = []
+        for values in self._optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    local = value._local_tensor if isinstance(value, DTensor) else value
+                    # A view shares its storage with others; no optimizer makes one, and it could not be freed.
+                    if local.untyped_storage().nbytes() == local.numel() * local.element_size() > 0:
+                        states.append(local)
+        return states
+
 
 logger = logging.getLogger(__name__)
 
@@ -169,3 +231,52 @@ def sample_seed(seed: int, sample: int) -> int:
 
 def _name(request_id: str, sample: int) -> str:
     return f"{request_id}.{sample}"
+
+
+class ColocatedWeights:
+    """A trainer.weight_path.WeightPath that publishes every version: there is no slot to wait for.
+
+    Each is handed over at the step boundary, parameter by parameter, and nothing ever holds a second copy of the model.
+    """
+
+    def __init__(self, policy: Decoder, replica: Replica, replicas: int, epoch: str, dtype: torch.dtype):
+        """replicas: of the model, over all ranks. dtype: in which the engines hold it."""
+        self._policy = policy
+        self._replica = replica
+        self._replicas = replicas
+        self._epoch = epoch
+        self._dtype = dtype
+        self._version = -1
+        self._published = 0
+        self._stall_s = 0.0
+        self._generated_s = 0.0
+
+    def commit(self, version: int, votes_against: int) -> str:
+        """Hand `version` to the engine, on every rank. Also where the last step was dropped: these are its weights."""
+        started = time.perf_counter()
+        self._replica.load(self._tensors(), make_label(self._epoch, version))
+        self._version = version
+        self._published += 1
+        self._stall_s += time.perf_counter() - started
+        return "published"
+
+    def actors(self) -> Mapping[str, ActorStatus]:
+        status = ActorStatus("SERVING", self._epoch, self._version, "", self._version >= 0, False, "", 0)
+        return {replica_name(number): status for number in range(self._replicas)}
+
+    def statistics(self) -> dict[str, float]:
+        generated = self._replica.busy_s
+        figures = {
+            "weight_sync/versions_published": float(self._published),
+            "weight_sync/versions_skipped": 0.0,
+            "time/snapshot_s": 0.0,
+            "time/sync_stall_s": self._stall_s,
+            "time/generate_s": generated - self._generated_s,
+        }
+        self._stall_s, self._generated_s = 0.0, generated
+        return figures
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model, one gathered parameter at a time (a collective where it is sharded)."""
+        for name, whole in whole_weights(self._policy, base_parameters(self._policy)):
+            yield name, whole.to(self._dtype)

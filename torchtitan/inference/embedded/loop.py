@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.types import Completion, GenerateRequest
+from torchtitan.utils.timeline_files import ActivityLog
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from torchtitan.inference.embedded.requests import Sequence
-from torchtitan.inference.routes import Routes
+from torchtitan.inference.types import Routes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.moe import MoE
 

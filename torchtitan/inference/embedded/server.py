@@ -12,15 +12,15 @@ from typing import Any
 
 from aiohttp import web
 
-from torchtitan.inference.activity import ActivityLog
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_object
 from torchtitan.inference.embedded import requests
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
 from torchtitan.inference.embedded.rescore import score
-from torchtitan.inference.embedded.verification import MOST_TORN, Verifier
+from torchtitan.inference.embedded.weights import MOST_TORN, Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
+from torchtitan.utils.timeline_files import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

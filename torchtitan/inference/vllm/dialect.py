@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.inference.agent.dialect import FINISHED, Call, Malformed, aborted, make_completion, read_spans
+from torchtitan.inference.agent.client import FINISHED, Call, Malformed, aborted, make_completion, read_spans
 from torchtitan.inference.client import RequestRefused, ScoredTokens
-from torchtitan.inference.routes import Routes, check_routes, compact
-from torchtitan.inference.types import Completion, GenerateRequest, VersionSpan
+from torchtitan.inference.types import Completion, GenerateRequest, Routes, VersionSpan, check_routes, compact
 
 PATH = "/inference/v1/generate"
 REFUSED = (400, 413, 422)

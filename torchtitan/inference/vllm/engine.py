@@ -15,7 +15,7 @@ from torchtitan.inference.vllm.plugin import BACKEND
 from torchtitan.utils.machine import has_gpu
 
 if TYPE_CHECKING:
-    from torchtitan.inference.agent.loading import WeightLoader
+    from torchtitan.inference.agent.applier import WeightLoader
 
 GIGABYTE = 2**30
 # Of the routes that have one: ours, and vLLM's own.

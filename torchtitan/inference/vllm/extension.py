@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from torchtitan.inference.parent_watch import end_with_parent
 from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE, register
+from torchtitan.utils.child_process import end_with_parent
 
 
 class WorkerExtension:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 # Characters of an observation beyond which it cannot fit into a completion: no token is longer.
 LONGEST_TOKEN = 128

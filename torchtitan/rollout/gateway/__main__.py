@@ -12,8 +12,8 @@ from pathlib import Path
 from aiohttp import web
 
 from torchtitan.inference.engine_server import write_port_file
-from torchtitan.inference.parent_watch import end_with_parent
 from torchtitan.rollout.gateway.server import GatewayServer
+from torchtitan.utils.child_process import end_with_parent
 
 
 async def serve(host: str, port_file: Path, token: str) -> None:

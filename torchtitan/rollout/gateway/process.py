@@ -18,8 +18,7 @@ import aiohttp
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor_client import ActorClient
-from torchtitan.inference.client import ActorError, ActorNotReady, RequestRefused, TokenRefused, base_url
+from torchtitan.inference.client import ActorClient, ActorError, ActorNotReady, RequestRefused, TokenRefused, base_url
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch
@@ -27,7 +26,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
 from torchtitan.rollout.gateway.sessions import branches_from_json
 from torchtitan.utils.child_process import ChildProcess, child_environment
-from torchtitan.utils.events import EventLog
+from torchtitan.utils.json_lines import EventLog
 
 logger = logging.getLogger(__name__)
 

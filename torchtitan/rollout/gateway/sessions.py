@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Branch, Given, add_turn
 from torchtitan.inference.types import Completion, SamplingParameters
-from torchtitan.rollout.rendering import ChatRenderer, Messages
+from torchtitan.rollout.tokenizer import ChatRenderer, Messages
 
 Canonical = tuple[Any, ...]
 

@@ -14,14 +14,14 @@ from torchtitan.errors import UserError
 from torchtitan.utils.loading import did_you_mean, load_object
 
 BUILTIN: dict[str, str] = {
-    "accuracy": "torchtitan.rollout.rewards.accuracy:accuracy",
-    "arithmetic": "torchtitan.rollout.rewards.text:arithmetic",
-    "cosine_length": "torchtitan.rollout.rewards.lengths:cosine_length",
-    "exact_match": "torchtitan.rollout.rewards.text:exact_match",
-    "format": "torchtitan.rollout.rewards.text:format",
-    "length": "torchtitan.rollout.rewards.lengths:length",
-    "repetition": "torchtitan.rollout.rewards.text:repetition",
-    "soft_overlong": "torchtitan.rollout.rewards.lengths:soft_overlong",
+    "accuracy": "torchtitan.rollout.rewards.builtin:accuracy",
+    "arithmetic": "torchtitan.rollout.rewards.builtin:arithmetic",
+    "cosine_length": "torchtitan.rollout.rewards.builtin:cosine_length",
+    "exact_match": "torchtitan.rollout.rewards.builtin:exact_match",
+    "format": "torchtitan.rollout.rewards.builtin:format",
+    "length": "torchtitan.rollout.rewards.builtin:length",
+    "repetition": "torchtitan.rollout.rewards.builtin:repetition",
+    "soft_overlong": "torchtitan.rollout.rewards.builtin:soft_overlong",
 }
 
 NEEDS_ANSWER = frozenset({"accuracy", "arithmetic", "cosine_length", "exact_match", "length"})

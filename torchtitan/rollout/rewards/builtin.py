@@ -1,14 +1,75 @@
-"""Is the final answer mathematically equal to the reference? math-verify decides wherever numbers alone do not."""
+"""The built-in rewards: is the answer right, how is it written, and how long is it."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from torchtitan.rollout.rewards.math_check import same_mathematics
-from torchtitan.rollout.rewards.text import Completion, texts
+
+PARTIAL_CREDIT = 0.5
+THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
+REPETITION_NGRAM = 4
+
+Completion = str | list[dict[str, Any]]
+"""Text, or chat messages where the prompt was a chat"""
+
+
+def texts(completions: Sequence[Completion], prefill: str = "") -> list[str]:
+    """The text of every completion, behind what the prompt began it with; of a chat, the last message's content."""
+    return [prefill + (one if isinstance(one, str) else one[-1]["content"]) for one in completions]
+
+
+def exact_match(*, completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    """1 where the completion is the answer, white space around both aside, else 0; None where there is no answer."""
+    return [
+        None if gold is None else float(text.strip() == str(gold).strip())
+        for text, gold in zip(texts(completions), answer, strict=True)
+    ]
+
+
+def arithmetic(
+    *, completions: Sequence[Completion], answer: Sequence[str], finish_reasons: Sequence[str], **kwargs: Any
+) -> list[float | None]:
+    """1 for the exact answer, else half the share of right digits; 0 without the right length and an end token."""
+    return [
+        _digits_right(text, gold) if reason == "stop" else 0.0
+        for text, gold, reason in zip(texts(completions), answer, finish_reasons, strict=True)
+    ]
+
+
+def _digits_right(text: str, gold: str) -> float:
+    if len(text) != len(gold):
+        return 0.0
+    if text == gold:
+        return 1.0
+    return PARTIAL_CREDIT * sum(a == b for a, b in zip(text, gold, strict=True)) / len(gold)
+
+
+def format(*, completions: Sequence[Completion], prefill: str = "", **kwargs: Any) -> list[float | None]:
+    """1 where the completion is `<think>…</think>` once and then an answer, else 0. `<think>` may end the prompt."""
+    return [float(_thinks_then_answers(text)) for text in texts(completions, prefill)]
+
+
+def _thinks_then_answers(text: str) -> bool:
+    match = THINK_THEN_ANSWER.fullmatch(text)
+    if match is None or text.count("<think>") != 1 or text.count("</think>") != 1:
+        return False
+    return bool(match["answer"].strip())
+
+
+def repetition(*, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float | None]:
+    """Minus the share of the completion's token 4-grams that occurred before in it: 0 (none) to almost -1 (a loop)."""
+    return [-_repeated_share(ids) for ids in completion_ids]
+
+
+def _repeated_share(ids: Sequence[Hashable]) -> float:
+    grams = [tuple(ids[i : i + REPETITION_NGRAM]) for i in range(len(ids) - REPETITION_NGRAM + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
 
 # One number: 1,234.5 or 12 or .5 or 1e5, or a plain fraction of whole numbers. Longer exponents would take years.
 _NUMBER = r"(?:[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\w)|/\d+)?|[-+]?\.\d+)"
@@ -108,3 +169,57 @@ def _same_number(expected: str, answer: str | None) -> float | None:
         return None
     (a, a_percent), (b, b_percent) = wanted, given
     return float(a == b or (a_percent != b_percent and (a / 100 == b if a_percent else a == b / 100)))
+
+
+# DAPO punishes within the last 4,096 of 20,480 tokens.
+OVERLONG_SHARE = 0.2
+
+
+def soft_overlong(
+    *, completion_ids: Sequence[Sequence[int]], max_completion_tokens: int, **kwargs: Any
+) -> list[float | None]:
+    """DAPO's soft overlong punishment: 0 up to 80 % of the token limit, then linearly down to -1 at the limit."""
+    free = (1.0 - OVERLONG_SHARE) * max_completion_tokens
+    span = max_completion_tokens - free
+    return [-min(1.0, max(0.0, (len(ids) - free) / span)) for ids in completion_ids]
+
+
+def cosine_length(
+    *,
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[Any],
+    max_completion_tokens: int,
+    prefill: str = "",
+    **kwargs: Any,
+) -> list[float | None]:
+    """Correctness scaled by length (Yeo et al. 2025, equation 1), along a cosine: a right answer earns 1 (short) to 0.5
+    (long), a wrong one -1 (short) to -0.5, and any completion that reaches the token limit -1. None where the reference
+    answer cannot be read."""
+    rewards: list[float | None] = []
+    for right, ids in zip(
+        accuracy(completions=completions, answer=answer, prefill=prefill), completion_ids, strict=True
+    ):
+        size = 0.75 + 0.25 * math.cos(math.pi * len(ids) / max_completion_tokens)
+        value = -1.0 if len(ids) >= max_completion_tokens else size if right == 1.0 else -size
+        rewards.append(None if right is None else value)
+    return rewards
+
+
+def length(
+    *,
+    completions: Sequence[Completion],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[Any],
+    prefill: str = "",
+    **kwargs: Any,
+) -> list[float | None]:
+    """The length reward of Kimi k1.5: 0.5 for the shortest completion of the group to -0.5 for the longest; wrong
+    answers earn at most 0. None where the reference answer cannot be read."""
+    counts = [len(ids) for ids in completion_ids]
+    shortest, spread = min(counts), max(counts) - min(counts)
+    rewards: list[float | None] = []
+    for right, count in zip(accuracy(completions=completions, answer=answer, prefill=prefill), counts, strict=True):
+        value = 0.5 - (count - shortest) / spread if spread else 0.0
+        rewards.append(None if right is None else value if right == 1.0 else min(0.0, value))
+    return rewards

@@ -1,10 +1,16 @@
-"""inference.servers: `slurm:NODES:PORT` becomes the URLs of all actors on these nodes. No torch here."""
+"""Engines in a configuration: their addresses, of which `slurm:NODES:PORT` stands for those of all actors on these
+nodes, and [inference.engine_args], options of vllm or sglang that pass through. No torch here.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torchtitan.config.toml import show
 
 SCHEME = "slurm:"
 # More is a slip of the pen, and would fill the memory.
@@ -61,3 +67,56 @@ def _numbers(text: str) -> list[str]:
             raise ValueError(f"[{text}]: {first} to {last} is no range, or one of more than {MOST_SERVERS}")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
+
+
+PREFIX = "inference.engine_args."
+
+# Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
+OURS = {
+    "model": "model.hf_assets_path",
+    "model-path": "model.hf_assets_path",
+    "host": "inference.host",
+    "port": "inference.host, a free port is taken",
+    "dtype": "inference.dtype",
+    "tensor-parallel-size": "inference.tensor_parallel_size",
+    "tp-size": "inference.tensor_parallel_size",
+    "tp": "inference.tensor_parallel_size",
+    "api-key": "nothing, the run makes up a token",
+}
+
+
+def option_name(key: str) -> str:
+    """A key as the engine's option is spelled, without its hyphens: max_model_len and max-model-len are the same."""
+    head, dot, rest = key.partition(".")
+    return head.replace("_", "-") + dot + rest
+
+
+def command_line(engine_args: Mapping[str, Any]) -> list[str]:
+    """The words that an engine is started with: true is the option alone, false leaves it out, a table is JSON."""
+    words: list[str] = []
+    for key, value in engine_args.items():
+        if value is False:
+            continue
+        words.append(f"--{option_name(key)}")
+        if value is not True:
+            words += [_word(item) for item in (value if isinstance(value, list) else [value])]
+    return words
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def wrong_options(engine_args: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with names: given twice, ours, or none that an option can have."""
+    seen: dict[str, str] = {}
+    for name, value in engine_args.items():
+        option = option_name(name)
+        text = f"{name} = {show(value)} is not allowed:"
+        if not option.strip("-.") or option.startswith("-") or any(map(str.isspace, option)) or "=" in option:
+            yield f"{text} an option's name without its hyphens, such as max-model-len"
+        elif option in OURS:
+            yield f"{text} the run says it by {OURS[option]}"
+        elif option in seen:
+            yield f"{text} it is the same option as {seen[option]}"
+        seen[option] = name
