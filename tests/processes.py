@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tests.patience import until
 
@@ -38,6 +42,35 @@ def free_ports(count: int) -> int:
                 probes.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
     raise AssertionError(f"no {count} free ports in a row")
+
+
+# Importing torch would take longest of all that a small process does.
+_FORKING = multiprocessing.get_context("forkserver")
+_FORKING.set_forkserver_preload(
+    ["pytest", "tests.integration_tests.pulling_actor", "tests.integration_tests.weight_sync_worker"]
+)
+
+
+def fork(
+    run: Callable[[Mapping[str, Any], Callable[[], None]], None], arguments: Mapping[str, Any], **environment: str
+) -> BaseProcess:
+    """A process that calls run(arguments, until_the_end); until_the_end() returns once this process has ended."""
+    lives, ended = _FORKING.Pipe(duplex=False)
+    process = _FORKING.Process(target=_forked, args=(run, arguments, lives, environment), daemon=True)
+    process.start()
+    lives.close()
+    process.ended = ended  # type: ignore[attr-defined] open as long as there is somebody who knows the process
+    return process
+
+
+def _forked(run: Callable[..., None], arguments: Mapping[str, Any], lives: Connection, more: Mapping[str, str]) -> None:
+    os.environ.update(more)
+
+    def until_the_end() -> None:
+        with contextlib.suppress(EOFError):
+            lives.recv()
+
+    run(arguments, until_the_end)
 
 
 class Processes:

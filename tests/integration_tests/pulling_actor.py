@@ -1,7 +1,5 @@
 """An actor without a model, in a process of its own: its engine only looks at what it is given.
 
-    python -m tests.integration_tests.pulling_actor '{"registry": ..., "name": ..., "key": ..., "log": ...}'
-
 Every applied version is a line of the log: the version that was announced, and the one that the tensors really hold.
 "sparse": few elements change from one version to the next.
 """
@@ -9,7 +7,7 @@ Every applied version is a line of the log: the version that was announced, and 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
 
 
-def main() -> None:
+def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None:
     torch.set_num_threads(1)
-    arguments: dict[str, Any] = json.loads(sys.argv[1])
     log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
 
     def apply(staged: StagedVersion) -> None:
@@ -42,9 +39,5 @@ def main() -> None:
         where=arguments["where"],
     )
     actor.start()
-    sys.stdin.read()  # until the test closes it or dies
+    until_the_end()
     actor.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -66,16 +66,6 @@ def test_environment_check_names_what_is_missing() -> None:
     assert run(sys.executable, ROOT / "scripts/check_environment.py", "--only", "torch").returncode == 0
 
 
-def test_fast_leaves_out_engines_and_what_is_slow() -> None:
-    files = ("engines/test_environments.py", "integration_tests/test_benchmarks.py")
-    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", *(ROOT / "tests" / file for file in files))
-    everything, fast = run(*command), run(*command, "--fast")
-    assert everything.returncode == fast.returncode == 0, fast.stdout
-    for name in ("test_vllm_is_the_one_that_was_tried", "test_benchmark_ends_with_its_figures"):
-        assert name in everything.stdout and name not in fast.stdout
-    assert "test_namespaces_are_refused_clearly_without_their_tools" in fast.stdout
-
-
 def launch(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", *arguments]
 

@@ -142,30 +142,6 @@ async def test_a_killed_actor_loses_no_request_is_logged_restarted_and_rejoins(
 
 
 @asynchronous
-async def test_a_frozen_actor_is_taken_out_and_comes_back_when_it_wakes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_DELAY_S", "0.3")
-    async with running(make_config(), tmp_path) as pool:
-        frozen = process_ids(pool)["actor-0"]
-        tasks = [asyncio.ensure_future(pool.generate(request(i))) for i in range(6)]
-        await asyncio.sleep(0.1)
-        os.kill(frozen, signal.SIGSTOP)
-        try:
-            results = await asyncio.wait_for(asyncio.gather(*tasks), 10)
-            assert frozen not in set().union(*map(pids, results))
-            (event,) = events(tmp_path, "actor_evicted")
-            assert (event["actor"], event["phase"]) == ("actor-0", "generate")
-            assert event["noticed_by"] == "health"
-        finally:
-            os.kill(frozen, signal.SIGCONT)
-        await eventually(ready(pool, 2))
-        assert process_ids(pool)["actor-0"] == frozen
-        assert pool.statistics["restarts"] == 0
-        assert events(tmp_path, "actor_rejoining")
-
-
-@asynchronous
 async def test_an_actor_that_weight_sync_gave_up_loses_its_prompts_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,15 +367,3 @@ async def test_an_orphans_port_file_misleads_nobody(tmp_path: Path) -> None:
             await eventually(lambda: pool.actors["actor-0"] != "ready")
     assert names[0] != names[1] and not any(Path(name).exists() for name in names)  # noqa: ASYNC240
     assert base_url("::1", 80) == "http://[::1]:80"
-
-
-@asynchronous
-async def test_closing_leaves_no_process_behind(tmp_path: Path) -> None:
-    seen: list[int] = []
-    async with running(make_config(), tmp_path) as pool:
-        seen.extend(process_ids(pool).values())
-        asyncio.ensure_future(pool.generate(request(0))).cancel()
-    assert len(seen) == 2
-    for pid in seen:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

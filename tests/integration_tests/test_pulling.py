@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -11,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +22,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
-from tests.patience import PATIENCE_S
-from tests.processes import free_ports
+from tests.patience import PATIENCE_S, until
+from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -37,10 +38,7 @@ EPOCH = "e1-test"
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
+    until(condition, why=lambda: f"waited in vain: {what}")
 
 
 class ActorProcess:
@@ -61,12 +59,11 @@ class ActorProcess:
             "sparse": job.values is sparse_values,
             "where": where,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration_tests.pulling_actor", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", FAULTS: faults},
-        )
+        self.process = fork(pulling_actor.run, arguments, **{FAULTS: faults})
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -80,7 +77,7 @@ class ActorProcess:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 class Job:
@@ -190,7 +187,7 @@ def test_actors_serve_every_version_whole(start: Callable[..., Job], transport: 
     wait_for(lambda: shown() == wanted, "the trainer is told")
 
 
-def test_actors_pass_versions_on(start: Callable[..., Job]) -> None:
+def test_actors_pass_versions_on_and_a_dead_parent_costs_its_children_a_moment(start: Callable[..., Job]) -> None:
     job = start(relay_fanout=1)
     actors = [job.actor(f"actor-{number}") for number in range(3)]
     wait_for(lambda: len(job.watcher.status()["actors"]) == 3, "all have joined")
@@ -200,16 +197,8 @@ def test_actors_pass_versions_on(start: Callable[..., Job]) -> None:
     wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 3, "the trainer is told")
     relayed = [one["figures"]["bytes_relayed"] for one in job.watcher.status()["actors"].values()]
     assert sorted(map(bool, relayed)) == [False, True, True]
-
-
-def test_dead_parent_costs_its_children_a_moment(start: Callable[..., Job]) -> None:
-    job = start(relay_fanout=1)
-    actors = [job.actor(f"actor-{number}") for number in range(3)]
-    wait_for(lambda: len(job.watcher.status()["actors"]) == 3, "all have joined")
-    job.publish()
-    job.served_by(*actors)
     for victim in actors[:2]:
-        victim.process.send_signal(signal.SIGSTOP)
+        victim.signal(signal.SIGSTOP)
     job.publish()
     job.served_by(actors[2])
 
@@ -228,9 +217,13 @@ def supervised(job: Job, part: str) -> Any:
     return job.registry if part == "registry" else job.publication.shard_server
 
 
-@pytest.mark.parametrize("part", ["registry", "shard server"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("transport", ["tcp", "delta"])
+@pytest.mark.parametrize(
+    ("part", "how", "transport"),
+    [
+        *itertools.product(["registry", "shard server"], [signal.SIGKILL, signal.SIGSTOP], ["tcp"]),
+        ("shard server", signal.SIGKILL, "delta"),
+    ],
+)
 def test_servers_are_started_again(start: Callable[..., Job], part: str, how: signal.Signals, transport: str) -> None:
     job = start(transport=transport)
     actor = job.actor("actor-0")
@@ -251,7 +244,7 @@ def test_actor_costs_the_others_nothing(start: Callable[..., Job], how: signal.S
     healthy, victim = job.actor("actor-0"), job.actor("actor-1")
     job.publish()
     job.served_by(healthy, victim)
-    victim.process.send_signal(how)
+    victim.signal(how)
     for _ in range(6):
         assert job.step()
         wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
@@ -259,7 +252,7 @@ def test_actor_costs_the_others_nothing(start: Callable[..., Job], how: signal.S
     wait_for(lambda: job.watcher.status()["actors"]["actor-1"]["state"] == "LOST", "the loss is noticed")
     assert job.skipped == 0
     if how == signal.SIGSTOP:
-        victim.process.send_signal(signal.SIGCONT)
+        victim.signal(signal.SIGCONT)
         job.served_by(victim)
     else:
         job.served_by(job.actor("actor-1"))
@@ -286,8 +279,9 @@ def test_everything_ends_with_the_trainer(start: Callable[..., Job], tmp_path: P
     wait_for(lambda: not any(psutil.pid_exists(number) for number in numbers), "registry and shard server end")
 
 
-def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job]) -> None:
-    job = start()
+@pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl"])
+def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job], transport: str) -> None:
+    job = start(transport=transport)
     actor = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2")
     job.publish()
     job.served_by(actor)
@@ -295,7 +289,7 @@ def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job]) -> N
     job.served_by(actor)
     size = sum(4 * parameter.numel() for parameter in job.parameters.values())
     received = job.figures("actor-0")["bytes_full"]
-    assert size < received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
+    assert size + 2 * 64 * 1024 <= received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
 
 
 def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
@@ -428,14 +422,3 @@ def test_flood_of_strangers_does_not_keep_an_actor_out(start: Callable[..., Job]
             for _ in range(2000):
                 closing.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
         job.served_by(job.actor("actor-0"))
-
-
-def test_wrong_key_is_refused(start: Callable[..., Job]) -> None:
-    job = start()
-    job.publish()
-    token, job.token = job.token, "another"
-    stranger = job.actor("actor-0")
-    job.token = token
-    job.served_by(job.actor("actor-1"))
-    assert stranger.lines() == []
-    assert "actor-0" not in job.watcher.status()["actors"]

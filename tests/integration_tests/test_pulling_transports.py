@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +17,10 @@ import psutil
 import pytest
 import torch
 
-from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, wait_for
-from tests.integration_tests.versioned_weights import SHAPES, version_held
+from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, start, wait_for
+from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
+from tests.processes import free_ports
 from torchtitan.weight_sync import device_memory, device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
@@ -28,20 +29,8 @@ from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.server_thread import ShardServerThread
 from torchtitan.weight_sync.staging import StagedVersion
 
+__all__ = ["start"]
 TRANSPORTS = ["ipc", "nccl"]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def make(**changes: Any) -> Job:
-        jobs.append(Job(tmp_path / str(len(jobs)), **changes))
-        return jobs[-1]
-
-    yield make
-    for job in jobs:
-        job.close()
 
 
 def publish_without_skipping(job: Job, *actors: ActorProcess, times: int = 6) -> None:
@@ -63,12 +52,15 @@ def test_actor_that_stops_half_way_costs_the_others_nothing(
     job.publish()
     job.served_by(healthy, victim)
     job.publish()
-    stopped = psutil.STATUS_STOPPED if how == "freeze" else psutil.STATUS_ZOMBIE
-    wait_for(lambda: psutil.Process(victim.process.pid).status() == stopped, "it stops in the midst of version 1")
+
+    def stopped() -> bool:
+        return not victim.process.is_alive() or psutil.Process(victim.process.pid).status() == psutil.STATUS_STOPPED
+
+    wait_for(stopped, "it stops in the midst of version 1")
     job.served_by(healthy)
     publish_without_skipping(job, healthy)
     if how == "freeze":
-        victim.process.send_signal(signal.SIGCONT)
+        victim.signal(signal.SIGCONT)
     else:
         victim.close()
         victim = job.actor("actor-1")
@@ -85,11 +77,11 @@ def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -
     job.served_by(healthy, victim)
     for _ in range(5):
         job.step()
-        victim.process.send_signal(signal.SIGSTOP)
+        victim.signal(signal.SIGSTOP)
         wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")
         job.served_by(healthy)
         publish_without_skipping(job, healthy, times=2)
-        victim.process.send_signal(signal.SIGCONT)
+        victim.signal(signal.SIGCONT)
         job.served_by(victim)
 
 
@@ -121,9 +113,11 @@ def is_free(port: int) -> bool:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, tmp_path: Path) -> None:
     """Its actors stay at the version that they have, and another trainer of the epoch finds them."""
+    port = free_ports(2)
+    names = f"transport={transport!r}, port={port}, options={{'chunk_bytes': 16384}}"
     script = (
         "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
-        f"job = Job(Path(sys.argv[1]), transport={transport!r}, options={{'chunk_bytes': 16384}}); job.publish()\n"
+        f"job = Job(Path(sys.argv[1]), {names}); job.publish()\n"
         "print(job.publication.registry_address, job.token, flush=True)\n"
         "sys.stdin.readline(); job.step(); sys.stdin.read()"
     )
@@ -147,29 +141,14 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         if transport == "ipc":  # on the CPU its shard server is another process, which the fault would hit
             dying.kill()
         dying.wait(PATIENCE_S)
-        port = int(address.rpartition(":")[2])
         wait_for(lambda: is_free(port) and is_free(port + 1), "its servers end with it")
-        assert actor.process.poll() is None and actor.newest() == 0
+        assert actor.process.is_alive() and actor.newest() == 0
         successor = start(transport=transport, port=port, token=token)
         for _ in range(3):
             successor.publish()
         successor.served_by(actor)
     finally:
         actor.close()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_corrupt_bucket_is_asked_for_again_alone(start: Callable[..., Job], transport: str) -> None:
-    job = start(transport=transport)
-    actor = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2")
-    job.publish()
-    job.served_by(actor)
-    job.publish()
-    job.served_by(actor)
-    size = sum(4 * parameter.numel() for parameter in job.parameters.values())
-    wait_for(lambda: job.watcher.status()["actors"]["actor-0"]["version"] == 1, "the trainer is told")
-    received = job.watcher.status()["actors"]["actor-0"]["figures"]["bytes_full"]
-    assert size + 2 * 64 * 1024 <= received < size + 3 * 64 * 1024 + 64 * len(SHAPES)
 
 
 def thread_of(job: Job) -> ShardServerThread:

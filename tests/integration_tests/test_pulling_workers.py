@@ -6,17 +6,18 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, Job, wait_for
+from tests.integration_tests import weight_sync_worker
+from tests.integration_tests.test_pulling import EPOCH, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
+from tests.processes import fork
 from torchtitan.weight_sync.actor import Actor, Worker
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -34,7 +35,7 @@ class Group:
         registry = job.publication.registry_address
         self.leader = Actor(registry, "a", EPOCH, self.key, self._apply, workers=WORKERS, **options)
         self.leader.start()
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, BaseProcess] = {}
 
     def _apply(self, staged: StagedVersion) -> None:
         assert staged.tensors == {} and staged.apply_on_workers is not None
@@ -53,16 +54,16 @@ class Group:
                 "hold": str(self.hold),
                 "shares": self.shares,
             }
-            self.processes[number] = subprocess.Popen(
-                [sys.executable, "-m", "tests.integration_tests.weight_sync_worker", json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            self.processes[number] = fork(weight_sync_worker.run, arguments)
+
+    def signal(self, number: int, how: int) -> None:
+        pid = self.processes[number].pid
+        assert pid is not None
+        os.kill(pid, how)
 
     def kill(self, number: int) -> None:
         self.processes[number].kill()
-        self.processes[number].wait(PATIENCE_S)
+        self.processes[number].join(PATIENCE_S)
 
     def log(self, number: int) -> list[dict[str, Any]]:
         path = self.job.folder / f"worker-{number}.jsonl"
@@ -82,7 +83,7 @@ class Group:
         self.leader.close()
         for process in self.processes.values():
             process.kill()
-            process.wait(PATIENCE_S)
+            process.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -122,13 +123,13 @@ def test_an_actor_without_a_worker_leaves_and_joins_again(job: Job, how: signal.
         group.start(*range(WORKERS))
         job.publish()
         group.serves(0)
-        group.processes[1].send_signal(how)
+        group.signal(1, how)
         wait_for(lambda: group.seen()["state"] == "LOST", "it leaves")
         job.publish()
         if how == signal.SIGSTOP:
-            group.processes[1].send_signal(signal.SIGCONT)
+            group.signal(1, signal.SIGCONT)
         else:
-            group.processes[1].wait(PATIENCE_S)
+            group.processes[1].join(PATIENCE_S)
             group.start(1)
         group.serves(1)
         # What a worker that came back without anything would not have made whole does not count as served.

@@ -7,7 +7,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from tests.distributed_launcher import run_distributed
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, version_held
 from tests.journals import journal_of
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
@@ -81,11 +80,7 @@ class Job:
         return journal_of(self.run_dir, event, at_least)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout} s; actors: {self.sync.actors()}")
-            time.sleep(0.02)
+        until(condition, timeout, why=lambda: f"waited {timeout} s; actors: {self.sync.actors()}")
 
     def close(self) -> None:
         for actor in self._actors:

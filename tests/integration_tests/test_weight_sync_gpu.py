@@ -127,7 +127,7 @@ def play(folder: Path, transport: str, where: str) -> None:
             job.publish()
             job.served_by(healthy)
         assert victim.newest() < 2
-        victim.process.send_signal(signal.SIGCONT)
+        victim.signal(signal.SIGCONT)
         job.served_by(victim)
     finally:
         job.close()

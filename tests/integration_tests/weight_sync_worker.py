@@ -1,17 +1,14 @@
 """One worker of an actor in a process of its own, without a model: it sees whole versions, of which it has
 received its share, or all of them.
 
-    python -m tests.integration_tests.weight_sync_worker '{"leader": ..., "actor": ..., "worker": ..., "epoch": ...,
-        "key": ..., "log": ..., "hold": ..., "shares": ...}'
-
 Every applied version is a line of the log. While the file `hold` exists an apply stops where a half of it is done.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,8 @@ from torchtitan.weight_sync.staging import StagedVersion
 WORKERS = 2
 
 
-def main() -> None:
+def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None:
     torch.set_num_threads(1)
-    arguments: dict[str, Any] = json.loads(sys.argv[1])
     log = Path(arguments["log"]).open("a", buffering=1)  # noqa: SIM115 open as long as the process
     hold = Path(arguments["hold"])
 
@@ -43,9 +39,5 @@ def main() -> None:
     names = [arguments[name] for name in ("leader", "actor", "worker", "epoch", "key")]
     worker = Worker(*names, apply, shares=arguments["shares"], progress_s=1.5)
     worker.start()
-    sys.stdin.read()  # until the test closes it or dies
+    until_the_end()
     worker.close()
-
-
-if __name__ == "__main__":
-    main()
