@@ -10,7 +10,6 @@ import pytest
 
 from tests.engines.models import greedy, log_probs
 from tests.patience import PATIENCE_S
-from tests.processes import Processes
 
 
 def version_of(python: Path, package: str) -> str:
@@ -33,19 +32,3 @@ def test_models_are_worth_comparing(engine_model: Callable[..., Path], tied: boo
     one, other = (log_probs(engine_model(tied=tied, seed=seed), ids) for seed in (0, 1))
     assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one) > 1.0
     assert len(set(greedy(engine_model(tied=tied), ids[:4], 12))) > 3
-
-
-def test_what_a_test_starts_ends_with_it(tmp_path: Path) -> None:
-    import os
-
-    with Processes(tmp_path) as processes:
-        process = processes.start(
-            "parent", ["/bin/sh", "-c", "sleep 600 & echo $! > child; wait".replace("child", str(tmp_path / "child"))]
-        )
-        processes.wait("parent", lambda: bool((tmp_path / "child").exists() and (tmp_path / "child").read_text()), 10)
-        child = int((tmp_path / "child").read_text())
-        os.kill(child, 0)
-    assert process.poll() is not None
-    with pytest.raises(AssertionError, match="ended with 3:\nlast words"), Processes(tmp_path) as processes:
-        processes.start("short", ["/bin/sh", "-c", "echo last words; exit 3"])
-        processes.wait("short", lambda: False, 10)

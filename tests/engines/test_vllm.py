@@ -319,8 +319,9 @@ def test_two_ranks_publish_to_one_worker(server: Server, tmp_path: Path) -> None
     check_two_ranks(server.actor, server.model, tmp_path, "float32", FP32_TOLERANCE)
 
 
-def kill_and_replace(server: Server, trainer: Trainer, *options: str) -> None:
-    """The engine's worker dies; a new server takes its place under the same name, maybe with other options."""
+def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
+    """The engine's worker dies; a new server takes its place under the same name, without our backend."""
+    hold_a_load(server, trainer)
     agent = psutil.Process(server.actor.health()["pid"])
     places = [one.laddr for child in agent.children(recursive=True) for one in child.net_connections("unix")]
     sockets = {Path(place) for place in places if place.startswith("/")}
@@ -329,27 +330,14 @@ def kill_and_replace(server: Server, trainer: Trainer, *options: str) -> None:
     assert agent.wait(PATIENCE_S) == 1, "without its engine the agent ends too"
     assert not [path for path in sockets if path.parent.exists()]
     trainer.wait_for(lambda: trainer.sync.actors()["actor-0"].state == "LOST")
-    server.hold.unlink(missing_ok=True)
-    server.begun.unlink(missing_ok=True)
-    server.start(*options)
+    server.hold.unlink()
+    server.begun.unlink()
+    server.start(*BY_FILES)
     assert server.actor.health()["status"] == "not_ready"
     server.actor.connect(trainer)
     trainer.wait_applied()
     check_serves_newest(server.actor, trainer)
     assert trainer.journal("applied", at_least=2)[-1]["figures"]["bytes_full"] > 0
-
-
-@pytest.mark.usefixtures("slow_second_version")
-def test_killed_while_it_receives(server: Server, trainer: Trainer) -> None:
-    trainer.bring()
-    trainer.publish()
-    wait_receiving(trainer)
-    kill_and_replace(server, trainer)
-
-
-def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
-    hold_a_load(server, trainer)
-    kill_and_replace(server, trainer, *BY_FILES)
 
 
 def test_versions_by_files(server: Server, tmp_path: Path) -> None:

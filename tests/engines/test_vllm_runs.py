@@ -18,28 +18,8 @@ from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
-# Rewards have risen by 0.1 then, of which the held-out prompts show four standard errors.
-STEPS = 60
-KILL_AT = 8
+STEPS, KILL_AT = 10, 4
 FOREIGN = ("olmoe",)
-
-
-@pytest.mark.usefixtures("vllm_python")
-def test_reward_rises_though_the_engine_is_killed(debug_checkpoint: Path, processes: Processes, tmp_path: Path) -> None:
-    run = Run(
-        processes, "debug_cpu_vllm", debug_checkpoint, tmp_path,
-        "--training.steps", str(STEPS), "--optimizer.lr", "2e-4", "--eval.interval", str(STEPS),
-        f"--inference.engine_args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],
-    )  # fmt: skip
-    run.wait(lambda: len(run.steps()) >= KILL_AT)
-    (worker,) = holding_weights(run.process.children(recursive=True))
-    worker.send_signal(signal.SIGKILL)
-    run.end()
-    run.check_learned(STEPS)
-    assert len(run.events("actor_restarting")) == 1
-    steps = run.steps()
-    assert max(row["staleness/max"] for row in steps) == 1
-    check_same_weights(steps)
 
 
 def check_same_weights(steps: list[dict[str, Any]]) -> None:
@@ -71,7 +51,7 @@ def test_a_trainer_that_waits_for_a_running_server(
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_layers_of_transformers_train_with_vllm(
+def test_layers_of_transformers_train_with_vllm_though_the_engine_is_killed(
     case: str, vllm_python: Path, processes: Processes, tmp_path: Path
 ) -> None:
     """Files hold its experts one by one, transformers two matrices of each in one stack; vLLM has both again."""
@@ -80,14 +60,19 @@ def test_layers_of_transformers_train_with_vllm(
     run = Run(
         processes, "debug_cpu_vllm", model, tmp_path,
         "--model.implementation", "transformers",
-        "--training.steps", "20", "--training.global_batch_size", "64", "--eval.enable", "false",
-        "--grpo.async_weight_update", "false", "--inference.max_sequences", "64", "--inference.max_retries", "0",
+        "--training.steps", str(STEPS), "--training.global_batch_size", "64", "--eval.enable", "false",
+        "--inference.max_sequences", "64",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
+        f"--inference.engine_args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],
     )  # fmt: skip
+    run.wait(lambda: len(run.steps()) >= KILL_AT)
+    (worker,) = holding_weights(run.process.children(recursive=True))
+    worker.send_signal(signal.SIGKILL)
     run.end()
     steps = run.steps()
-    assert [row["weight_sync/actor-0/version"] for row in steps] == list(range(1, 21))
-    # At the end all rewards may be equal.
-    assert all(row["grad_norm"] > 0 for row in steps[:10])
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert all(row["grad_norm"] > 0 for row in steps)
+    assert max(row["staleness/max"] for row in steps) <= 1
     check_same_weights(steps)
+    assert len(run.events("actor_restarting")) == 1
     assert not run.events("weights_differ") and run.events("weights_probed")
