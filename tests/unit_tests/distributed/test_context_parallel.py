@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +12,12 @@ from torchtitan.distributed.context_parallel import ContextAttention, ContextPar
 from torchtitan.models.attention import PackedAttention, PackedLayout
 
 LENGTHS = [5, 17, 2, 9]
+# Query and key heads: divided, more of them than ranks, repeated.
+HEADS = [(6, 3), (4, 2), (3, 1)]
+
+
+def attend_with_all() -> list[dict[str, float]]:
+    return [attend_in_parts(*heads) for heads in HEADS]
 
 
 def attend_in_parts(heads: int, key_heads: int) -> dict[str, float]:
@@ -50,8 +55,7 @@ def attend_in_parts(heads: int, key_heads: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("heads", "key_heads"), [(6, 3), (4, 2), (3, 1)], ids=["divided", "more heads", "repeated"])
-def test_three_ranks_attend_as_one(heads: int, key_heads: int) -> None:
-    function = "tests.unit_tests.distributed.test_context_parallel:attend_in_parts"
-    for rank in run_distributed(function, 3, heads=heads, key_heads=key_heads):
-        assert max(rank.values()) < 1e-12, rank
+def test_three_ranks_attend_as_one() -> None:
+    for rank in run_distributed("tests.unit_tests.distributed.test_context_parallel:attend_with_all", 3):
+        for heads, found in zip(HEADS, rank, strict=True):
+            assert max(found.values()) < 1e-12, (heads, found)

@@ -18,10 +18,7 @@ from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.errors import UserError
 from torchtitan.models import export_policy, load_policy
-from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import read_model_args
-from torchtitan.models.kept_tokens import KeptTokens
-from torchtitan.models.logprob_head import full_log_probs
 from torchtitan.models.rms_norm import rms_norm
 from torchtitan.models.rotary import rotate
 from torchtitan.trainer.checkpoint import Checkpointer
@@ -71,17 +68,6 @@ def test_logits_and_export_agree_with_transformers(
     assert {name for name, _ in policy.named_parameters()} == set(original)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_equal_separate_rows(tiny_checkpoint: Checkpoints, family: str) -> None:
-    policy = load_policy(tiny_checkpoint(family, True))
-    rows = _tokens(60).split([7, 1, 30, 22])
-    layout = PackedLayout([len(row) for row in rows])
-    with torch.no_grad():
-        packed = policy(torch.cat(rows), layout)
-        separate = torch.cat([policy.logits(row[None])[0] for row in rows])
-    assert (packed - separate).abs().max() < forward_rounding(policy.args, separate.abs().max().item())
-
-
 def test_norm_and_rotation_and_their_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -102,17 +88,6 @@ def test_norm_and_rotation_and_their_gradients() -> None:
         assert torch.equal(rms_norm(values, weight, 1e-6), expected)
         with torch.no_grad():
             assert torch.equal(rms_norm(values, weight, 1e-6), expected)
-
-
-def test_log_probs_and_entropy() -> None:
-    logits, targets = torch.randn(4, 9) * 3, torch.tensor([1, 0, 8, 3])
-    kept = KeptTokens(torch.tensor([0, 2, 2, 5, 6]), torch.tensor([1, 4, 8, 2, 0, 3]))
-    log_probs, entropy = full_log_probs(logits, targets, 0.5, kept)
-    for row, choices in enumerate([[1, 4], list(range(9)), [8, 2, 0], [3]]):
-        distribution = torch.distributions.Categorical(logits=logits[row, choices] / 0.5)
-        expected = distribution.log_prob(torch.tensor(choices.index(int(targets[row]))))
-        assert log_probs[row].item() == pytest.approx(expected.item(), abs=1e-5)
-        assert entropy[row].item() == pytest.approx(distribution.entropy().item(), abs=1e-5)
 
 
 def test_dtype_is_cast(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -265,19 +240,6 @@ def test_failed_export_leaves_the_old_one(
         export_policy(policy, target)
     assert (target / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_gradients_flow_to_every_parameter(tiny_checkpoint: Checkpoints) -> None:
-    policy = load_policy(tiny_checkpoint("qwen3", True))
-    tokens = _tokens(11)
-    log_probs, entropy = policy(tokens, PackedLayout([4, 7]), tokens.roll(1), 1.0)
-    assert entropy.requires_grad
-    expected = F.cross_entropy(policy(tokens, PackedLayout([4, 7])), tokens.roll(1), reduction="sum")
-    # Every term of the sum may be off by as much.
-    rounding = len(tokens) * forward_rounding(policy.args, log_probs.abs().max().item())
-    assert -log_probs.sum().item() == pytest.approx(expected.item(), rel=0, abs=rounding)
-    log_probs.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in policy.parameters())
 
 
 def test_end_tokens_of_the_generation_config_count(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torchtitan.report.metrics import (
     token_texts,
 )
 from torchtitan.rollout.types import Batch, Group, Sample
-from torchtitan.utils.json_lines import EventLog, read_json_lines
+from torchtitan.utils.json_lines import read_json_lines
 
 
 class Words:
@@ -224,18 +224,6 @@ def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) ->
     text = stream.getvalue()
     for expected in ("a line from elsewhere", "2/10", "actor-0 READY v1", "▁█", "version 2"):
         assert expected in text
-
-
-def test_events_are_appended_whole(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    log.write("actor_evicted", actor="actor-1", phase="apply", level=logging.WARNING)
-    log.write("odd", path=tmp_path)
-    with log.path.open("a") as file:
-        file.write('{"kind": "cut o')
-    assert [event["kind"] for event in log.read()] == ["actor_evicted", "odd"]
-    EventLog(log.path).write("after_restart")
-    assert [event["kind"] for event in log.read()] == ["actor_evicted", "odd", "after_restart"]
-    assert log.read()[0]["actor"] == "actor-1" and log.read()[0]["time"] > 1e9
 
 
 def test_rows_end_at_newlines_only_and_are_objects(tmp_path: Path) -> None:

@@ -92,21 +92,6 @@ def test_rates_are_max_min_fair(capacity: list[float], flows: list[tuple[int, in
         )
 
 
-def test_a_link_is_shared_and_then_not() -> None:
-    """Two flows of 100 and 300 bytes from one link of 100/s: 2 s at half speed, then the rest at full speed."""
-    clock = Machine(0)
-    network = Network(clock)
-    sender, receivers = network.add_link(100.0), [network.add_link(1000.0) for _ in range(2)]
-    ends: list[float] = []
-    network.start(sender, receivers[0], 100.0, lambda: ends.append(clock.now))
-    second = network.start(sender, receivers[1], 300.0, lambda: ends.append(clock.now))
-    clock.run(1.0)
-    network.change()
-    assert second.left == pytest.approx(250.0)
-    clock.run(10.0)
-    assert ends == pytest.approx([2.0, 4.0])
-
-
 def test_a_frozen_link_leaves_its_share_to_others() -> None:
     clock = Machine(0)
     network = Network(clock)

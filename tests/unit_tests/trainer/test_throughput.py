@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.trajectories import single_turn
 from tests.unit_tests.trainer.test_gradient_independence import make_batch
 from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_config
 from torchtitan.config.job_config import Lora
@@ -16,7 +15,7 @@ from torchtitan.distributed import device
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Sample
-from torchtitan.trainer.profiling import Passes, model_flops, throughput
+from torchtitan.trainer.profiling import model_flops, throughput
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 
@@ -81,21 +80,6 @@ def attention_flops(args: ModelArgs, samples: list[Sample], forwards: int) -> fl
     lengths = [len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples]
     square = sum(length**2 for length in lengths) / 2
     return forwards * args.num_hidden_layers * args.num_attention_heads * args.head_dim * square * 2 * 2
-
-
-def test_a_public_model_by_hand() -> None:
-    """Qwen3 8B: 6 operations per weight and token, and those of attention."""
-    args = ModelArgs(
-        family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    sample = single_turn([1] * 1025, [1] * 3072, [], [], "stop", 0.0)
-    weights = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288) * 4096 + 151936 * 4096 * 3072
-    trained = model_flops(args, [sample], Passes(1))
-    assert trained == 6 * weights + attention_flops(args, [sample], 3)
-    # With adapters alone trained, backward needs no gradients of weights.
-    assert trained - model_flops(args, [sample], Passes(1, updated=())) == 2 * weights
-    assert model_flops(args, [sample], Passes(2, 1)) == pytest.approx(trained * 7 / 3)
 
 
 def test_share_of_the_peak() -> None:
