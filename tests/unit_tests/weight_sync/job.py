@@ -40,9 +40,8 @@ class Shape(parts.Shape):
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes that are driven: mutations replace them."""
+    """The classes that are driven."""
 
-    registry: type[Registry] = Registry
     server: type[ShardServer] = ShardServer
     puller: type[Puller] = Puller
 
@@ -167,7 +166,7 @@ class Job:
         settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
         runtime = self.registry_process.runtime
-        self.registry = self.parts.registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
+        self.registry = Registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
         self.registry._merge = lambda _layouts: whole_layout(shape.ranks, shape.buckets)  # type: ignore[method-assign]
         self.registry.start(REGISTRY)
         self.watch(self.registry_process, lambda: self.registry_beat, self.start_registry)
