@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.patience import asynchronous
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Answer, ColocatedPool, Round
@@ -28,48 +28,40 @@ def pool(replicas: int = 1, max_sequences: int = 4) -> ColocatedPool:
     return ColocatedPool(config, "e1-x", replicas)
 
 
-def with_pool(work: Callable[[], Any]) -> None:
-    asyncio.run(work())
-
-
 def names(round_: Round) -> list[int]:
     return [len(mine) for mine in round_.requests]
 
 
-def test_requests_wait_for_their_version() -> None:
-    async def work() -> None:
-        waiting = pool()
-        task = asyncio.create_task(waiting.generate(request(), min_version=4))
-        await asyncio.sleep(0)
-        assert not waiting.wanted(3)
-        assert waiting.wanted(4)
-        assert names(waiting.begin_round(3)) == [0]
-        waiting.finish_round([])
-        command = waiting.begin_round(4)
-        assert command.label == "e1-x/4"
-        name = command.requests[0][0].request_id
-        waiting.finish_round([Answer(name, [completion("a.0"), completion("a.1")])])
-        assert [one.token_ids for one in await task] == [[0], [1]]
-        assert not waiting.wanted(4)
-        assert waiting.serving_version() == 4
-
-    with_pool(work)
+@asynchronous
+async def test_requests_wait_for_their_version() -> None:
+    waiting = pool()
+    task = asyncio.create_task(waiting.generate(request(), min_version=4))
+    await asyncio.sleep(0)
+    assert not waiting.wanted(3)
+    assert waiting.wanted(4)
+    assert names(waiting.begin_round(3)) == [0]
+    waiting.finish_round([])
+    command = waiting.begin_round(4)
+    assert command.label == "e1-x/4"
+    name = command.requests[0][0].request_id
+    waiting.finish_round([Answer(name, [completion("a.0"), completion("a.1")])])
+    assert [one.token_ids for one in await task] == [[0], [1]]
+    assert not waiting.wanted(4)
+    assert waiting.serving_version() == 4
 
 
-def test_the_least_loaded_replica_gets_a_whole_group() -> None:
-    async def work() -> None:
-        shared = pool(replicas=2, max_sequences=4)
-        tasks = [asyncio.create_task(shared.generate(request(n=n))) for n in (3, 1, 1, 1, 4, 4)]
-        await asyncio.sleep(0)
-        first = shared.begin_round(0)
-        # 3 | 1 1 1 and then one group more than fits on each side; the last waits.
-        assert [[one.sampling.n for one in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
-        shared.finish_round([])
-        assert names(shared.begin_round(0)) == [0, 0]
-        await shared.close()
-        assert all(task.cancelled() for task in await finished(tasks))
-
-    with_pool(work)
+@asynchronous
+async def test_the_least_loaded_replica_gets_a_whole_group() -> None:
+    shared = pool(replicas=2, max_sequences=4)
+    tasks = [asyncio.create_task(shared.generate(request(n=n))) for n in (3, 1, 1, 1, 4, 4)]
+    await asyncio.sleep(0)
+    first = shared.begin_round(0)
+    # 3 | 1 1 1 and then one group more than fits on each side; the last waits.
+    assert [[one.sampling.n for one in mine] for mine in first.requests] == [[3, 4], [1, 1, 1, 4]]
+    shared.finish_round([])
+    assert names(shared.begin_round(0)) == [0, 0]
+    await shared.close()
+    assert all(task.cancelled() for task in await finished(tasks))
 
 
 async def finished(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
@@ -77,37 +69,33 @@ async def finished(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
     return tasks
 
 
-def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
-    async def work() -> None:
-        shared = pool()
-        task = asyncio.create_task(shared.generate(request()))
-        other = asyncio.create_task(shared.generate(request()))
-        await asyncio.sleep(0)
-        (mine,) = shared.begin_round(0).requests
-        shared.finish_round([])
-        task.cancel()
-        await finished([task])
-        command = shared.begin_round(0)
-        assert command.cancelled == [mine[0].request_id]
-        # Its answer was on the way: nobody minds, and the place is free for another.
-        shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
-        assert len(await other) == 1
-        assert not shared.wanted(0)
-
-    with_pool(work)
+@asynchronous
+async def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
+    shared = pool()
+    task = asyncio.create_task(shared.generate(request()))
+    other = asyncio.create_task(shared.generate(request()))
+    await asyncio.sleep(0)
+    (mine,) = shared.begin_round(0).requests
+    shared.finish_round([])
+    task.cancel()
+    await finished([task])
+    command = shared.begin_round(0)
+    assert command.cancelled == [mine[0].request_id]
+    # Its answer was on the way: nobody minds, and the place is free for another.
+    shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
+    assert len(await other) == 1
+    assert not shared.wanted(0)
 
 
-def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
-    async def work() -> None:
-        shared = pool()
-        task = asyncio.create_task(shared.generate(request("g-7")))
-        await asyncio.sleep(0)
-        ((sent,),) = shared.begin_round(0).requests
-        shared.finish_round([Answer(sent.request_id, refused="longer than the model")])
-        with pytest.raises(UserError, match=r"refused request g-7: longer than the model"):
-            await task
-
-    with_pool(work)
+@asynchronous
+async def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
+    shared = pool()
+    task = asyncio.create_task(shared.generate(request("g-7")))
+    await asyncio.sleep(0)
+    ((sent,),) = shared.begin_round(0).requests
+    shared.finish_round([Answer(sent.request_id, refused="longer than the model")])
+    with pytest.raises(UserError, match=r"refused request g-7: longer than the model"):
+        await task
 
 
 def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:

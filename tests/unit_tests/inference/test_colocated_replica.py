@@ -13,7 +13,6 @@ from tests.distributed_launcher import run_distributed
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers
 from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused, sample_seed
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
-from torchtitan.trainer.controller import Command, Kind, share_command
 
 LABEL = "e1-x/3"
 
@@ -90,21 +89,6 @@ def test_rounds_and_answers_survive_the_wire() -> None:
     answers = [Answer("a", [completion("a.0")]), Answer("b", refused="too long")]
     assert decode_answers(encode_answers(answers)) == answers
     assert decode_answers(encode_answers([])) == []
-
-
-def share_a_round(label: str) -> Any:
-    """Runs on two ranks: what the order of rank 0 is on this one."""
-    import torch.distributed as dist
-
-    mine = Command(Kind.GENERATE, generation=Round(label, 3, [[request("a")]])) if dist.get_rank() == 0 else None
-    command = share_command(mine)
-    assert command.generation is not None
-    return [command.kind.name, command.generation.label, command.generation.requests[0][0].prompt_ids, command.batch]
-
-
-def test_all_ranks_get_the_round() -> None:
-    seen = run_distributed("tests.unit_tests.inference.test_colocated_replica:share_a_round", 2, label=LABEL)
-    assert seen == [["GENERATE", LABEL, [1, 1], None]] * 2
 
 
 # A rank's replica
@@ -191,6 +175,7 @@ def generate_on_four_ranks(label: str) -> Any:
     return [made.number, None if answers is None else json.loads(encode_answers(answers))]
 
 
+@pytest.mark.slow
 def test_every_group_of_ranks_answers_once() -> None:
     seen = run_distributed("tests.unit_tests.inference.test_colocated_replica:generate_on_four_ranks", 4, label=LABEL)
     assert [number for number, _ in seen] == [0, 0, 1, 1]

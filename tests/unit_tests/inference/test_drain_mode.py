@@ -16,13 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration_tests.test_embedded_server import Client, body, in_process
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.embedded.__main__ import parse_arguments
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
-from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.engines import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
@@ -225,28 +223,6 @@ def test_no_request_is_lost_and_none_mixes_versions(
         assert served.engine.version == 1 + min(updates, len(requests))
     finally:
         served.close()
-
-
-def test_over_http_new_requests_wait_for_the_new_version(tiny_checkpoint: Callable[..., Path]) -> None:
-    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
-
-    async def scenario(server: EngineServer, client: Client) -> None:
-        await asyncio.to_thread(server.loop.apply, "e", 1, weights)
-        running = asyncio.create_task(client.call("POST", "/v1/generate", json=body(390, n=4, top_k=120)))
-        await client.until(lambda health: health["running"] == 4)
-        update = asyncio.create_task(asyncio.to_thread(server.loop.apply, "e", 2, weights))
-        health = await client.until(lambda health: health["draining"])
-        assert health["status"] == "ok" and health["version"] == 1
-        late = asyncio.create_task(client.call("POST", "/v1/generate", json=body(4)))
-        status, answer = await running
-        assert status == 200 and {len(one["spans"]) for one in answer["completions"]} == {1}
-        assert {one["spans"][0]["version"] for one in answer["completions"]} == {1}
-        status, answer = await late
-        assert status == 200 and [span["version"] for span in answer["completions"][0]["spans"]] == [2]
-        assert (await update).drain_s > 0
-        assert "engine_drain_seconds_total" in (await client.call("GET", "/metrics"))[1]
-
-    in_process(tiny_checkpoint(), scenario, drain_timeout_s=LONG)
 
 
 def test_the_mode_reaches_the_actor_and_fits_its_deadline(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference import parity
@@ -88,27 +89,24 @@ def make_config(**sync: Any) -> JobConfig:
     return config
 
 
-def run(tmp_path: Path, config: JobConfig, scenario: Callable[..., Awaitable[None]]) -> list[dict[str, Any]]:
+def run(
+    tmp_path: Path, config: JobConfig, scenario: Callable[..., Awaitable[None]], make: Callable[[], Any] = Liar
+) -> list[dict[str, Any]]:
     """Two actors behind a pool; returns its events."""
     events = EventLog(tmp_path / "events.jsonl")
 
     async def work() -> None:
-        liars = {url: Liar() for url in config.inference.servers}
-        pool = InferencePool(config, "e", "secret", tmp_path, events, lambda url, *_: liars[url])
+        actors = {url: make() for url in config.inference.servers}
+        pool = InferencePool(config, "e", "secret", tmp_path, events, lambda url, *_: actors[url])
         await pool.start()
         try:
             await pool.connect_weights("127.0.0.1:9")
-            await asyncio.wait_for(scenario(pool, *liars.values()), 30)
+            await asyncio.wait_for(scenario(pool, *actors.values()), 60)
         finally:
             await pool.close()
 
     asyncio.run(work())
     return events.read()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -118,12 +116,12 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, stale: Liar) -> None:
         pool.answers.expect(0, IDS, truth(0))
-        await until(lambda: honest.scored and stale.scored)
+        await eventually(lambda: honest.scored and stale.scored)
         for version in (1, 2):
             pool.answers.expect(version, IDS, truth(version))
         stale.holds = 1  # it says 2, and never took it
         honest.says = stale.says = 2
-        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
+        await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
         # It says the same for ever, and gets no request for as long.
         for number in range(20):
             request = GenerateRequest(f"r{number}", IDS, SamplingParameters(4))
@@ -133,7 +131,7 @@ def test_a_stale_actor_is_evicted_with_the_reason_and_back_with_a_later_version(
         assert stale.connections == 2  # a fresh connection is what it gets
         pool.answers.expect(3, IDS, truth(3))
         stale.holds, stale.says = None, 3
-        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "ready"} and 3 in stale.scored)
+        await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "ready"} and 3 in stale.scored)
 
     events = run(tmp_path, make_config(), scenario)
     (evicted,) = of(events, "actor_evicted")
@@ -149,11 +147,11 @@ def test_an_actor_that_never_answers_hides_nobody_else(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, frozen: Liar, stale: Liar) -> None:
         frozen.hangs, stale.holds = True, 3
         pool.answers.expect(0, IDS, truth(0))
-        await until(lambda: pool.actors["actor-1"] == "joining")
+        await eventually(lambda: pool.actors["actor-1"] == "joining")
         # What waits for it ends with the eviction, and the next process is looked at.
         frozen.hangs = False
         await pool.redo_elsewhere("actor-0", "frozen")
-        await until(lambda: frozen.scored)
+        await eventually(lambda: frozen.scored)
 
     events = run(tmp_path, make_config(), scenario)
     assert [event["actor"] for event in of(events, "weights_differ")] == ["actor-1"]
@@ -163,10 +161,10 @@ def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, honest: Liar, odd: Liar) -> None:
         odd.breaks = ZeroDivisionError("nobody thought of this")
         pool.answers.expect(0, IDS, truth(0))
-        await until(lambda: pool.actors["actor-1"] == "gave up")
+        await eventually(lambda: pool.actors["actor-1"] == "gave up")
         pool.answers.expect(1, IDS, truth(1))
         honest.says = 1
-        await until(lambda: 1 in honest.scored)
+        await eventually(lambda: 1 in honest.scored)
 
     events = run(tmp_path, make_config(), scenario)
     failed = of(events, "parity_guard_failed")
@@ -175,7 +173,7 @@ def test_an_actor_that_cannot_be_looked_at_is_given_up(tmp_path: Path) -> None:
 
 def test_nothing_is_sampled_without_a_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(pool: InferencePool, honest: Liar, other: Liar) -> None:
-        await until(lambda: pool._guard is not None and pool._guard.done())
+        await eventually(lambda: pool._guard is not None and pool._guard.done())
         with pytest.raises(UserError, match="the actors. weights are not compared"):
             await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
 
@@ -190,7 +188,7 @@ def test_one_wrong_answer_may_be_two_versions_and_two_are_not(tmp_path: Path) ->
         while not torn.scored:  # noqa: ASYNC110
             await asyncio.sleep(0)
         torn.noise = 0.0  # the next answer is right
-        await until(lambda: len(torn.scored) == 2)
+        await eventually(lambda: len(torn.scored) == 2)
         await asyncio.sleep(0.3)
         assert pool.actors["actor-1"] == "ready" and pool.statistics["evictions"] == 0
 
@@ -202,7 +200,7 @@ def test_rounding_passes_and_more_does_not(tmp_path: Path) -> None:
         # Two servers that others started, of 28 layers: 0.01 · sqrt(28) of the layers, and 0.03 of the logits.
         coarse.noise, wrong.noise = 0.07, 0.1
         pool.answers.expect(0, IDS, truth(0))
-        await until(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
+        await eventually(lambda: pool.actors == {"actor-0": "ready", "actor-1": "joining"})
         assert len(coarse.scored) == 1  # once per version
 
     config = make_config()
@@ -217,8 +215,8 @@ def test_an_actor_that_is_wrong_every_time_is_given_up_and_the_last_one_ends_the
         for version in range(3):
             pool.answers.expect(version, IDS, truth(version))
             one.says = other.says = version
-            await until(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
-        await until(lambda: set(pool.actors.values()) == {"gave up"})
+            await eventually(lambda version=version: pool.statistics["evictions"] == 2 * (version + 1))
+        await eventually(lambda: set(pool.actors.values()) == {"gave up"})
         with pytest.raises(UserError, match="no inference actor is left .*stale or torn"):
             await pool.generate(GenerateRequest("r", IDS, SamplingParameters(4)))
 
@@ -234,7 +232,7 @@ def test_who_cannot_be_asked_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         busy.fails = True
         pool.answers.expect(0, IDS, truth(0))
         log = EventLog(tmp_path / "events.jsonl")
-        await until(lambda: len(of(log.read(), "weights_not_verified")) == 2)
+        await eventually(lambda: len(of(log.read(), "weights_not_verified")) == 2)
         assert pool.actors == {"actor-0": "ready", "actor-1": "ready"}
 
     events = run(tmp_path, make_config(), scenario)
@@ -246,7 +244,7 @@ def test_digests_are_the_actors_own_affair_and_off_is_off(tmp_path: Path) -> Non
     async def scenario(pool: InferencePool, looks: Liar, does_not: Liar) -> None:
         looks.able = Capabilities("embedded", score=True, digest=True)
         pool.answers.expect(0, IDS, truth(1))
-        await until(lambda: set(pool.actors.values()) == {"ready"})
+        await eventually(lambda: set(pool.actors.values()) == {"ready"})
         await asyncio.sleep(0.3)
         assert looks.scored == does_not.scored == []
 

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.patience import eventually
+from tests.unit_tests.inference.test_parity import IDS, Liar, of
+from tests.unit_tests.inference.test_parity import make_config as parity_config
+from tests.unit_tests.inference.test_parity import run as run_pool
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference import actor
 from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
@@ -16,21 +20,21 @@ from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 from torchtitan.utils.json_lines import EventLog
 
-IDS = [2, 3, 4, 5]
 ASLEEP, READY = "asleep", "ready"
 
 
-class Sleeper:
+class Sleeper(Liar):
     """The handler of an actor in this process. Whoever asks it for tokens while it is not awake fails the test."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.version = 0
         self.asleep: set[Tag] = set()
         self.orders: list[str] = []
         self.able = Capabilities("vllm", "0.32.0", score=True, sleep=True)
         self.busy = False
         """What runs does not finish"""
-        self.fails = ""
+        self.failing = ""
         """sleep or wake: the order that comes to nothing"""
         self.weights_state = "READY"
         self.frozen = False
@@ -48,9 +52,6 @@ class Sleeper:
         status = ASLEEP if self.asleep else "paused" if self.draining else "ok"
         asleep = tuple(tag for tag in TAGS if tag in self.asleep)
         return ActorHealth(status, "e", self.version, asleep=asleep, weights_state=self.weights_state)
-
-    async def capabilities(self, timeout_s: float) -> Capabilities:
-        return self.able
 
     async def connect_weights(self, *_: object) -> None:
         self.orders.append("connect")
@@ -73,7 +74,7 @@ class Sleeper:
 
     async def sleep(self, level: int, timeout_s: float) -> bool:
         self.orders.append(f"sleep {level}")
-        if self.fails == "sleep":
+        if self.failing == "sleep":
             raise ActorError("sleep", "no")
         if self.busy:
             return False
@@ -82,24 +83,17 @@ class Sleeper:
 
     async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
         self.orders.append(f"wake {' '.join(tags)}")
-        if self.fails == "wake":
+        if self.failing == "wake":
             raise ActorError("wake", "no")
         self.asleep -= set(tags)
-
-    async def pause(self, timeout_s: float) -> None: ...
-
-    async def resume(self, timeout_s: float) -> None: ...
 
     async def close(self) -> None:
         self.orders.append("close")
 
 
 def make_config(**inference: Any) -> JobConfig:
-    config = JobConfig()
-    config.grpo.async_weight_update = False
-    config.inference.backend, config.inference.sleep_level = "vllm", 1
-    config.inference.servers = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    config.inference.health_interval_s, config.inference.health_timeout_s = 0.05, 2.0
+    config = parity_config()
+    config.grpo.async_weight_update, config.inference.sleep_level = False, 1
     config.inference.sleep_timeout_s = config.inference.drain_timeout_s = 20.0
     for name, value in inference.items():
         setattr(config.inference, name, value)
@@ -110,41 +104,25 @@ def run(
     tmp_path: Path,
     scenario: Callable[..., Awaitable[None]],
     config: JobConfig | None = None,
-    before: Callable[[list[Sleeper]], None] = lambda sleepers: None,
+    left_asleep: Sequence[Tag] = (),
 ) -> list[dict[str, Any]]:
-    """Two actors behind a pool, ready; returns its events."""
-    config = config or make_config()
-    events = EventLog(tmp_path / "events.jsonl")
+    """Two actors behind a pool, ready; returns its events. left_asleep: parts of the first one at the start."""
+    made: list[Sleeper] = []
 
-    async def work() -> None:
-        sleepers = {url: Sleeper() for url in config.inference.servers}
-        before(list(sleepers.values()))
-        pool = InferencePool(config, "e", "secret", tmp_path, events, lambda url, *_: sleepers[url])
-        await pool.start()
-        try:
-            await pool.connect_weights("127.0.0.1:9")
-            await until(lambda: set(pool.actors.values()) == {READY})
-            await asyncio.wait_for(scenario(pool, *sleepers.values()), 60)
-        finally:
-            await pool.close()
-        for sleeper in sleepers.values():
-            assert sleeper.wrong == []
-            assert sleeper.orders[-1] == "close"
+    def make() -> Sleeper:
+        made.append(Sleeper())
+        made[0].asleep |= set(left_asleep)
+        return made[-1]
 
-    asyncio.run(work())
-    return events.read()
+    async def ready(pool: InferencePool, *sleepers: Sleeper) -> None:
+        await eventually(lambda: set(pool.actors.values()) == {READY})
+        await scenario(pool, *sleepers)
 
-
-async def until(condition: Callable[[], object]) -> None:
-    async def look() -> None:
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(look(), 30)
-
-
-def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [event for event in events if event["kind"] == kind]
+    events = run_pool(tmp_path, config or make_config(), ready, make)
+    for sleeper in made:
+        assert sleeper.wrong == []
+        assert sleeper.orders[-1] == "close"
+    return events
 
 
 def request(name: str) -> GenerateRequest:
@@ -182,7 +160,7 @@ def test_what_runs_is_let_finish_and_who_does_not_finish_stays_awake(tmp_path: P
         for sleeper in (first, second):
             sleeper.goes_on.clear()
         tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}"))) for i in range(2)]
-        await until(lambda: first.generating.is_set() and second.generating.is_set())
+        await eventually(lambda: first.generating.is_set() and second.generating.is_set())
         sleeping = asyncio.ensure_future(pool.sleep())
         await asyncio.sleep(0.1)
         assert not first.asleep and not second.asleep and not sleeping.done()
@@ -216,7 +194,7 @@ def test_an_actor_that_cannot_sleep_now_or_ever_stays_as_it_is(tmp_path: Path, b
             assert second.asleep == set(TAGS) and not first.asleep
             await pool.wake("weights")
             await pool.wake("kv_cache")
-        await until(lambda: set(pool.actors.values()) == {READY})
+        await eventually(lambda: set(pool.actors.values()) == {READY})
         assert first.orders.count("sleep 1") == (2 if busy else 0)
 
     events = run(tmp_path, scenario)
@@ -229,14 +207,14 @@ def test_an_actor_that_cannot_sleep_now_or_ever_stays_as_it_is(tmp_path: Path, b
 @pytest.mark.parametrize("order", ["sleep", "wake"])
 def test_a_failure_to_sleep_or_wake_evicts_and_is_tried_again(tmp_path: Path, order: str) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
-        first.fails = order
+        first.failing = order
         await pool.sleep()
         await pool.wake("weights")
         if order == "wake":
-            await until(lambda: pool.statistics["evictions"] >= 1)
-        first.fails = ""
+            await eventually(lambda: pool.statistics["evictions"] >= 1)
+        first.failing = ""
         await pool.wake("kv_cache")
-        await until(lambda: set(pool.actors.values()) == {READY})
+        await eventually(lambda: set(pool.actors.values()) == {READY})
         assert not first.asleep
         assert await pool.generate(request("r"))
 
@@ -249,27 +227,24 @@ def test_actors_that_an_earlier_run_left_asleep_are_woken_before_they_get_weight
         assert first.orders == ["wake weights kv_cache", "connect"] and second.orders == ["connect"]
         assert await pool.generate(request("r"))
 
-    def left_asleep(sleepers: list[Sleeper]) -> None:
-        sleepers[0].asleep = set(TAGS)
-
-    run(tmp_path, scenario, make_config(sleep_level=0), left_asleep)
+    run(tmp_path, scenario, make_config(sleep_level=0), TAGS)
 
 
 def test_an_actor_that_comes_back_meanwhile_is_put_to_sleep_too(tmp_path: Path) -> None:
     async def scenario(pool: InferencePool, first: Sleeper, second: Sleeper) -> None:
         first.frozen = True
-        await until(lambda: pool.actors["actor-0"] == "evicted")
+        await eventually(lambda: pool.actors["actor-0"] == "evicted")
         await pool.sleep()
         assert second.asleep and not first.asleep
         first.frozen = False
-        await until(lambda: first.asleep)
-        await until(lambda: pool.actors["actor-0"] == ASLEEP)
+        await eventually(lambda: first.asleep)
+        await eventually(lambda: pool.actors["actor-0"] == ASLEEP)
         assert first.orders == ["connect", "sleep 1"]
         await pool.wake("weights")
         # Only now: asleep it could do nothing with them.
-        await until(lambda: first.orders[2:] == ["wake weights", "connect"])
+        await eventually(lambda: first.orders[2:] == ["wake weights", "connect"])
         await pool.wake("kv_cache")
-        await until(lambda: set(pool.actors.values()) == {READY})
+        await eventually(lambda: set(pool.actors.values()) == {READY})
 
     run(tmp_path, scenario, make_config(health_timeout_s=0.3))
 
@@ -281,7 +256,7 @@ def test_an_actor_with_a_version_on_its_way_is_not_pressed(tmp_path: Path) -> No
         assert second.asleep and first.orders == ["connect"]
         await pool.wake("weights")
         await pool.wake("kv_cache")
-        await until(lambda: set(pool.actors.values()) == {READY})
+        await eventually(lambda: set(pool.actors.values()) == {READY})
 
     (event,) = of(run(tmp_path, scenario, make_config(sleep_timeout_s=1.0)), "actor_stays_awake")
     assert event["actor"] == "actor-0" and "not asleep within 1 s" in event["reason"]
@@ -308,9 +283,9 @@ def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
         for sleeper in (first, second):
             sleeper.goes_on.clear()
         tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}"))) for i in range(2)]
-        await until(lambda: first.generating.is_set() and second.generating.is_set())
+        await eventually(lambda: first.generating.is_set() and second.generating.is_set())
         first.draining, first.weights_state = True, "APPLYING"
-        await until(lambda: pool.actors["actor-0"] == "joining")
+        await eventually(lambda: pool.actors["actor-0"] == "joining")
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in tasks)
         # Its engine has frozen meanwhile, and the registry has given it up.
@@ -320,7 +295,7 @@ def test_a_drain_is_no_trouble_and_what_runs_in_one_can_be_redone(
         assert pool.statistics["requests_redone"] == 1
         first.draining, first.weights_state = False, "READY"
         first.goes_on.set()
-        await until(lambda: pool.actors["actor-0"] == READY)
+        await eventually(lambda: pool.actors["actor-0"] == READY)
 
     events = run(tmp_path, scenario, make_config(sleep_level=0))
     assert not of(events, "actor_not_serving") and len(of(events, "actor_ready")) == 2
@@ -365,13 +340,13 @@ def test_a_process_whose_order_to_sleep_takes_too_long_has_no_successor_before_t
         one = actor.Actor("a", config, "e", "key", events, lambda _: sleeper, lambda: None, process)
         one.connect("127.0.0.1:9")
         supervision = asyncio.ensure_future(one.supervise())
-        await until(lambda: one.state.value == READY)
+        await eventually(lambda: one.state.value == READY)
         await one.sleep(1, 0.3)
-        await until(lambda: not process.alive)
+        await eventually(lambda: not process.alive)
         await asyncio.sleep(2 * actor.BACKOFF_S)
         assert process.starts == 1 and one.state.value == "evicted"
         await one.wake(["kv_cache"], 0.3)
-        await until(lambda: process.starts == 2)
+        await eventually(lambda: process.starts == 2)
         supervision.cancel()
 
     asyncio.run(work())

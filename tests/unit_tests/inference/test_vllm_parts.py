@@ -177,14 +177,7 @@ def test_a_load_that_does_not_end_is_no_refusal() -> None:
     mailbox.take("e1", 3, "d3", 10.0)
     thread.join(PATIENCE_S)
     assert isinstance(ends[0], RuntimeError) and not isinstance(ends[0], WeightsRefused)
-    assert not mailbox.finish(None)  # too late: nobody waits, and the next one is not taken for this one
-    thread, ends = offering(mailbox)
-    mailbox.take("e1", 3, "d3", 10.0)
-    time.sleep(0.05)
-    assert thread.is_alive()
-    mailbox.finish(None)
-    thread.join(PATIENCE_S)
-    assert ends == [None]
+    assert not mailbox.finish(None)  # too late: nobody waits
 
 
 def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:
