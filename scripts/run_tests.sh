@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, format, types, layers, then the whole test suite. Arguments go to pytest: scripts/run_tests.sh tests/unit_tests -k config
 #   --fast                                leave out the real engines and what is marked slow
-#   TEST_WORKERS=2                        processes that run tests; by default two where there are two cores, else one
+#   TEST_WORKERS=3                        processes that run tests; by default one more than there are cores, at most four
 #   TORCHTITAN_ENGINES_SKIP=vllm,sglang   leave the tests of these engines out (they are installed on first use)
 set -euo pipefail
 
@@ -24,10 +24,11 @@ say "pytest"
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 if [[ -z "${TEST_WORKERS:-}" ]]; then
-    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(2, len(usable_cores())))')"
+    TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(4, 1 + len(usable_cores())))')"
 fi
 workers=()
-# A file stays together, and what starts engines in two groups (tests/conftest.py). Those are collected first
+# Tests wait for deadlines half of the time: one process more than cores. A file stays together, and what starts
+# engines in two groups (tests/conftest.py). Those are collected first
 # and are the longest: they have to begin first, too.
 ((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadscope --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).

@@ -95,17 +95,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of the default run, as ./run_grpo.sh makes it: once for all processes that run tests."""
+    """The checkpoint of the default run, as a run makes it that lacks it: once for all processes that run tests."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    directory, partial = folder / "debug_arithmetic", folder / "partial" / "debug_arithmetic"
+    directory, partial = folder / "debug_arithmetic", folder / "partial"
     with (folder / "debug_arithmetic.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():
-            command = [sys.executable, "-m", "scripts.make_debug_checkpoint", "--output", str(partial)]
-            subprocess.run(command, check=True, cwd=ROOT, timeout=RUN_SECONDS)
-            partial.rename(directory)
+            make = "from torchtitan.preflight.loading import draft_of, ready; ready(draft_of('debug_cpu', {}))"
+            partial.mkdir(exist_ok=True)
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run([sys.executable, "-c", make], check=True, cwd=partial, env=environment, timeout=RUN_SECONDS)
+            (partial / "outputs" / "assets" / "debug_arithmetic").rename(directory)
     return directory
 
 

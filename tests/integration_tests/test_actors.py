@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +15,9 @@ import psutil
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.engines import actor_command
 from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
@@ -30,7 +27,6 @@ from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
-from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.facade import WeightSync
 
@@ -194,18 +190,3 @@ def test_drain_mode_gives_completions_of_one_version(tmp_path: Path) -> None:
     assert sums["bytes_full"] == sums["applied"] * sum(4 * one.numel() for one in policy.parameters())
     trace = check_trace(write_trace(made.run_dir).read_text())
     assert {"delivery", "transfer", "apply", "drain", "generate", "pause"} <= {event.get("cat") for event in trace}
-
-
-def test_a_running_server_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, policy = make_config(tmp_path / "checkpoint")
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret-of-the-server")
-    command = actor_command(config, tmp_path / "port")
-    with subprocess.Popen(command, env=child_environment(threads=1)) as server:
-        try:
-            until((tmp_path / "port").exists, process=server)
-            config.inference.servers = [f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}"]
-            with running(config, policy, tmp_path / "run") as made:
-                made.step()
-                assert len(made.step().samples) == 16
-        finally:
-            server.terminate()

@@ -116,6 +116,7 @@ def test_a_killed_engine_takes_its_agent_along_and_both_come_back(tmp_path: Path
     assert not last.parent.exists()
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_taken_out_and_comes_back(tmp_path: Path) -> None:
     def change(config: JobConfig) -> None:
         config.weight_sync.apply_timeout_s = 2.0
@@ -147,17 +148,6 @@ def test_half_a_version_is_never_served_and_a_later_one_heals(tmp_path: Path) ->
         # The fake ends by an assertion where it is asked for tokens of half a version.
         assert "AssertionError" not in (run.run_dir / "logs" / "actor-0.engine.log").read_text()
         assert not run.events("actor_restarting", "actor-0")
-    check(run)
-
-
-def test_an_engine_that_keeps_its_old_label_is_not_believed(tmp_path: Path) -> None:
-    with foreign(tmp_path) as run:
-        run.steps_until(ready(run, 1))
-        (tmp_path / "no_label").touch()
-        run.steps_until(lambda: not (tmp_path / "no_label").exists())
-        last = run.version + 3
-        run.steps_until(lambda: run.version >= last)
-        assert "the engine says that it holds" in (run.run_dir / "logs" / "actor-0.log").read_text()
     check(run)
 
 

@@ -47,6 +47,7 @@ async def play(behind: Behind, agent: str, episodes: int) -> tuple[AgentPlayer, 
         await pool.close()
 
 
+@pytest.mark.slow
 @asynchronous
 async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
     config = make_config(model)

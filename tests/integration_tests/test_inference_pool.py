@@ -31,7 +31,8 @@ VERSION = 7  # the fake takes the registry's port for its version
 
 
 @pytest.fixture(autouse=True)
-def fake_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
     real = engines.actor_command
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
@@ -175,7 +176,6 @@ async def test_a_poisoned_actor_gets_no_prompts_and_what_it_had_is_redone_elsewh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "poisoned"
-    monkeypatch.setenv("FAKE_POISONED", str(file))
     monkeypatch.setenv("FAKE_DELAY_S", "0.3")
     async with running(make_config(), tmp_path) as pool:
         victim = process_ids(pool)["actor-1"]
@@ -282,11 +282,8 @@ def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPat
 
 
 @asynchronous
-async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(tmp_path: Path) -> None:
     hang = tmp_path / "hang"
-    monkeypatch.setenv("FAKE_HANG", str(hang))
     async with running(make_config(num_actors=1), tmp_path) as pool:
         hang.touch()
         await eventually(lambda: pool.actors["actor-0"] == "evicted")
@@ -298,11 +295,8 @@ async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(
 
 
 @asynchronous
-async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet(tmp_path: Path) -> None:
     dead = tmp_path / "dead"
-    monkeypatch.setenv("FAKE_DEAD", str(dead))
     async with running(make_config(num_actors=1), tmp_path) as pool:
         dead.touch()
         redone = asyncio.create_task(pool.generate(request(0)))
@@ -317,11 +311,8 @@ async def test_a_request_is_not_wasted_on_an_engine_whose_death_is_not_known_yet
 
 
 @asynchronous
-async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
-    monkeypatch.setenv("FAKE_LOST", str(lost))
     async with running(make_config(num_actors=1), tmp_path) as pool:
         lost.touch()
         await eventually(lambda: not lost.exists())
@@ -332,12 +323,9 @@ async def test_an_actor_whose_weight_receiver_gave_up_is_connected_anew(
 
 
 @asynchronous
-async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_actor_that_gets_no_weights_is_connected_anew_and_then_started_anew(tmp_path: Path) -> None:
     deaf = tmp_path / "deaf"
     deaf.touch()
-    monkeypatch.setenv("FAKE_DEAF", str(deaf))
     config = make_config(num_actors=1, max_restarts=1)
     config.weight_sync.join_timeout_s = 0.3
     async with running(config, tmp_path, joined=False) as pool:

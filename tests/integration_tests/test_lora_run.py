@@ -90,9 +90,9 @@ def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> N
 def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     policy = make_checkpoint(checkpoint)
-    run_dir = run(processes, checkpoint, tmp_path, 3).folder
-    rows = run(processes, checkpoint, tmp_path, 6, "--checkpoint.resume", str(run_dir)).steps()
-    assert [row["step"] for row in rows] == list(range(1, 7))
+    made = run(processes, checkpoint, tmp_path, 4)
+    run_dir, rows = made.folder, made.steps()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     # What the actor sampled with is what the trainer trains.
     assert all(row["mismatch_kl/same_version"] < 1e-6 for row in rows if row["mismatch_kl/same_version"] is not None)
     assert 0 <= rows[0]["reference_kl"] < 1e-6 < rows[-1]["reference_kl"]
@@ -102,20 +102,14 @@ def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:
     # A step may deliver two versions.
     assert all(0 < row["weight_sync/bytes_full"] < 0.2 * whole for row in rows if row["weight_sync/bytes_full"])
     # The base is in no checkpoint; merged, it is base + adapter.
-    stored = sum(path.stat().st_size for path in (run_dir / "checkpoint" / "step-6").iterdir())
+    stored = sum(path.stat().st_size for path in (run_dir / "checkpoint" / "step-4").iterdir())
     assert stored < 0.5 * whole
     adapted = load_policy(checkpoint)
     add_adapters(adapted, SETTINGS)
-    load_adapter(adapted, run_dir / "adapter" / "step-6")
+    load_adapter(adapted, run_dir / "adapter" / "step-4")
     tokens = torch.arange(2, 14).view(2, 6)
-    merged = load_policy(run_dir / "hf" / "step-6")
+    merged = load_policy(run_dir / "hf" / "step-4")
     torch.testing.assert_close(adapted.logits(tokens), merged.logits(tokens), rtol=0, atol=1e-5)
     assert not torch.equal(merged.logits(tokens), policy.logits(tokens))
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    theirs = peft.PeftModel.from_pretrained(base, run_dir / "adapter" / "step-6")
-    whole_model = transformers.AutoModelForCausalLM.from_pretrained(run_dir / "hf" / "step-6")
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, whole_model(tokens).logits, rtol=0, atol=1e-5)
-    names = load_file(run_dir / "adapter" / "step-6" / "adapter_model.safetensors")
+    names = load_file(run_dir / "adapter" / "step-4" / "adapter_model.safetensors")
     assert len(names) == 2 * 7 * policy.args.num_hidden_layers

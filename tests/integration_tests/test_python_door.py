@@ -59,9 +59,12 @@ logging.warning("still mine")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs are; the first one makes the debug checkpoint."""
-    return tmp_path_factory.mktemp("door")
+def folder(debug_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs are, and find the checkpoint of the default configuration."""
+    made = tmp_path_factory.mktemp("door")
+    (made / "outputs" / "assets").mkdir(parents=True)
+    (made / "outputs" / "assets" / "debug_arithmetic").symlink_to(debug_checkpoint)
+    return made
 
 
 def execute(folder: Path, name: str, source: str) -> subprocess.CompletedProcess[str]:

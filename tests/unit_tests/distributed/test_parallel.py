@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import run_distributed
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Parallelism
 from torchtitan.distributed import collectives, device
@@ -180,9 +179,7 @@ def _check_deadline(dims: ParallelDims, scratch: Path) -> None:
         ended.touch()
     else:
         # A rank that left would end it by its closed connection.
-        deadline = time.monotonic() + PATIENCE_S
-        while not ended.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(ended.exists)
 
 
 def _check_collectives(scratch: Path) -> None:

@@ -2,10 +2,13 @@
 
 Whatever GET /health, /v1/generate and /weights/connect promise it does at once; FAKE_DELAY_S is how long it generates.
 The environment variable FAKE_EXIT makes it end at start; the prompt token 13 is refused, 14 is too much for this actor,
-and 17 makes it answer nonsense. While the file that FAKE_HANG names exists, its engine hangs; with FAKE_DEAF it has no
-use for connections to a registry; with FAKE_LOST its weights have given up, until it is connected anew. The
-process whose number stands in the file FAKE_POISONED holds half a version, drops what runs and serves nothing. While
-there is FAKE_DEAD, the engine beside it is dead since then, which it does not say.
+and 17 makes it answer nonsense. Files in the folder that FAKE_ENGINE names change what it does:
+
+    hang        its engine hangs
+    deaf        it has no use for connections to a registry
+    lost        its weights have given up, until it is connected anew
+    poisoned    the process whose number stands there holds half a version, drops what runs and serves nothing
+    dead        the engine beside it is dead since then, which it does not say
 """
 
 from __future__ import annotations
@@ -21,26 +24,20 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.unit_tests.inference.fake_engine import flag
+
 DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0.0"))
+FOLDER = Path(os.environ["FAKE_ENGINE"])
 
 
-def flag(variable: str, lower: bool = False) -> bool:
-    """Whether the file that an environment variable names is there; `lower` removes it."""
-    raised = variable in os.environ and Path(os.environ[variable]).exists()
-    if raised and lower:
-        Path(os.environ[variable]).unlink()
-    return raised
-
-
-def age_of_flag(variable: str) -> float:
+def age_of_flag(name: str) -> float:
     """Seconds since the flag was raised."""
-    return time.time() - Path(os.environ[variable]).stat().st_mtime
+    return time.time() - (FOLDER / name).stat().st_mtime
 
 
 def poisoned() -> bool:
     """Whether this process is the one that is to be."""
-    path = Path(os.environ.get("FAKE_POISONED", "/nowhere"))
-    return path.exists() and path.read_text() == str(os.getpid())
+    return flag("poisoned") and (FOLDER / "poisoned").read_text() == str(os.getpid())
 
 
 class FakeActor:
@@ -58,17 +55,17 @@ class FakeActor:
 
     async def health(self, request: web.Request) -> web.Response:
         status = "poisoned" if poisoned() else "not_ready" if self.version is None else "ok"
-        age = 60.0 if flag("FAKE_HANG") else 0.0
-        weights = {"state": "READY", "failure": "no registry for 60 s" if flag("FAKE_LOST") else None}
+        age = 60.0 if flag("hang") else 0.0
+        weights = {"state": "READY", "failure": "no registry for 60 s" if flag("lost") else None}
         answer = {"status": status, "epoch": self.epoch, "version": self.version}
-        if flag("FAKE_DEAD"):
-            answer["answered_age_s"] = age_of_flag("FAKE_DEAD")
+        if flag("dead"):
+            answer["answered_age_s"] = age_of_flag("dead")
         return web.json_response({**answer, "reason": "no weights", "engine_age_s": age, "weights": weights})
 
     async def generate(self, request: web.Request) -> web.Response:
         if self.version is None or poisoned():
             return web.json_response({"error": "no weights"}, status=503)
-        if flag("FAKE_DEAD"):
+        if flag("dead"):
             return web.json_response({"error": "the engine is dead"}, status=500)
         body = await request.json()
         if body["prompt_ids"] == [13]:
@@ -90,8 +87,8 @@ class FakeActor:
     async def connect(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.connections.append(body)
-        flag("FAKE_LOST", lower=True)
-        if flag("FAKE_DEAF"):
+        flag("lost", lower=True)
+        if flag("deaf"):
             return web.json_response({})
         self.epoch, self.version = body["epoch"], int(body["registry"].rpartition(":")[2])
         return web.json_response({})

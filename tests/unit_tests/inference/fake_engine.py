@@ -6,7 +6,6 @@ them. Files in the folder that FAKE_ENGINE names change what it does:
 
     half_load   the next version is loaded by half, and the order fails
     hang_load   loading does not end while the file is there
-    no_label    a version that is loaded leaves the label as it was
     no_release  memory is not given back, and the order fails
 
 As SGLang's scheduler it ends where it is to give memory back and has a request, to take memory that it has, or to
@@ -150,8 +149,7 @@ class FakeEngine:
             self.norms = (final, self.norms[1])
             return web.json_response({"success": False, "message": "half of it"}, status=400)
         self.norms = (final, first)
-        if not flag("no_label", lower=True):
-            self.label = body["weight_version"]
+        self.label = body["weight_version"]
         return web.json_response({"success": True, "message": ""})
 
     async def generate(self, request: web.Request) -> web.Response:

@@ -26,7 +26,7 @@ def serving(
             self.reply(*get(self.path))
 
         def do_POST(self) -> None:
-            self.reply(*post(self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.reply(*post(self.path, self.rfile.read(int(self.headers["Content-Length"] or 0))))
 
         def reply(self, status: int, body: Any) -> None:
             data = json.dumps(body).encode()

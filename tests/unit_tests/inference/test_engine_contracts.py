@@ -21,7 +21,7 @@ import torch
 
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
-from torchtitan.inference.agent.client import AgentClient, Call
+from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.client import ActorNotReady, Capabilities, JsonClient, RequestRefused
@@ -412,12 +412,3 @@ def test_a_request_that_a_paused_vllm_sends_away_is_no_failure_of_the_actor(answ
 def test_what_sglangs_decoder_refuses_is_the_requests_fault(answering: str) -> None:
     with pytest.raises(RequestRefused, match="expected"):
         ask(SGLANG, answering)
-
-
-def test_the_tables_bite() -> None:
-    body = Call("/generate", {"input_ids": [1], "return_logprobs": True}).body
-    with pytest.raises(AssertionError, match="return_logprobs"):
-        check_names(body, dict.fromkeys(SGLANG_GENERATE, False), "/generate")
-    with pytest.raises(AssertionError, match="needs"):
-        check_names({}, VLLM_ROUTES["/update_weights"][2], "/update_weights")
-    assert not is_a(1.5, "integer") and not is_a(True, "number") and not is_a([1, None], "integers")

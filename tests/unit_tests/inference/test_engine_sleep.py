@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests.unit_tests.inference.json_server import Answer, serving
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
@@ -20,8 +20,6 @@ from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import TAGS
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.engine import ENGINE as VLLM
-
-Answer = tuple[int, Any]
 
 
 class Server:
@@ -101,38 +99,17 @@ class SGLang0520(Server):
 @pytest.fixture
 def serve() -> Iterator[Callable[[Server], str]]:
     """Starts a server; returns its URL."""
-    running: list[ThreadingHTTPServer] = []
+    with contextlib.ExitStack() as running:
 
-    def start(server: Server) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(200, server.says)
+        def start(server: Server) -> str:
+            def post(path: str, data: bytes) -> Answer:
+                parts = urlsplit(path)
+                server.asked.append(f"{path} {data.decode()}".strip())
+                return server.answer(parts.path, parse_qs(parts.query), json.loads(data) if data else None)
 
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                parts = urlsplit(self.path)
-                server.asked.append(f"{self.path} {data.decode()}".strip())
-                self.reply(*server.answer(parts.path, parse_qs(parts.query), json.loads(data) if data else None))
+            return running.enter_context(serving(post, lambda _path: (200, server.says)))
 
-            def reply(self, status: int, said: Any) -> None:
-                text = (said if isinstance(said, str) else json.dumps(said)).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                """Nothing."""
-
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        running.append(http)
-        return f"http://127.0.0.1:{http.server_port}"
-
-    yield start
-    for http in running:
-        http.shutdown()
-        http.server_close()
+        yield start
 
 
 def test_vllm_is_drained_before_it_sleeps_and_woken_part_by_part(serve: Callable[[Server], str]) -> None:

@@ -160,6 +160,7 @@ def test_slow_wrong_answers_are_wrong_beside_right_ones() -> None:
     assert call("accuracy", [TOWER, half, TOWER, right, half], answer=[r"\frac{7}{2}"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_whole_group_of_slow_answers_stays_within_the_limit_of_a_call() -> None:
     before = processor_seconds()
     assert call("accuracy", [TOWER] * 16, answer=["7"] * 16) == [0.0] * 16

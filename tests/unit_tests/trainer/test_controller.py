@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Round
@@ -119,13 +119,6 @@ def test_evictions_are_told_once_and_what_was_under_way_is_redone(tmp_path: Path
     assert told == [("actor_evicted_from_sync", actor) for actor in ("a", "b", "a")]
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def loop() -> Iterator[BackgroundLoop]:
     loop = BackgroundLoop("test")
@@ -138,7 +131,7 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
     parts.states["b"] = status("LOST", 1)
-    wait_for(lambda: bool(parts.redone))
+    until(lambda: bool(parts.redone))
     controller.close()
     assert [actor for actor, _ in parts.redone] == ["b"] and controller._watch.done()
     parts.states["a"] = status("LOST", 1)
@@ -151,7 +144,7 @@ def test_a_pool_that_fails_ends_the_run(tmp_path: Path, loop: BackgroundLoop) ->
     parts.states["a"] = status("LOST", 1)
     controller = make(tmp_path, parts)
     controller._watch = loop.submit(controller._watch_actors)
-    wait_for(controller._watch.done)
+    until(controller._watch.done)
     with pytest.raises(UserError, match="no inference actor is left"):
         controller.decide(0)
 

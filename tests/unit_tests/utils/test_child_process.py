@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
@@ -35,20 +35,12 @@ def python(program: str, *arguments: object) -> list[str]:
 
 
 def wait_for_numbers(path: Path) -> list[int]:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(path.exists)
     return [int(number) for number in path.read_text().split()]
 
 
 def ended(pid: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+    return bool(until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE))
 
 
 def test_a_stubborn_process_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:

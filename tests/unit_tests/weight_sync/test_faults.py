@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.loading import load_config
 from torchtitan.weight_sync import faults
@@ -127,10 +126,7 @@ def test_a_file_is_counted_over_all_processes_and_may_change(tmp_path: Path, mon
 def test_freeze_ends_by_itself_and_leaves_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     switch(monkeypatch, "freeze:phase=publish,seconds=0.5")
     process = in_a_process("faults.at('publish', version=0)\nimport psutil\nprint(psutil.Process().children())")
-    frozen, deadline = psutil.Process(process.pid), time.monotonic() + PATIENCE_S
-    while frozen.status() != psutil.STATUS_STOPPED:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, process=process)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and output == "[]\n"
 

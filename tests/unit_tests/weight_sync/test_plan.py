@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import launch, servers, wire
 from torchtitan.weight_sync.checksums import bucket_checksum
@@ -76,9 +76,7 @@ def test_snapshot_is_cast_fenced_and_assembled(dtype: str) -> None:
         value.add_(1)  # the next optimizer step
     slots = publisher.slots
     live = LiveSlots(slots.state_words)
-    deadline = time.monotonic() + PATIENCE_S
-    while not live.filled() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    until(live.filled)
     assert live.filled() == {1: (0, 7)}
     staging = Staging(publisher.layout)
     staging.memory[0][:] = slots.slot(0)
@@ -163,10 +161,7 @@ def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypa
             assert looks.acquire(timeout=PATIENCE_S)
         assert process.restarts == 0
         beats[0] += 1
-        deadline = time.monotonic() + PATIENCE_S
-        while process.restarts == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert process.restarts == 1
+        until(lambda: process.restarts == 1)
     finally:
         process.close(time.monotonic() + PATIENCE_S)
 

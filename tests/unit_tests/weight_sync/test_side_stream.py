@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 
 import pytest
 import torch
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.distributed.device import side_stream
 
 CPU = torch.device("cpu")
@@ -50,9 +49,6 @@ def test_tensors_of_finished_work_are_let_go() -> None:
     del source
     blocker = threading.Event()
     fence = stream.run(lambda: blocker.wait(PATIENCE_S))
-    deadline = time.monotonic() + PATIENCE_S
-    while tensor() is not None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert tensor() is None
+    until(lambda: tensor() is None)
     blocker.set()
     fence.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checksums import sum_checksum_numpy
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from tests.unit_tests.weight_sync.streams import DelayedStream
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync import publisher as publisher_module
@@ -26,13 +25,6 @@ from torchtitan.weight_sync.slot_states import SlotState
 from torchtitan.weight_sync.snapshot import DirectFiller, ScratchFiller, cut_rows
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
-
-
-def wait_for(condition, seconds: float = PATIENCE_S) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 @given(shapes, st.integers(1, 60))
@@ -87,7 +79,7 @@ def test_only_the_fence_keeps_the_next_step_from_tearing_a_snapshot(with_fence: 
         if not with_fence:
             stream.finish()  # without a fence nothing holds the optimizer back
         stream.go.set()
-        wait_for(lambda version=version: version + 1 in live.filled())  # type: ignore[misc]
+        until(lambda version=version: version + 1 in live.filled())  # type: ignore[misc]
         index, _ = live.filled()[version + 1]
         held = torch.frombuffer(bytearray(publisher.slots.slot(index)), dtype=torch.float32)
         found.append(bool((held == version + 1.0).all()))
@@ -116,7 +108,7 @@ def test_on_the_cpu_the_trainer_waits_at_the_fence_until_the_copy_is_done() -> N
     go.set()
     trainer.join(PATIENCE_S)
     live = LiveSlots(publisher.slots.state_words)
-    wait_for(lambda: 1 in live.filled())
+    until(lambda: 1 in live.filled())
     index, _ = live.filled()[1]
     held = torch.frombuffer(bytearray(publisher.slots.slot(index)), dtype=torch.float32)
     assert bool((held == 1.0).all()) and bool((parameter == -1.0).all())
@@ -141,7 +133,7 @@ def test_closing_leaves_memory_that_is_still_written_alone(monkeypatch: pytest.M
     publisher.close(timeout=0.05)
     assert not unpinned and not is_open(publisher.slots.words_fd)
     stream.go.set()
-    wait_for(lambda: len(publisher.snapshots) == 1)
+    until(lambda: len(publisher.snapshots) == 1)
     assert publisher._waiter.close(20)
     assert publisher.failure == ""
 
@@ -166,7 +158,7 @@ def test_a_snapshot_takes_no_trainer_time_for_its_copy() -> None:
     # Back, although the copy cannot have begun: nothing waited for it.
     assert publisher._writer.view(0).state is SlotState.WRITING
     stream.go.set()
-    wait_for(lambda: publisher._writer.view(0).state is SlotState.READY)
+    until(lambda: publisher._writer.view(0).state is SlotState.READY)
     assert publisher.server_bell.recv(10) == b"!"
     publisher.close()
 
@@ -190,7 +182,7 @@ def test_a_failed_copy_is_told() -> None:
     )
     publisher.reserve()
     publisher.snapshot(0, 1)
-    wait_for(lambda: "device-side assert" in publisher.failure)
+    until(lambda: "device-side assert" in publisher.failure)
     publisher.close()
 
 

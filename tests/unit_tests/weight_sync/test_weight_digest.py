@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checksums import sum_checksum_numpy
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
@@ -123,13 +123,6 @@ def staged_version(version: int, tensors: dict[str, torch.Tensor]) -> StagedVers
     return StagedVersion("e", version, "digest", tensors, proof=proof)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_the_next_update_waits_for_the_look_and_never_spoils_it() -> None:
     """Updates as fast as they can be made, each in place and torn while it goes on: no look ever sees one half-way."""
     live, found = values(), []
@@ -152,7 +145,7 @@ def test_a_look_that_takes_too_long_is_given_up_for_the_next_version(monkeypatch
 
     def slow(_proof: Any, _live: Any, _staged: Any, stop: Callable[[], bool]) -> str:
         begun.set()
-        wait_for(stop)
+        until(stop)
         raise Stopped
 
     monkeypatch.setattr("torchtitan.inference.embedded.weights.differing_parameters", slow)
