@@ -40,8 +40,9 @@ class Shape(parts.Shape):
 
 @dataclass(frozen=True)
 class Parts:
-    """The classes that are driven."""
+    """The classes that are driven: mutations replace them."""
 
+    registry: type[Registry] = Registry
     server: type[ShardServer] = ShardServer
     puller: type[Puller] = Puller
 
@@ -166,7 +167,7 @@ class Job:
         settings = Settings(shape.ranks, shape.slots - 2, shape.lease_s, shape.relay_fanout, shape.progress_timeout_s)
         settings = replace(settings, delta=shape.delta, apply_timeout_s=shape.apply_timeout_s)
         runtime = self.registry_process.runtime
-        self.registry = Registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
+        self.registry = self.parts.registry(runtime, settings, shape.epoch, self.term, TOKEN, self._write, self._beat)
         self.registry._merge = lambda _layouts: whole_layout(shape.ranks, shape.buckets)  # type: ignore[method-assign]
         self.registry.start(REGISTRY)
         self.watch(self.registry_process, lambda: self.registry_beat, self.start_registry)

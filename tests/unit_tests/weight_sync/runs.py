@@ -196,17 +196,17 @@ def run_faults(seed: int, parts: Parts | None = None, small: bool = False) -> Jo
     return job
 
 
-def run_relaunch(seed: int) -> Job:
+def run_relaunch(seed: int, parts: Parts | None = None) -> Job:
     """A launch dies, the next one has the same ports; actors of the first live on for a while."""
     machine = Machine(seed)
     rng = machine.random
     shape = draw_shape(rng, 1)
-    first = Job(machine, shape)
+    first = Job(machine, shape, parts or Parts())
     machine.run(JOIN_SECONDS)
     first.train(3)
     machine.run(JOIN_SECONDS + shape.interval * rng.uniform(1.0, 4.0))
     first.end()
-    second = Job(machine, replace(shape, epoch="e2"))
+    second = Job(machine, replace(shape, epoch="e2"), parts or Parts())
     second.strangers = first.actors
     second.train(5)
     machine.run(machine.now + 5 * shape.interval + 3.0)
@@ -216,13 +216,13 @@ def run_relaunch(seed: int) -> Job:
     return second
 
 
-def run_without_registry(seed: int) -> Job:
+def run_without_registry(seed: int, parts: Parts | None = None) -> Job:
     """The registry dies while a slow actor pulls, and stays away for longer than any lease."""
     machine = Machine(seed)
     rng = machine.random
     shape = replace(draw_shape(rng, 1), lease_s=1.0, by_reference=False, buckets=4)
     shape = replace(shape, actor_seconds=(*shape.actor_seconds[:-1], 16.0), progress_timeout_s=5.0)
-    job = Job(machine, shape)
+    job = Job(machine, shape, parts or Parts())
     job.server_faults = 1
     machine.run(JOIN_SECONDS)
     job.train(3)
@@ -235,12 +235,12 @@ def run_without_registry(seed: int) -> Job:
     return job
 
 
-def run_references(seed: int) -> Job:
+def run_references(seed: int, parts: Parts | None = None) -> Job:
     """Actors copy the buckets themselves, on threads that take their time."""
     machine = Machine(seed)
     shape = replace(draw_shape(machine.random, 2), by_reference=True, slots=3, lease_s=20.0)
     machine.distance = machine.random.choice((1.0, 10.0, 40.0))
-    job = Job(machine, shape)
+    job = Job(machine, shape, parts or Parts())
     for actor in job.actors:
         actor.process.longest_work = 2.0 * shape.interval
     machine.run(JOIN_SECONDS)
@@ -253,14 +253,14 @@ def run_references(seed: int) -> Job:
     return job
 
 
-def run_relay(seed: int) -> Job:
+def run_relay(seed: int, parts: Parts | None = None) -> Job:
     """Actors pass versions on to each other; some of them die or freeze meanwhile."""
     machine = Machine(seed)
     rng = machine.random
     shape = replace(draw_shape(rng, rng.randint(0, 1)), by_reference=False, relay_fanout=rng.randint(1, 2))
     more = tuple(shape.interval * rng.uniform(0.05, 0.3) for _ in range(rng.randint(1, 3)))
     shape = replace(shape, actor_seconds=shape.actor_seconds + more)
-    job = Job(machine, shape)
+    job = Job(machine, shape, parts or Parts())
     versions = rng.randint(3, 6)
     machine.run(JOIN_SECONDS)
     job.train(versions)

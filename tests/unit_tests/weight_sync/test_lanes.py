@@ -18,6 +18,12 @@ def lanes_with(*pulls: str, limit: int = 1) -> Lanes:
     return lanes
 
 
+def test_version_that_nobody_pulls_is_gone_with_the_next() -> None:
+    lanes = lanes_with()
+    lanes.publish(2, 1.0)
+    assert not lanes.lanes and lanes.lives(2) and not lanes.lives(1)
+
+
 def test_version_that_is_pulled_becomes_a_lane_if_there_is_room() -> None:
     lanes = lanes_with("slow")
     lanes.publish(2, 1.0)
@@ -27,6 +33,15 @@ def test_version_that_is_pulled_becomes_a_lane_if_there_is_room() -> None:
     assert list(lanes.lanes) == [1] and not lanes.lives(2) and set(lanes.pulls) == {"slow"}
     lanes.finished("slow")
     assert not lanes.lanes and lanes.room
+
+
+def test_lane_ends_with_the_last_of_its_pulls() -> None:
+    lanes = lanes_with("one", "other")
+    lanes.publish(2, 1.0)
+    lanes.finished("one")
+    assert list(lanes.lanes) == [1]
+    lanes.end("other")
+    assert not lanes.lanes
 
 
 def test_lane_has_an_absolute_life_however_its_pulls_get_on() -> None:
@@ -62,6 +77,29 @@ def test_new_registry_hears_of_pulls_before_it_has_published() -> None:
 
 def words(*serials: int) -> list[int]:
     return [SlotView(SlotState.READY, serial + 100, serial).pack() for serial in serials]
+
+
+def test_slot_is_free_when_its_snapshot_is_over() -> None:
+    slots = LiveSlots(words(1, 2, 3))
+    slots.live(2, [1], [], 0.0)
+    assert sorted(slots.filled()) == [1, 2, 3]
+    slots.live(3, [], [], 1.0)
+    assert slots.filled() == {3: (2, 103)}
+
+
+def test_snapshot_is_kept_while_a_thread_reads_it() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.hold(1)
+    slots.live(2, [], [], 0.0)
+    assert 1 in slots.filled() and slots.readable(1) is None
+    slots.let_go(1)
+    assert 1 not in slots.filled()
+
+
+def test_dropped_snapshot_is_free_though_it_is_the_newest() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.live(1, [], [2], 0.0)
+    assert sorted(slots.filled()) == [1]
 
 
 def test_snapshot_newer_than_all_that_is_known_may_be_read() -> None:
@@ -141,3 +179,14 @@ def test_lanes_lost_in_a_row_end_with_a_whole_version_or_a_new_process() -> None
     lanes.publish(3, 23.0)
     lanes.forget("other")
     assert not lanes.lost and not lanes.pulls and not lanes.lanes
+
+
+def test_what_is_let_go_twice_is_not_held_by_the_second_thread() -> None:
+    slots = LiveSlots(words(1, 2))
+    slots.hold(1)
+    slots.hold(1)
+    slots.live(2, [], [], 0.0)
+    slots.let_go(1)
+    assert 1 in slots.filled()
+    slots.let_go(1)
+    assert list(slots.filled()) == [2] and slots._words[0] == 0

@@ -9,6 +9,7 @@ import pytest
 from deterministic.machine import Machine, Process
 from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import registry as registry_module
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
 from torchtitan.weight_sync.messages import SILENCE_SECONDS
@@ -105,6 +106,15 @@ def test_snapshot_that_a_rank_misses_is_dropped_and_the_trainer_told() -> None:
     ranks[0].say("failed", serial=3, version=0)
     assert trainer.last("status")["newest"] == 0 and len(trainer.last("status")["dropped"]) == 2
     assert actor.count("newest") == 1
+
+
+def test_only_the_last_drops_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MOST_DROPPED", 2)
+    world = World()
+    ranks = world.ranks()
+    for serial in (1, 2, 3):
+        ranks[0].say("failed", serial=serial, version=serial)
+    assert ranks[0].last("live")["dropped"] == [2, 3]
 
 
 def test_shards_that_do_not_fit_together_are_a_failure_that_the_trainer_hears_of() -> None:
@@ -321,3 +331,11 @@ def test_who_passes_versions_on() -> None:
     actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
     others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}
     assert list(relaying({**actors, **others}, {"slow"})) == ["at once", "a", "b", "late", "new"]
+
+
+@pytest.mark.parametrize("relay", [False, True])
+def test_settings_follow_from_the_configuration(relay: bool) -> None:
+    config = WeightSync(num_slots=5, relay=relay, relay_fanout=7, progress_timeout_s=2.0, snapshot_timeout_s=3.0)
+    # Of 2 GB: 60 s and 4 s per GB for a lane; 10 s, 2 s per GB and the draining for an apply.
+    expected = {"lease_s": 68.0, "apply_timeout_s": 15.0, "progress_timeout_s": 2.0, "snapshot_timeout_s": 3.0}
+    assert Settings.of(config, 4, 2 * 10**9, 1.0) == Settings(4, lanes=3, relay_fanout=7 * relay, **expected)
