@@ -432,3 +432,16 @@ def test_divergence_without_correction_is_what_the_documentation_says() -> None:
     assert divergence_gradient("k1", False, on).norm() < LARGEST_ERROR
     for estimator in DIVERGENCES:
         assert relative_error(divergence_gradient(estimator, False, "off policy"), true_gradient("off policy")) > 0.1
+
+
+@pytest.mark.parametrize("where", SITUATIONS)
+def test_a_ratio_that_is_differentiated_with_k2_would_be_noticed(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def product(
+        estimate: torch.Tensor, log_probs: torch.Tensor, reference: torch.Tensor, ratio: torch.Tensor
+    ) -> torch.Tensor:
+        return ratio * (log_probs - log_probs.detach()).exp() * estimate
+
+    monkeypatch.setattr("torchtitan.grpo.loss.corrected", product)
+    assert relative_error(divergence_gradient("k2", True, where), true_gradient(where)) > 0.1
+    for estimator in ("k1", "k3"):
+        assert relative_error(divergence_gradient(estimator, True, where), true_gradient(where)) < LARGEST_ERROR

@@ -271,6 +271,16 @@ def test_kept_tokens_are_those_of_the_definition(
     assert mask[1].all()
 
 
+def test_kept_sets_equal_transformers_warpers() -> None:
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)) * 2
+    reference = logits
+    for warper in (process.TopKLogitsWarper(30), process.TopPLogitsWarper(0.8), process.MinPLogitsWarper(0.05)):
+        reference = warper(None, reference)
+    mask = truncation_mask(logits, torch.full((20,), 30), torch.full((20,), 0.8), torch.full((20,), 0.05))
+    assert torch.equal(mask, reference.isfinite())
+
+
 def test_kept_tokens_are_recorded(tiny_checkpoint: Callable[..., Path]) -> None:
     engine = Engine(load_policy(tiny_checkpoint()), 16, 64, ())
     (top, plain, greedy) = engine.generate(
