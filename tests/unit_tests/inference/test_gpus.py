@@ -74,6 +74,12 @@ def test_engines_get_the_gpus_that_ranks_leave_or_those_of_ranks_that_they_take_
     assert engine_devices(config, 1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     with pytest.raises(UserError, match="there are 4"):
         engine_devices(config, 2)
+    # Ranks on the CPU leave all, and engines without GPUs get none.
+    monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
+    config.inference.sleep_level = 0
+    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    config.inference.backend = "embedded"
+    assert engine_devices(config, 0) == {}
 
 
 @pytest.fixture

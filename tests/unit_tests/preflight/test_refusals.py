@@ -29,8 +29,6 @@ ON_THE_COMMAND_LINE = """
 --dry-rum | --dry_rum | nearest: dry_run
 oops | 'oops' belongs to no
 --training.steps many | training.steps = many | takes an integer
---training.steps | training.steps = (no value) | takes an integer
---training.steps 1 2 | training.steps = 1 2 | takes an integer
 --model.name qwen4 | model.name = qwen4 | llama3 | nearest: qwen
 --eval.enable maybe | eval.enable = maybe | true or false
 --grpo.group_size 1 | grpo.group_size = 1 | at least 2
@@ -42,19 +40,13 @@ oops | 'oops' belongs to no
 --weight_sync.num_slots 1 | weight_sync.num_slots = 1 | at least 3
 --grpo.loss_type dap | grpo.loss_type = "dap" | dr_grpo | nearest: dapo
 --inference.backend embeded | "embeded" | nearest: embedded
---weight_sync.transport udp | weight_sync.transport = "udp" | tcp
 --weight_sync.transport disk --weight_sync.delta | delta = true | only tcp
---weight_sync.transport disk --weight_sync.relay | relay = true | only tcp
 --weight_sync.transport nccl --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
 --weight_sync.transport ipc --training.enable_cpu_offload \
     | enable_cpu_offload = true | weight_sync.transport tcp or disk
---inference.mode servers | inference.mode = servers | colocate | nearest: server
 --inference.mode colocate | inference.mode = "colocate" | server only
 --inference.tensor_parallel_size 2 | inference.tensor_parallel_size | needs inference.backend vllm or sglang
---inference.engine_args.max-model-len 8 | inference.engine_args | needs inference.backend vllm or sglang
---inference.engine_python /usr/bin/python3 | inference.engine_python | needs inference.backend vllm or sglang
---inference.engine_memory_gb 2 | inference.engine_memory_gb | needs inference.backend vllm or sglang
 --weight_sync.route agent | weight_sync.route | with inference.backend embedded it is auto
 --inference.sleep_level 1 | inference.sleep_level | needs grpo.async_weight_update = false
 --inference.offload_optimizer true | inference.offload_optimizer | needs inference.mode = colocate
@@ -92,8 +84,6 @@ oops | 'oops' belongs to no
 --rollout.max_staleness 9 | rollout.max_staleness = 9 | 0 to 8
 --rollout.temperature 0 | rollout.temperature = 0.0 | greater than 0
 --rollout.temperature nan | rollout.temperature = nan | finite, greater than 0
---lora.alpha 0 | lora.alpha = 0.0 | greater than 0
---rollout.top_p 0 | rollout.top_p = 0.0 | greater than 0 and at most 1
 --rollout.min_p 1 | rollout.min_p = 1.0 | at least 0 and less than 1
 --training.seq_len 32 | max_completion_tokens = 32 | seq_len = 32
 --training.tokens_per_micro_batch 63 | tokens_per_micro_batch = 63 | seq_len = 64

@@ -16,7 +16,6 @@ from scripts.judge_runs import main as judge
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.placement import engine_devices
 from torchtitan.models.flavors import find_flavor
 from torchtitan.preflight.plan import tensor_parallel_size
 
@@ -303,21 +302,3 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
         assert said in capsys.readouterr().out
 
 
-def test_started_engines_get_the_gpus_that_the_ranks_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = JobConfig()
-    config.inference.backend, config.inference.tensor_parallel_size = "vllm", 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6,7")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
-    assert [engine_devices(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["2,3", "6,7"]
-    with pytest.raises(UserError, match="2 ranks and 2 engines on 2 GPUs each need 6 GPUs, and there are 5"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,6")
-        engine_devices(config, 1)
-    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    monkeypatch.setenv("TORCHTITAN_DEVICE", "cpu")
-    assert engine_devices(config, 0) == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert engine_devices(config, 0) == {}
-    config.inference.backend = "embedded"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert engine_devices(config, 0) == {}
