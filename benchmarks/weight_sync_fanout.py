@@ -134,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     few, many = 4, 16
     if options.quick:
-        options.versions, options.megabytes, few, many = 2, 1, 2, 4
+        options.versions, options.megabytes, few, many = 2, 1, 1, 2
     versions = options.versions
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="fanout-") as folder:

@@ -141,8 +141,8 @@ def main() -> int:
     if options.quick:
         options.megabytes, options.step, options.seconds = 2.4, 0.3, 3.0
     # As fast in versions per second, whatever the size of a version.
-    unit = options.megabytes * 1e6 / 24
-    two, ten = (2.0 * unit, 1.3 * unit), tuple(unit * 24 / (5 + 3 * number) for number in range(10))
+    unit, most = options.megabytes * 1e6 / 24, 3 if options.quick else 10
+    two, ten = (2.0 * unit, 1.3 * unit), tuple(unit * 24 / (5 + 3 * number) for number in range(most))
     worlds = [World("", 3, two), World("_four_slots", 4, two), World("_ten", 3, ten)]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="slow-") as folder:

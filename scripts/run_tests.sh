@@ -27,9 +27,9 @@ if [[ -z "${TEST_WORKERS:-}" ]]; then
     TEST_WORKERS="$("$PYTHON" -c 'from torchtitan.utils.machine import usable_cores; print(min(4, 1 + len(usable_cores())))')"
 fi
 workers=()
-# Tests wait for deadlines half of the time: one process more than cores. A file stays together, and what starts
-# engines in two groups (tests/conftest.py). Those are collected first
-# and are the longest: they have to begin first, too.
+# Tests wait for deadlines much of the time: one process more than there are cores. A file stays together, and what
+# starts engines in two groups (tests/conftest.py). Those are collected first and are the longest: they have to begin
+# first, too.
 ((TEST_WORKERS > 1)) && workers=(-n "$TEST_WORKERS" --dist loadscope --no-loadscope-reorder)
 # Paths among the arguments replace the default, tests (pyproject.toml: testpaths).
 exec "$PYTHON" -m pytest "${workers[@]}" --durations=25 --durations-min=5 "$@"

@@ -54,7 +54,6 @@ def make_checkpoint(directory: Path) -> Decoder:
 
 def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> None:
     """In blocking mode: every step waits for the actor, which stays awake."""
-    functional = pytest.importorskip("bitsandbytes.functional")
     checkpoint = tmp_path / "checkpoint"
     make_checkpoint(checkpoint)
     options = ("--lora.base_bits", "4", "--grpo.async_weight_update", "false")
@@ -75,16 +74,6 @@ def test_a_run_on_a_base_of_four_bits(processes: Processes, tmp_path: Path) -> N
     assert norm > 0 and applied == pytest.approx(norm, rel=1e-3)
     assert resumed.events("weights_probed") and not resumed.events("weights_differ")
     assert any(row["time/probe_s"] > 0 for row in rows)
-    adapter = load_file(run_dir / "adapter" / "step-12" / "adapter_model.safetensors")
-    merged, base = (load_file(path / "model.safetensors") for path in (run_dir / "hf" / "step-12", checkpoint))
-    for name, tensor in base.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in adapter:
-            packed, state = functional.quantize_4bit(tensor.bfloat16(), blocksize=64, quant_type="nf4")
-            state.dtype = torch.float32
-            a, b = (adapter[f"{module}.lora_{letter}.weight"].double() for letter in "AB")
-            tensor = functional.dequantize_4bit(packed, state) + SETTINGS.alpha / SETTINGS.rank * (b @ a)
-        torch.testing.assert_close(merged[name].double(), tensor.double(), rtol=0, atol=1e-6)
 
 
 def test_a_run_with_adapters(processes: Processes, tmp_path: Path) -> None:

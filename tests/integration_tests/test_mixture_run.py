@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.models import export_policy, load_policy
+from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 
@@ -38,8 +37,6 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: i
 
 
 def test_experts_over_two_ranks_learn_and_one_rank_goes_on(processes: Processes, tmp_path: Path) -> None:
-    import transformers
-
     checkpoint = tmp_path / "checkpoint"
     policy = Decoder(debug_model_args(mixture=True))
     policy.initialize_weights(0)
@@ -56,8 +53,3 @@ def test_experts_over_two_ranks_learn_and_one_rank_goes_on(processes: Processes,
     same = [row["mismatch_kl/same_version"] for row in rows if row["mismatch_kl/same_version"] is not None]
     assert same and max(same) < 1e-6
     assert not resumed.events("weights_differ")
-    exported = resumed.folder / "hf" / "step-12"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    tokens = torch.arange(2, 12)[None]
-    with torch.no_grad():
-        assert (theirs(tokens).logits - load_policy(exported).logits(tokens)).abs().max() < 1e-4

@@ -241,19 +241,6 @@ def test_workers_hold_in_vain_what_the_engine_does_not_serve(
     assert group.leader.served is None and group.seen()["version"] == -1
 
 
-def test_an_engine_that_forgets_its_workers_is_poisoned(job: Job) -> None:
-    key = role_key(job.token, ACTOR, "a")
-    leader = Actor(job.publication.registry_address, "a", EPOCH, key, lambda _staged: None, workers=1)
-    engine = Engine()
-    worker = Worker(leader.workers_address, "a", 0, EPOCH, key, engine)
-    with contextlib.closing(leader), contextlib.closing(worker):
-        leader.start()
-        worker.start()
-        job.publish()
-        wait_for(lambda: leader.status().poisoned, "poisoned")
-        assert engine.versions == []
-
-
 @pytest.mark.parametrize(
     ("number", "key", "epoch", "said"),
     [(2, "", EPOCH, "no worker"), (0, "another", EPOCH, "refused"), (0, "", "another", "epoch")],

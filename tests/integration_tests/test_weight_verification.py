@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import torchtitan.inference.embedded.weights as verification
 from tests.integration_tests.test_embedded_server import TOKEN, Client, Trainer, body
@@ -143,24 +142,3 @@ def test_an_engine_that_never_holds_what_was_sent_ends(
         assert "lm_head.weight" in str(server.loop.failure)
 
     run(tiny_checkpoint(), tmp_path, scenario)
-
-
-def test_nothing_is_looked_at_where_that_is_switched_off(tiny_checkpoint: Callable[..., Path]) -> None:
-    torch.manual_seed(0)
-    weights = {name: one.detach().clone() for name, one in load_policy(tiny_checkpoint()).named_parameters()}
-
-    async def inside() -> None:
-        engine = Engine(load_policy(tiny_checkpoint()), 8, 400, ())
-        server = EngineServer(engine, "tiny", TOKEN, threads=1, verify_every=0)
-        port = await server.start("127.0.0.1", 0)
-        try:
-            async with Client(f"http://127.0.0.1:{port}") as client:
-                await asyncio.to_thread(server.apply, 0, StagedVersion("e", 1, "d", weights))
-                health = (await client.call("GET", "/health"))[1]
-                assert not health["verifies"] and health["verified"]["version"] is None
-                metrics = (await client.call("GET", "/metrics"))[1]
-                assert "engine_verified_version -1\n" in metrics and "engine_versions_torn_total 0" in metrics
-        finally:
-            await server.close()
-
-    asyncio.run(inside())

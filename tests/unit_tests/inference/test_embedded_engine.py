@@ -8,22 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.roundings import forward_rounding
-from torchtitan.errors import UserError
-from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.engine import Engine, Poisoned
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
-from torchtitan.inference.embedded.sampler import stream_keys, truncation_mask, uniforms
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.kept_tokens import KeptTokens
@@ -117,16 +110,13 @@ def assert_equal_where_it_can_be(
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}], ids=["plain", "truncated"])
-@pytest.mark.parametrize(
-    ("family", "factor", "threads"),
-    [(family, factor, 1) for family in ("llama3", "qwen2", "qwen3") for factor in (1.0, 6.0)] + [("qwen2", 6.0, 2)],
-)
+@pytest.mark.parametrize(("family", "threads"), [("llama3", 1), ("qwen2", 1), ("qwen3", 1), ("qwen2", 2)])
 def test_log_probs_equal_the_trainers(
-    tiny_checkpoint: Callable[..., Path], family: str, factor: float, sampling: dict[str, Any], threads: int
+    tiny_checkpoint: Callable[..., Path], family: str, sampling: dict[str, Any], threads: int
 ) -> None:
     torch.set_num_threads(threads)
     trainer = load_policy(tiny_checkpoint(family))
-    weights = scaled_weights(trainer, factor)
+    weights = scaled_weights(trainer, 6.0)
     trainer.load_state_dict(weights, strict=False)
     asked = requests(24, n=4, **sampling)
     for exact in (False, True):
@@ -134,7 +124,7 @@ def test_log_probs_equal_the_trainers(
         engine.apply_weights("e", 1, weights)
         answers = engine.generate(asked)
         expected, largest = trainer_log_probs(trainer, asked, answers)
-        assert factor == 1.0 or largest > 12
+        assert largest > 12
         assert_equal_where_it_can_be(engine, [one for group in answers for one in group], expected, largest)
 
 
@@ -202,101 +192,6 @@ def test_group_shares_one_prefill_and_gets_what_single_samples_get(tiny_checkpoi
         assert [one.token_ids for one in alone] == [one.token_ids for one in group[:2]]
     assert len({tuple(one.token_ids) for one in together[0]}) == 6
     assert engine.generate([request("x", PROMPTS[0], 16, seed=1)])[0][0].token_ids != together[0][0].token_ids
-
-
-def test_sampled_tokens_follow_the_exact_distribution(tiny_checkpoint: Callable[..., Path]) -> None:
-    policy = load_policy(tiny_checkpoint())
-    with torch.no_grad():
-        exact = policy.logits(torch.tensor([PROMPTS[2]]))[0, -1].double().div(1.3).softmax(-1).numpy()
-    engine = Engine(policy, 512, 64, ())
-    samples = 4096
-    groups = engine.generate([request("a", PROMPTS[2], 1, n=samples, temperature=1.3, seed=3)])
-    counts = np.bincount([one.token_ids[0] for one in groups[0]], minlength=len(exact))
-    expected = exact * samples
-    common = expected >= 5
-    chi = ((counts - expected)[common] ** 2 / expected[common]).sum()
-    rare, rare_expected = counts[~common].sum(), expected[~common].sum()
-    chi += (rare - rare_expected) ** 2 / rare_expected
-    freedom = common.sum()
-    # Mean and standard deviation of chi-square; the seed is fixed, so this either holds or it does not.
-    assert abs(chi - freedom) < 3 * math.sqrt(2 * freedom)
-
-
-def test_streams_are_uniform_and_unrelated() -> None:
-    draws = np.stack(
-        [uniforms(stream_keys(seed, 64), np.full(64, position)) for seed in range(8) for position in range(64)]
-    )
-    flat = draws.reshape(-1)
-    assert flat.min() >= 0.0 and flat.max() < 1.0 and len(np.unique(flat)) == flat.size
-    histogram = np.bincount((flat * 64).astype(int), minlength=64)
-    assert abs(((histogram - flat.size / 64) ** 2 / (flat.size / 64)).sum() - 63) < 4 * math.sqrt(126)
-    neighbours = np.corrcoef(draws.reshape(8, 64, 64)[:, :-1].ravel(), draws.reshape(8, 64, 64)[:, 1:].ravel())[0, 1]
-    samples = np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]
-    assert abs(neighbours) < 0.02 and abs(samples) < 0.02
-    assert (stream_keys(-1, 3) == stream_keys(2**64 - 1, 3)).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    vocabulary=st.sampled_from([5, 64, 3000]),
-    top_k=st.sampled_from([0, 1, 3, 40, 2000]),
-    top_p=st.sampled_from([0.05, 0.5, 0.95, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.5]),
-    spread=st.sampled_from([0.1, 3.0]),
-)
-def test_kept_tokens_are_those_of_the_definition(
-    seed: int, vocabulary: int, top_k: int, top_p: float, min_p: float, spread: float
-) -> None:
-    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
-    mask = truncation_mask(
-        torch.stack([logits, torch.zeros(vocabulary)]),
-        torch.tensor([top_k, 0]),
-        torch.tensor([top_p, 1.0]),
-        torch.tensor([min_p, 0.0]),
-    )
-    order = logits.argsort(descending=True).tolist()
-    allowed = order[:top_k] if top_k else order
-    weights = logits.double().exp()
-    total = sum(weights[token].item() for token in allowed)
-    kept, reached, doubtful = set(), 0.0, set()
-    for token in allowed:
-        if not kept or reached < top_p or top_p == 1.0:
-            kept.add(token)
-        if abs(reached - top_p) < 1e-5:
-            doubtful.add(token)  # decided by rounding
-        reached += weights[token].item() / total
-    kept = {token for token in kept if weights[token] >= min_p * weights[order[0]]} | {order[0]}
-    assert set(mask[0].nonzero().flatten().tolist()) ^ kept <= doubtful
-    assert mask[1].all()
-
-
-def test_kept_sets_equal_transformers_warpers() -> None:
-    process = pytest.importorskip("transformers.generation.logits_process")
-    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)) * 2
-    reference = logits
-    for warper in (process.TopKLogitsWarper(30), process.TopPLogitsWarper(0.8), process.MinPLogitsWarper(0.05)):
-        reference = warper(None, reference)
-    mask = truncation_mask(logits, torch.full((20,), 30), torch.full((20,), 0.8), torch.full((20,), 0.05))
-    assert torch.equal(mask, reference.isfinite())
-
-
-def test_kept_tokens_are_recorded(tiny_checkpoint: Callable[..., Path]) -> None:
-    engine = Engine(load_policy(tiny_checkpoint()), 16, 64, ())
-    (top, plain, greedy) = engine.generate(
-        [
-            request("top", PROMPTS[0], 6, top_k=3, n=2),
-            request("plain", PROMPTS[1], 6),
-            request("greedy", PROMPTS[2], 6, temperature=0.0, top_k=3),
-        ]
-    )
-    for completion in top:
-        assert completion.kept_token_ids is not None
-        assert all(len(ids) == 3 for ids in completion.kept_token_ids)
-        assert all(token in ids for token, ids in zip(completion.token_ids, completion.kept_token_ids, strict=True))
-    assert plain[0].kept_token_ids is None and greedy[0].kept_token_ids is None
-    (all_kept,) = engine.generate([request("all", PROMPTS[0], 3, top_k=10_000)])
-    assert all_kept[0].kept_token_ids == [[], [], []]
 
 
 def test_stop_tokens_and_length(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -407,54 +302,6 @@ def test_bad_versions_are_refused_and_half_applied_ones_poison(tiny_checkpoint: 
     assert after[0].token_ids == before[0][0].token_ids and after[0].spans[0].version == 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3"])
-def test_asleep_it_has_no_cache_and_serves_nothing_and_awake_it_is_as_before(
-    tiny_checkpoint: Callable[..., Path], family: str
-) -> None:
-    engine = Engine(load_policy(tiny_checkpoint(family)), 8, 64, ())
-    before = engine.generate(requests())
-    engine.submit(request("late", PROMPTS[0]))
-    assert engine.sleep(1) is False and not engine.asleep, "something runs"
-    engine.abort_all()
-    assert engine.sleep(1) and engine.sleep(1) and engine.asleep == {"weights", "kv_cache"}
-    assert not engine._cache.keys and engine._cache.visible.numel() == 0
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate([request("a", PROMPTS[0])])
-    made = engine.statistics.generated_tokens
-    assert engine.step() == [] and engine.busy
-    assert engine.statistics.generated_tokens == made and not engine._cache.keys
-    with pytest.raises(WeightsRefused, match="asleep"):
-        engine.apply_weights("e", 1, other_weights(engine.policy))
-    engine.wake(["weights"])
-    assert engine.asleep == {"kv_cache"} and engine.step() == []
-    engine.wake(["kv_cache"])
-    assert not engine.asleep and dict(engine.step()).keys() <= {"a"}
-    engine.abort_all()
-    assert engine.generate(requests()) == before
-
-
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama3", False)])
-def test_dropped_weights_serve_nothing_before_a_version_has_come(
-    tiny_checkpoint: Callable[..., Path], family: str, tied: bool
-) -> None:
-    engine = Engine(load_policy(tiny_checkpoint(family, tied)), 8, 64, ())
-    weights = other_weights(engine.policy)
-    expected = Engine(load_policy(tiny_checkpoint(family, tied)), 8, 64, ())
-    expected.apply_weights("e", 1, weights)
-    for _ in range(2):
-        for parameter in engine.policy.parameters():
-            # As the verification of versions does, which then cannot be resized any more.
-            parameter.numpy()
-        assert engine.sleep(2)
-        assert all(one.untyped_storage().nbytes() == 0 for one in engine.policy.parameters())
-        engine.wake(["weights", "kv_cache"])
-        with pytest.raises(Poisoned):
-            engine.generate([request("a", PROMPTS[0])])
-        engine.abort_all()
-        engine.apply_weights("e", 1, weights)
-        assert engine.generate(requests()) == expected.generate(requests())
-
-
 def test_not_a_number_fails_its_requests_and_leaves_no_trace(tiny_checkpoint: Callable[..., Path]) -> None:
     policy = load_policy(tiny_checkpoint())
     weights = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
@@ -561,49 +408,6 @@ def test_extreme_but_valid_requests_do_not_harm_the_engine(tiny_checkpoint: Call
     for temperature in (1e-4, 1e4):
         (completions,) = engine.generate([request("c", PROMPTS[0], temperature=temperature, stop_token_ids=[-(2**80)])])
         assert all(math.isfinite(value) for value in completions[0].log_probs)
-
-
-def test_the_cache_keeps_its_memory_limit(tiny_checkpoint: Callable[..., Path]) -> None:
-    free = Engine(load_policy(tiny_checkpoint()), 64, 256, ())
-    expected = [[one.token_ids for one in group] for group in free.generate(requests(40, n=4))]
-    # Room for two rows of the longest request, or as many as a forward takes at least.
-    limit = free._cache.bytes_of(2, 80)
-    engine = Engine(load_policy(tiny_checkpoint()), 64, 256, (), cache_bytes=limit)
-    assert [[one.token_ids for one in group] for group in engine.generate(requests(40, n=4))] == expected
-    assert engine._cache.bytes_of(engine._cache.rows, engine._cache.length) <= limit
-    with pytest.raises(TooLong, match="cache"):
-        engine.submit(request("a", PROMPTS[0], 250))
-    with pytest.raises(UserError, match="1000 bytes"):
-        Engine(load_policy(tiny_checkpoint()), 1, 256, (), cache_bytes=1000)
-
-
-@pytest.mark.parametrize("block", [1, 3, 8])
-def test_growing_the_cache_stays_within_its_limit_and_keeps_what_it_holds(
-    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    monkeypatch.setattr("torchtitan.inference.embedded.cache.BLOCK", block)
-    args = load_policy(tiny_checkpoint()).args
-    cpu, sizes = torch.device("cpu"), InvariantSizes(rows=16, queries=8)
-    free = KeyValueCache(args, 256, 512, 0, torch.bfloat16, cpu, sizes)
-    assert free.room(512, 0) == 256
-    limit = free.bytes_of(48, 128)
-    cache = KeyValueCache(args, 256, 512, limit, torch.bfloat16, cpu, sizes)
-    # A forward takes sixteen rows at least: where those do not fit, nothing does.
-    assert cache.room(512, 0) == 0 and cache.room(128, 0) == 48
-    for layer in range(args.num_hidden_layers):
-        cache.keys[layer][:, 3] = 7.0 + layer
-    held = [cache.keys[layer][: 2 * cache.heads].clone() for layer in range(args.num_hidden_layers)]
-    rows = cache.room(128, 2)
-    assert 16 < rows < 48  # while a block is copied there are two of it
-    before = cache._blocks[0].nbytes
-    cache.reserve(rows, 128, 2)
-    assert cache.bytes_of(cache.rows, cache.length) + before <= limit
-    for layer, old in enumerate(held):
-        assert torch.equal(cache.keys[layer][: 2 * cache.heads, :64], old)
-        assert not cache.keys[layer][2 * cache.heads :].any() and not cache.keys[layer][:, 64:].any()
-    # What is there already needs no growth.
-    assert cache.room(128, rows) == rows
-    assert cache.room(128, 0) == 48
 
 
 def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -300,5 +300,3 @@ def test_runs_are_judged_by_their_weights_and_by_what_not_waiting_gains(
         arguments = ["--waiting", str(waiting), "--not-waiting", str(run_folder), "--least-gain", str(least)]
         assert judge(arguments) == code, name
         assert said in capsys.readouterr().out
-
-

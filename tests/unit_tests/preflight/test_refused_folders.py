@@ -1,0 +1,86 @@
+"""Folders and an environment that a configuration names: what they lack is said at the start."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.conftest import WriteConfig
+from torchtitan.config.draft import Draft
+from torchtitan.errors import ConfigError
+from torchtitan.preflight.loading import load_config, validated
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, "no config.json"),
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("model.safetensors", None, "no *.safetensors"),
+        ("config.json", "{", "config.json"),
+        ("config.json", "[]", "config.json"),
+        ("config.json", '{"model_type": "gpt2"}', "gpt2"),
+        ("config.json", '{"model_type": "qwen3", "num_attention_heads": 4}', "config.json lacks vocab_size"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something(
+    write_config: WriteConfig, file: str, content: str | None, message: str
+) -> None:
+    arguments = write_config()
+    Path("checkpoint", file).unlink()
+    if content is not None:
+        Path("checkpoint", file).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments)
+    assert len(caught.value.problems) == 1
+    assert message in caught.value.problems[0]
+
+
+def test_resume_and_replay_folders_are_found(write_config: WriteConfig) -> None:
+    arguments = write_config()
+    Path("outputs/run-1/checkpoint/step-4").mkdir(parents=True)
+    Path("outputs/latest").symlink_to("run-1")
+    Path("outputs/run-1/journal.jsonl").touch()
+    for folder in ("latest", "outputs/run-1"):
+        words = ["--checkpoint.resume", folder, "--checkpoint.load_step", "4", "--rollout.replay", "outputs/run-1"]
+        assert load_config([*arguments, *words]).checkpoint.resume == folder
+
+
+def test_the_folder_of_a_run_stands_for_its_last_export(write_config: WriteConfig, tmp_path: Path) -> None:
+    arguments = write_config()
+    for step in (9, 10):
+        shutil.copytree("checkpoint", tmp_path / "run" / "hf" / f"step-{step}")
+    (tmp_path / "latest").symlink_to("run")
+    config = load_config([*arguments, "--model.hf_assets_path", str(tmp_path / "latest")])
+    # The link will soon be another run's.
+    assert config.model.hf_assets_path == str((tmp_path / "run" / "hf" / "step-10").resolve())
+
+
+def test_mistakes_in_the_environment_are_all_named(tmp_path: Path) -> None:
+    tables = {
+        "model": {"hf_assets_path": str(tmp_path / "assets" / "debug_guess")},
+        "environment": {
+            "factory": "torchtitan.rollout.environments.guess:Gues",
+            "tools": ["no.such.module:tool", "no.such.module:tool"],
+            "tool_parser": "torchtitan.rollout.environments.calculator:bracket",
+            "max_turns": 0,
+        },
+        "rewards": {"functions": []},
+    }
+    draft = Draft()
+    draft.add(tables, "test")
+    with pytest.raises(ConfigError) as caught:
+        validated(draft, planning=True)
+    text = str(caught.value)
+    for words in (
+        "Gues",
+        "(nearest: Guess)",
+        "module no.such.module",
+        "may be named once",
+        "bracket_calls",
+        "max_turns",
+    ):
+        assert words in text, text
+    assert "rewards.functions" not in text

@@ -1,0 +1,134 @@
+"""Rollouts that go on: nothing is lost, nothing is trained on twice, whatever was under way."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit_tests.rollout.test_datasets import Characters
+from tests.unit_tests.rollout.test_rollouts import (
+    BATCH_GROUPS,
+    FakeActors,
+    FakeRewards,
+    indices,
+    make_config,
+    reach,
+    running,
+    saved,
+    take,
+    wait_until_quiet,
+)
+from torchtitan.rollout.journal import Journal
+from torchtitan.rollout.rollouts import Rollouts
+
+
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=12, deadline=None)
+def test_a_resume_loses_nothing_and_repeats_nothing(max_staleness: int, checkpoint: int, seed: int) -> None:
+    chance = random.Random(seed)
+    config = make_config(max_staleness)
+    used: list[int] = []
+    stale = 0.0
+
+    def train(rollouts: Rollouts, actors: FakeActors, versions: range) -> None:
+        nonlocal stale
+        for version in versions:
+            batch = take(rollouts, version)
+            used.extend(indices(batch))
+            stale += batch.statistics["rollout/groups_stale"]
+            actors.version = version + 1
+            reach(rollouts, version + 1)
+
+    actors = FakeActors(delay=lambda request: chance.random() / 100)
+    with running(config, actors) as rollouts:
+        train(rollouts, actors, range(checkpoint))
+        time.sleep(chance.random() / 100)
+        state = saved(rollouts)
+        held_ready = _ready(state)
+    # The actors are killed here with whatever was under way; a new life begins with the saved state alone.
+    later = FakeActors(delay=lambda request: chance.random() / 100)
+    later.version = checkpoint
+    with running(config, later, state=state, version=checkpoint) as rollouts:
+        train(rollouts, later, range(checkpoint, checkpoint + 3))
+        end = saved(rollouts)
+    redone = {int(request.rpartition("-")[2]) for request, _ in later.served}
+    assert not redone & held_ready  # finished groups are not generated again
+    assert len(used) == len(set(used))
+    left = _ready(end) | _unfinished(end)
+    assert not set(used) & left
+    assert len(set(range(_position(end))) - set(used) - left) == stale  # dropped, and counted
+
+
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(0, 2**32))
+@settings(max_examples=6, deadline=None)
+def test_ranks_that_are_started_again_train_on_what_was_recorded_first(
+    tmp_path_factory: pytest.TempPathFactory, max_staleness: int, steps: int, seed: int
+) -> None:
+    chance = random.Random(seed)
+    config = make_config(max_staleness)
+    journal = Journal(tmp_path_factory.mktemp("run"))
+    actors = FakeActors(delay=lambda request: chance.random() / 100)
+    state, batches = b"", []
+    with running(config, actors) as rollouts:
+        for version in range(1 + steps):
+            if version == 1:
+                state = saved(rollouts)
+            batches.append(take(rollouts, version))
+            journal.append_batch(batches[-1])
+            actors.version = version + 1
+            reach(rollouts, version + 1)
+    _, kept = journal.set_aside(1)
+    later = FakeActors(delay=lambda request: chance.random() / 100)
+    with Rollouts(config, later, FakeRewards(), Characters(), None, "now", ranks=1) as rollouts:  # type: ignore[arg-type]
+        rollouts.loop.call(rollouts.flow.restore_state, state)
+        rollouts.loop.call(rollouts.flow.train_again, kept)
+        used = indices(batches[0])
+        stale = 0.0
+        for version in range(1, 4 + steps):
+            later.version = version
+            reach(rollouts, version)
+            batch = take(rollouts, version)
+            assert version > steps or batch == batches[version]
+            used += indices(batch)
+            stale += batch.statistics["rollout/groups_stale"] if version > steps else 0
+        end = saved(rollouts)
+    journal.close()
+    # No prompt is trained on twice, and none is lost but those that were dropped as too old.
+    assert len(used) == len(set(used))
+    left = _ready(end) | _unfinished(end)
+    assert not set(used) & left
+    assert len(set(range(_position(end))) - set(used) - left) == stale
+
+
+def _ready(state: bytes) -> set[int]:
+    return {index for index, _ in json.loads(state)["ready"]["groups"]}
+
+
+def _unfinished(state: bytes) -> set[int]:
+    return set(json.loads(state)["unfinished"])
+
+
+def _position(state: bytes) -> int:
+    return json.loads(state)["stream"]["position"]
+
+
+def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
+    actors = FakeActors()
+    actors.epoch = "before"
+    with running(make_config(1), actors) as rollouts:
+        wait_until_quiet(actors)
+        state = saved(rollouts)
+    actors = FakeActors()
+    with running(make_config(1), actors, state=state) as rollouts:
+        batch = take(rollouts, 0)
+        assert {span.epoch for sample in batch.samples for span in sample.spans} == {"before"}
+    with running(make_config(1), actors, state=state, version=2) as rollouts:
+        actors.version = 2
+        batch = take(rollouts, 2)
+        assert {span.epoch for sample in batch.samples for span in sample.spans} == {"now"}
+        assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
