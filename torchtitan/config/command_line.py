@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from torchtitan.config.draft import GONE_KEYS, OLD_NAMES, Draft, nearest_key
+from torchtitan.config.draft import GONE_KEYS, Draft, nearest_key
 from torchtitan.config.job_config import free_table, known_keys
 from torchtitan.config.reference import help_text
 from torchtitan.config.toml import value_of_words
@@ -50,7 +50,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
     if free := free_table(name):
         return free + option[len(free) :], words
     takes_options = free_table(f"{name}.") == name
-    if not takes_options and (name in known_keys() or name in OLD_NAMES or name in GONE_KEYS):
+    if not takes_options and (name in known_keys() or name in GONE_KEYS):
         return name, words
     switches_off = positive != name and positive in known_keys() and _kind(positive) is bool
     if name == "dry_run" or switches_off:
@@ -67,7 +67,7 @@ def _setting(draft: Draft, option: str, words: list[str]) -> tuple[str, list[str
 
 
 def _kind(name: str) -> Any:
-    return known_keys()[OLD_NAMES.get(name, name)].annotation
+    return known_keys()[name].annotation
 
 
 def _value(name: str, words: list[str]) -> Any:

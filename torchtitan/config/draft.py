@@ -22,8 +22,6 @@ from torchtitan.config.values import OPTIONS, RULE, nearest
 
 logger = logging.getLogger(__name__)
 
-OLD_NAMES: dict[str, str] = {}
-"""A key's old name -> its new one; the old one is accepted, and a line says the new one"""
 
 GONE_KEYS: dict[str, str] = {
     "weight_sync.streams": "a connection takes what the network has",
@@ -74,7 +72,7 @@ class Draft:
     def add(self, tables: Mapping[str, Any], place: str) -> None:
         """Take the values of a document with TOML tables."""
         for table, content in ((str(name), content) for name, content in tables.items()):
-            if table not in {*table_types(), *(old.partition(".")[0] for old in OLD_NAMES)}:
+            if table not in table_types():
                 what = "table" if isinstance(content, Mapping) else "key outside a table,"
                 self.refuse(table, f"{place}: unknown {what} [{table}]{nearest(table, table_types())}")
             elif not isinstance(content, Mapping):
@@ -85,18 +83,15 @@ class Draft:
 
     def set(self, name: str, value: Any, place: str, written: str | None = None) -> None:
         """Take the value of `table.key`; `written`: how it stands there, where that is not TOML."""
-        name = str(name)
-        key = OLD_NAMES.get(name, name)
+        key = str(name)
         # TOML has neither; Python's callers have both.
         value = list(value) if isinstance(value, tuple) else os.fspath(value) if isinstance(value, Path) else value
-        if key != name:
-            logger.warning("%s: %s is now called %s; the old name is accepted for now", place, name, key)
         if key in GONE_KEYS:
-            logger.warning("%s: %s has no effect any more: %s", place, name, GONE_KEYS[key])
+            logger.warning("%s: %s has no effect any more: %s", place, key, GONE_KEYS[key])
         elif table := free_table(key):
             self._set_option(table, key.removeprefix(f"{table}."), value, place)
         elif key not in known_keys():
-            self.refuse(key, f"{place}: unknown key {name} = {show(value)}{nearest_key(key)}")
+            self.refuse(key, f"{place}: unknown key {key} = {show(value)}{nearest_key(key)}")
         else:
             self.values[key] = value
             self.written[key] = (place, show(value) if written is None else written)

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
@@ -117,7 +118,7 @@ class RolloutStatistics:
     def add_gate(self, group: Group, admitted: bool) -> None:
         """The staleness gate let a group pass, or not."""
         self.admitted.append(admitted)
-        if _mean([len(sample.completion_ids) for sample in group.samples]) > self.max_completion_tokens / 2:
+        if fmean([len(sample.completion_ids) for sample in group.samples]) > self.max_completion_tokens / 2:
             self.admitted_long.append(admitted)
 
     def figures(self, version: int, samples: Sequence[Sample]) -> dict[str, float]:
@@ -127,40 +128,30 @@ class RolloutStatistics:
         truncated = self.truncated if self.lengths else sum(sample.finish_reason == "length" for sample in samples)
         staleness = [version - sample_version(sample.spans) for sample in samples]
         figures = {
-            "reward/mean": _mean(rewards),
-            "reward/std": _std(rewards),
-            "completion/length_mean": _mean(lengths),
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "completion/length_mean": fmean(lengths),
             "completion/length_max": float(max(lengths)),
             "completion/truncated_fraction": truncated / len(lengths),
-            "staleness/mean": _mean(staleness),
+            "staleness/mean": fmean(staleness),
             "staleness/max": float(max(staleness)),
             "groups/zero_variance_fraction": self.groups_zero_variance / max(1, self.groups_scored),
             "groups/filtered_fraction": self.groups_filtered / max(1, self.groups_scored),
             "groups/unscored": float(self.groups_unscored),
             "rollout/samples_unscored": float(self.samples_unscored),
             "rollout/groups_stale": float(self.admitted.count(False)),
-            "rollout/admission_rate": _mean(self.admitted) if self.admitted else 1.0,
-            "rollout/mixed_version_fraction": _mean([len(sample.spans) > 1 for sample in samples]),
+            "rollout/admission_rate": fmean(self.admitted) if self.admitted else 1.0,
+            "rollout/mixed_version_fraction": fmean([len(sample.spans) > 1 for sample in samples]),
         }
         turns = self.turns or [len(sampled_segments(sample.branches)) for sample in samples]
         if max(turns) > 1:
-            figures["environment/turns_mean"] = _mean(turns)
+            figures["environment/turns_mean"] = fmean(turns)
         if self.admitted_long:
-            figures["rollout/admission_rate_long"] = _mean(self.admitted_long)
+            figures["rollout/admission_rate_long"] = fmean(self.admitted_long)
         for name, values in sorted(self.per_function.items()):
-            figures[f"reward/{name}/mean"] = _mean(values)
-            figures[f"reward/{name}/std"] = _std(values)
+            figures[f"reward/{name}/mean"] = fmean(values)
+            figures[f"reward/{name}/std"] = pstdev(values)
         return figures
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _std(values: Sequence[float]) -> float:
-    """Population standard deviation."""
-    mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
-from torchtitan.config.draft import OLD_NAMES, Draft
+from torchtitan.config.draft import Draft
 from torchtitan.config.engines import command_line
 from torchtitan.config.job_config import JobConfig, known_keys
 from torchtitan.config.reference import markdown
@@ -148,25 +148,6 @@ def test_keys_that_are_gone_are_passed_over_with_a_line(
         " weight_sync.offer_timeout_s has no effect any more: actors ask for versions themselves",
         " weight_sync.streams has no effect any more: a connection takes what the network has",
     ]
-
-
-def test_old_names_are_accepted_and_say_the_new_one(
-    write_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(OLD_NAMES, "train.num_steps", "training.steps")
-    monkeypatch.setitem(OLD_NAMES, "eval.enabled", "eval.enable")
-    arguments = write_config(more="[eval]\nenabled = false\n[train]\nseed = 5\n")
-    monkeypatch.setitem(OLD_NAMES, "train.seed", "training.seed")
-    config = load_config([*arguments, "--train.num-steps", "9"])
-    assert (config.training.steps, config.training.seed, config.eval.enable) == (9, 5, False)
-    assert caplog.messages == [
-        "job.toml: eval.enabled is now called eval.enable; the old name is accepted for now",
-        "job.toml: train.seed is now called training.seed; the old name is accepted for now",
-        "command line: train.num_steps is now called training.steps; the old name is accepted for now",
-    ]
-    with pytest.raises(ConfigError, match="training.steps = many is not allowed: training.steps takes an integer"):
-        load_config([*arguments, "--train.num_steps", "many"])
-    assert all(new in known_keys() and old not in known_keys() for old, new in OLD_NAMES.items())
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
