@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import shlex
 import shutil
 from importlib.util import find_spec
@@ -290,6 +291,10 @@ def _check_weight_sync(check: Check) -> None:
     refuse("weight_sync.blocking_timeout_s", sync.blocking_timeout_s < sync.apply_timeout_s, text)
     if check.ranks == 1:
         return
+    several_machines = int(os.environ.get("LOCAL_WORLD_SIZE", check.ranks)) < check.ranks
+    text = f"must be greater than comm.train_timeout_seconds = {limit}, after which a machine notices that ranks of "
+    text += "another are lost: those that have started again wait for it meanwhile"
+    refuse("comm.init_timeout_seconds", several_machines and config.comm.init_timeout_seconds <= limit, text)
     if not config.grpo.async_weight_update and sync.blocking_timeout_s >= limit:
         text = f"must be less than comm.train_timeout_seconds = {limit}: the other ranks sit in a collective meanwhile"
         refuse("weight_sync.blocking_timeout_s", True, text)

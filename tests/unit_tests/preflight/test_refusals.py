@@ -335,6 +335,12 @@ def test_blocking_waits_end_before_collectives_do(write_config: WriteConfig, mon
     load_config([*blocking, "--comm.train_timeout_seconds", "121"])
     with pytest.raises(ConfigError, match="blocking_timeout_s = 120.0 .* less than comm.train_timeout_seconds = 120"):
         load_config(blocking)
+    # Machines that start again wait for those that have not noticed the loss yet.
+    late = [*arguments, "--comm.train_timeout_seconds", "300"]
+    load_config(late)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="init_timeout_seconds = 300 .*greater than comm.train_timeout_seconds = 300"):
+        load_config(late)
 
 
 def test_a_flavor_without_weights_is_for_runs_that_start_no_actor(write_config: WriteConfig) -> None:
