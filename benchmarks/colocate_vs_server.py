@@ -15,16 +15,11 @@ process of a run pinned to the same two cores, one thread per process that compu
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,47 +31,27 @@ from benchmarks.vllm_actor import vllm_python  # noqa: E402
 
 BARS = {"colocate_gain": (">=", 1.0), "reward_difference": ("<=", 0.1)}
 RUN_SECONDS = 1800.0
-STOP_SECONDS = 20.0
 WARM_UP_STEPS = 5
 CORES = 2
 
-COMMON = [
-    "--eval.enable", "false", "--checkpoint.enable", "false", "--metrics.log_freq", "50", "--training.threads", "1",
-    "--grpo.async_weight_update", "false", "--rollout.max_staleness", "0",
-]  # fmt: skip
-COLOCATED = ["--job.config_file", str(REPOSITORY / "train_configs" / "debug_cpu_vllm_colocate.toml")]
-SERVER = [
-    "--job.config_file", str(REPOSITORY / "train_configs" / "debug_cpu_vllm.toml"),
-    "--inference.num_actors", "1", "--inference.threads_per_actor", "1",
-]  # fmt: skip
+COMMON = {
+    "eval.enable": "false", "checkpoint.enable": "false", "metrics.log_freq": 50, "training.threads": 1,
+    "grpo.async_weight_update": "false", "rollout.max_staleness": 0,
+}  # fmt: skip
+COLOCATED = {"job.config_file": REPOSITORY / "train_configs" / "debug_cpu_vllm_colocate.toml"}
+SERVER = {
+    "job.config_file": REPOSITORY / "train_configs" / "debug_cpu_vllm.toml",
+    "inference.num_actors": 1, "inference.threads_per_actor": 1,
+}  # fmt: skip
 
 
-def run(python: str, ranks: int, options: Sequence[str], checkpoint: Path, steps: int, seed: int) -> dict[str, Any]:
+def run(python: str, ranks: int, settings: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
     """One training; tokens per second after the warm-up, and the mean reward of its last tenth."""
+    launched = ("-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", ranks, *common.TRAIN)
     with tempfile.TemporaryDirectory(prefix="colocate-") as folder:
-        command = [
-            python, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", str(ranks),
-            "-m", "torchtitan.grpo_train", *options, *COMMON,
-            "--model.hf_assets_path", str(checkpoint), "--job.dump_folder", folder,
-            "--training.steps", str(steps), "--training.seed", str(seed),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        try:
-            code = process.wait(RUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            _end(process)
-        if code != 0:
-            raise SystemExit(f"{' '.join(command)} ended with {code}:\n{log.read_text(errors='replace')[-4000:]}")
-        lines = (Path(folder) / "latest" / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "reward/mean" in row]
+        keys = {"job.dump_folder": folder, "training.steps": steps, "training.seed": seed}
+        rows = common.train(COMMON | settings | keys, program=launched, python=python, seconds=RUN_SECONDS)
+    rows = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     counted = rows[min(WARM_UP_STEPS, steps // 2) :]
     last = rows[-max(1, steps // 10) :]
@@ -91,25 +66,6 @@ def run(python: str, ranks: int, options: Sequence[str], checkpoint: Path, steps
     }
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher's own way out first, then whatever is left of its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """The debug run's, made as ./run_grpo.sh makes it."""
-    kept = REPOSITORY / "outputs" / "assets" / "debug_arithmetic"
-    if (kept / "config.json").is_file():
-        return kept
-    command = [sys.executable, str(REPOSITORY / "scripts" / "make_debug_checkpoint.py"), "--output", str(folder)]
-    subprocess.run(command, check=True, cwd=REPOSITORY, timeout=600)
-    return folder
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=80)
@@ -120,15 +76,12 @@ def main() -> None:
     common.run_on(*common.two_cores())
     results: dict[str, list[dict[str, Any]]] = {"colocated": [], "server": []}
     ways = {"colocated": (python, 2, COLOCATED), "server": (sys.executable, 1, SERVER)}
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
-        checkpoint = make_checkpoint(Path(folder) / "debug_arithmetic")
-        for seed in range(seeds):
-            for way in list(ways)[:: 1 if seed % 2 == 0 else -1]:
-                interpreter, ranks, options = ways[way]
-                result = run(interpreter, ranks, options, checkpoint, steps, seed)
-                results[way].append(result)
-                shown = ", ".join(f"{key} {value:.4g}" for key, value in result.items())
-                common.progress(f"{way}, seed {seed}: {shown}")
+    common.debug_checkpoint()
+    for seed in range(seeds):
+        for way in list(ways)[:: 1 if seed % 2 == 0 else -1]:
+            results[way].append(run(*ways[way], steps, seed))
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in results[way][-1].items())
+            common.progress(f"{way}, seed {seed}: {shown}")
     means = {way: {key: statistics.mean(one[key] for one in all_) for key in all_[0]} for way, all_ in results.items()}
     rates = {way: [one["tokens_per_s"] / CORES for one in all_] for way, all_ in results.items()}
     figures = {

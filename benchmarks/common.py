@@ -145,26 +145,62 @@ def running_on(*cores: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def run(command: Sequence[object], seconds: float = 3600.0, **variables: str) -> str:
+    """Run a command with one thread to its end; returns what it printed. All that it has started goes with it.
+
+    variables: of its environment. Ends the benchmark where it fails, and after so many seconds.
+    """
+    from torchtitan.utils.child_process import child_environment  # not where peers' environments import this file
+
+    words = [str(word) for word in command]
+    with subprocess.Popen(
+        words, cwd=REPOSITORY, env=child_environment(1, **variables), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(words[:6])} … ended with exit code {process.returncode}:\n{said[-4000:]}")
+    return said
+
+
 def train(
     settings: Mapping[str, object],
     *words: str,
-    program: Sequence[str] = TRAIN,
+    program: Sequence[object] = TRAIN,
+    python: str = sys.executable,
     seconds: float = 3600.0,
     **variables: str,
 ) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl of a training run in a process of its own, whose log goes to standard error.
+    """The rows of metrics.jsonl of a training run in a process of its own.
 
-    settings: configuration keys, job.dump_folder among them; words: further ones of its command line; variables: of its
-    environment. Raises subprocess.CalledProcessError, or TimeoutExpired after so many seconds.
+    settings: configuration keys, job.dump_folder among them; words: further ones of its command line; seconds,
+    variables: see `run`.
     """
-    from torchtitan.utils.child_process import child_environment  # not where peers' environments import this file
     from torchtitan.utils.json_lines import read_json_lines
 
-    command = [sys.executable, *program, *words]
-    command += [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
-    environment = child_environment(1, **variables)
-    subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=sys.stderr, timeout=seconds, check=True)
+    options = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    run([python, *program, *words, *options], seconds, **variables)
     return read_json_lines(Path(str(settings["job.dump_folder"])) / "latest" / "metrics.jsonl")
+
+
+def debug_checkpoint() -> Path:
+    """The policy of the built-in addition, made where it is not there yet."""
+    folder = REPOSITORY / "outputs" / "assets" / "debug_arithmetic"
+    if not (folder / "config.json").is_file():
+        run([sys.executable, REPOSITORY / "scripts" / "make_debug_checkpoint.py", "--output", folder])
+    return folder
+
+
+def peers_python() -> str:
+    """The Python of TRL and Liger. Ends the benchmark where benchmarks/peers/setup.sh has not made it."""
+    python = REPOSITORY / "benchmarks" / "peers" / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit("this benchmark compares with TRL and Liger: run benchmarks/peers/setup.sh first")
+    return str(python)
 
 
 def refuse_without_gpu() -> None:

@@ -10,9 +10,8 @@ there is one, and a request is a group.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import itertools
 import os
 import secrets
 import statistics
@@ -20,9 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 # Read when numpy and torch are first imported.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
@@ -108,21 +105,16 @@ def start_server(directory: Path, core: int | None, max_sequences: int) -> tuple
     return process, f"http://127.0.0.1:{port_file.read_text().strip()}", token
 
 
-def timed(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser = common.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--prompt-length", type=int, default=24)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repeats, arguments.prompts, arguments.samples = 1, 2, 2
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -140,28 +132,29 @@ def main() -> None:
         loop = asyncio.new_event_loop()
         handler = EmbeddedClient(url, token)
 
-        async def over_http(turn: int) -> None:
-            asked = requests(prompts, arguments.samples, arguments.new_tokens, turn)
-            answers = await asyncio.gather(*(handler.generate(one, REQUEST_SECONDS) for one in asked))
+        turns = itertools.count()
+
+        def asked() -> list[GenerateRequest]:
+            return requests(prompts, arguments.samples, arguments.new_tokens, next(turns))
+
+        async def over_http() -> None:
+            answers = await asyncio.gather(*(handler.generate(one, REQUEST_SECONDS) for one in asked()))
             assert sum(len(one.log_probs) for answer in answers for one in answer) == total
 
-        def in_process(turn: int) -> None:
-            answers = engine.generate(requests(prompts, arguments.samples, arguments.new_tokens, turn))
+        def in_process() -> None:
+            answers = engine.generate(asked())
             assert sum(len(one.log_probs) for answer in answers for one in answer) == total
 
-        seconds: dict[str, list[float]] = {"transformers": [], "engine": [], "http": []}
+        def theirs() -> None:
+            transformers_run(model, prompts, arguments.samples, arguments.new_tokens)
+
+        ways = {
+            "transformers": lambda: common.timed(theirs),
+            "engine": lambda: common.timed(in_process),
+            "http": lambda: common.timed(lambda: loop.run_until_complete(over_http())),
+        }
         try:
-            for turn in range(-2, arguments.repeats):
-                taken = {
-                    "transformers": timed(
-                        lambda: transformers_run(model, prompts, arguments.samples, arguments.new_tokens)
-                    ),
-                    "engine": timed(lambda turn=turn: in_process(turn)),
-                    "http": timed(lambda turn=turn: loop.run_until_complete(over_http(turn))),
-                }
-                if turn >= 0:
-                    for name, value in taken.items():
-                        seconds[name].append(value)
+            seconds = common.interleaved(ways, arguments.repeats, warm_up=2)
             loop.run_until_complete(handler.close())
         finally:
             process.terminate()
@@ -175,8 +168,6 @@ def main() -> None:
         "speed_vs_transformers": round(statistics.median(ratios["engine"]), 3),
         "http_speed_vs_transformers": round(statistics.median(ratios["http"]), 3),
         **{f"{name}_tokens_per_s": round(total / statistics.median(taken)) for name, taken in seconds.items()},
-        "speed_vs_transformers_range": [round(min(ratios["engine"]), 3), round(max(ratios["engine"]), 3)],
-        "http_speed_vs_transformers_range": [round(min(ratios["http"]), 3), round(max(ratios["http"]), 3)],
     }
     conditions = {
         **{name: value for name, value in vars(arguments).items() if name != "json"},
@@ -186,11 +177,9 @@ def main() -> None:
         "processor": common.processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "ranges": {name: (round(min(all_), 3), round(max(all_), 3)) for name, all_ in ratios.items()},
     }
-    for name, value in figures.items():
-        print(f"{name:36} {value}")
-    if arguments.json:
-        print(json.dumps({"benchmark": "generation", "figures": figures, "conditions": conditions}))
+    common.report("generation", figures, {}, conditions, arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ only have to reach the same level. --folder keeps the runs, and takes up those t
 from __future__ import annotations
 
 import copy
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -37,7 +35,6 @@ from torchtitan.utils.json_lines import read_json_lines
 HEADS = {"one_pass": "#2463b4", "two_pass": "#d9622b", "full": "#2e8b57"}
 RECORDED = "one_pass"
 LAST_BIT = "one_pass, last bit changed"
-RUN_SECONDS = 3600
 # Rewards of single steps scatter by about 0.02; the level is the mean over the last ones.
 LEVEL_STEPS = 20
 BAR = 1e-5
@@ -53,30 +50,15 @@ def live_run(folder: Path, head: str, steps: int) -> Rows:
         settings = {
             "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu.toml",
             "job.dump_folder": folder / head,
-            "model.hf_assets_path": folder / "assets",
+            "model.hf_assets_path": common.debug_checkpoint(),
             "model.logprob_head": head,
             "training.steps": steps,
             "training.threads": 1,
             "eval.interval": steps,
             "checkpoint.enable": "false",
         }
-        call("-m", "torchtitan.grpo_train", *(word for key, value in settings.items() for word in (f"--{key}", value)))
+        common.train(settings)
     return read_json_lines(metrics)
-
-
-def call(*arguments: object) -> None:
-    """Run Python to the end; the output is shown if it fails."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=common.REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, arguments[:3]))} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
 
 
 def column(rows: Rows, key: str) -> list[float]:
@@ -178,8 +160,6 @@ def main() -> None:
     steps = 6 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).resolve()
-        if not (folder / "assets").is_dir():
-            call(common.REPOSITORY / "scripts" / "make_debug_checkpoint.py", "--output", folder / "assets")
         live = {head: live_run(folder, head, steps) for head in HEADS}
         stepwise, alone = replay((folder / RECORDED / "latest").resolve(), steps)
         if arguments.output is not None:

@@ -20,9 +20,7 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -142,9 +140,8 @@ class Benchmark:
             "learning_rate": GRPO["optimizer.lr"],
             "warmup": GRPO["lr_scheduler.warmup_steps"],
         }
-        command = [str(PEERS_PYTHON), str(HERE / "peers" / "trl_learning.py"), json.dumps(options)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(command, check=True, timeout=TRL_SECONDS, env=environment, stdout=subprocess.DEVNULL)
+        command = [PEERS_PYTHON, HERE / "peers" / "trl_learning.py", json.dumps(options)]
+        common.run(command, TRL_SECONDS, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
         # The evaluation before the first step is enough for it.
         scored = self.run(f"trl-{seed}-scored", output, 1, SFT, eval__stop_at=1e-9)
         return passed(scored.folder)[0]

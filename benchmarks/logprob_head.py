@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -25,33 +24,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import common
+
+from torchtitan.utils.child_process import child_environment
+
 HERE = Path(__file__).resolve().parent
-PYTHON = HERE / "peers" / ".venv" / "bin" / "python"
 WORKER = HERE / "peers" / "head_worker.py"
 TIMEOUT_SECONDS = 1200
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """One thread; big blocks come straight from the system and go back to it, so that the peak is of live memory."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
-        "PYTHONPATH": os.pathsep.join((str(HERE.parent), str(HERE / "peers"))),
-        **extra,
-    }
+# Big blocks come straight from the system and go back to it, so that the peak is of live memory.
+VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "PYTHONPATH": f"{HERE.parent}:{HERE / 'peers'}"}
 
 
-def ask(task: str, options: dict[str, Any], **extra: str) -> dict[str, Any]:
+def ask(task: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run one task of the worker and return what it measured."""
-    command = [str(PYTHON), str(WORKER), task, json.dumps(options)]
-    done = subprocess.run(
-        command, env=environment(**extra), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{task} {options} failed with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    said = common.run([common.peers_python(), WORKER, task, json.dumps(options)], TIMEOUT_SECONDS, **VARIABLES)
+    result: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
     return result
 
 
@@ -64,11 +53,6 @@ def times(case: dict[str, Any], variants: list[str], repeats: int) -> dict[str, 
     """Seconds of every repeat, all variants in one process, taking turns."""
     result: dict[str, list[float]] = ask("time", {**case, "variants": variants, "repeats": repeats})["seconds"]
     return result
-
-
-def ratio(seconds: dict[str, list[float]], own: str, other: str) -> float:
-    """Median over the repeats of own ÷ other."""
-    return statistics.median(a / b for a, b in zip(seconds[own], seconds[other], strict=True))
 
 
 def compare(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, float]:
@@ -96,10 +80,10 @@ def compare(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, fl
         variants = ["liger", "one_pass", "one_pass_entropy", "one_pass_small", "two_pass"]
         seconds = times(case, variants, arguments.repeats)
         figures |= {
-            "time_vs_liger": ratio(seconds, "one_pass", "liger"),
-            "entropy_time_vs_liger": ratio(seconds, "one_pass_entropy", "liger"),
-            "two_pass_time_vs_liger": ratio(seconds, "two_pass", "liger"),
-            "small_time_vs_liger": ratio(seconds, "one_pass_small", "liger"),
+            "time_vs_liger": common.median_ratio(seconds["one_pass"], seconds["liger"]),
+            "entropy_time_vs_liger": common.median_ratio(seconds["one_pass_entropy"], seconds["liger"]),
+            "two_pass_time_vs_liger": common.median_ratio(seconds["two_pass"], seconds["liger"]),
+            "small_time_vs_liger": common.median_ratio(seconds["one_pass_small"], seconds["liger"]),
             **{f"{name}_s": statistics.median(values) for name, values in seconds.items()},
         }
     return figures | {f"{name}_peak_mib": value for name, value in peak.items()}
@@ -113,10 +97,15 @@ def tensor_parallel(case: dict[str, Any], ranks: int) -> dict[str, float]:
         probe.close()
         workers = []
         for rank in range(ranks):
-            extra = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            extra = VARIABLES | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             options = json.dumps({**case, "output": str(Path(folder) / f"{rank}.json")})
-            command = [str(PYTHON), str(WORKER), "tensor_parallel", options]
-            workers.append(subprocess.Popen(command, env=environment(**extra), stdout=subprocess.DEVNULL))
+            command = [common.peers_python(), str(WORKER), "tensor_parallel", options]
+            workers.append(subprocess.Popen(command, env=child_environment(1, **extra), stdout=subprocess.DEVNULL))
         if any(worker.wait(TIMEOUT_SECONDS) for worker in workers):
             sys.exit("a tensor-parallel rank failed")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -139,8 +128,6 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the vocabulary")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if not PYTHON.exists():
-        sys.exit("benchmarks/logprob_head.py compares with Liger: run benchmarks/peers/setup.sh first")
     if arguments.tokens % arguments.sequences:
         sys.exit(f"--tokens {arguments.tokens} is not a multiple of --sequences {arguments.sequences}")
     case = {name: getattr(arguments, name) for name in ("vocab", "hidden", "tokens", "sequences")}
@@ -152,12 +139,9 @@ def main() -> None:
         figures = tensor_parallel(case, arguments.tensor_parallel)
     else:
         figures = compare(arguments, case)
-    for name, value in figures.items():
-        print(f"{name:34} {value:.4g}")
-    if arguments.json:
-        conditions = {**vars(arguments), **case, "threads": 1}
-        del conditions["json"]
-        print(json.dumps({"benchmark": "logprob_head", "figures": figures, "conditions": conditions}))
+    conditions = {**vars(arguments), **case, "threads": 1}
+    del conditions["json"]
+    common.report("logprob_head", figures, {}, conditions, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -76,12 +75,8 @@ def _memory(name: str) -> float:
 
 def run(ranks: int, tokens: int, folder: Path) -> float:
     """The largest peak of the ranks, in MiB."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__)), "--worker", str(tokens), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(common.REPOSITORY), "TORCHTITAN_DEVICE": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
-    if done.returncode:
-        sys.exit(f"{ranks} ranks failed:\n{done.stderr[-3000:]}")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    common.run([*launched, __file__, "--worker", tokens, folder], RUN_SECONDS, TORCHTITAN_DEVICE="cpu")
     peaks = [float(path.read_text()) for path in folder.glob(f"{ranks}-*.json")]
     common.progress(f"{ranks} rank(s): peak {max(peaks):.0f} MiB")
     return max(peaks)

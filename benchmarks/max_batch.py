@@ -11,8 +11,6 @@ the largest batch, which is then tried, and so is the next.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,17 +23,9 @@ TRIAL_SECONDS = 1200
 
 def trial(head: str, batch: int) -> float:
     """Peak of resident memory in MiB over two training steps with `batch` sequences."""
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
-        "PYTHONPATH": str(common.REPOSITORY),
-        "TORCHTITAN_DEVICE": "cpu",
-    }
-    command = [sys.executable, str(Path(__file__)), "--worker", head, str(batch)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False)
-    if done.returncode:
-        sys.exit(f"{head} with {batch} sequences failed:\n{done.stderr[-3000:]}")
-    peak: float = json.loads(done.stdout.strip().splitlines()[-1])
+    variables = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "TORCHTITAN_DEVICE": "cpu"}
+    command = [sys.executable, __file__, "--worker", head, batch]
+    peak = float(common.run(command, TRIAL_SECONDS, **variables).strip().splitlines()[-1])
     common.progress(f"{head}: {batch} sequences, {peak:.0f} MiB")
     return peak
 

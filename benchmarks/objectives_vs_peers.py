@@ -15,7 +15,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -498,16 +497,10 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def ask_peers(cases: Sequence[Case | AdvantageCase], batches: list[Batch]) -> list[list[dict[str, Any]]]:
     """What the peers say, per case and batch."""
-    python = PEERS / ".venv" / "bin" / "python"
-    if not python.exists():
-        sys.exit("benchmarks/objectives_vs_peers.py compares with TRL and Liger: run benchmarks/peers/setup.sh first")
     with tempfile.TemporaryDirectory() as folder:
         inputs, outputs = Path(folder) / "inputs.pt", Path(folder) / "outputs.pt"
         torch.save({"cases": [case.for_peers() for case in cases], "batches": batches}, inputs)
-        command = [str(python), str(PEERS / "objective_worker.py"), str(inputs), str(outputs)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
-        if done.returncode:
-            sys.exit(f"the peers' process failed with exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        common.run([common.peers_python(), PEERS / "objective_worker.py", inputs, outputs], TIMEOUT_SECONDS)
         found: list[dict[str, Any]] = torch.load(outputs, weights_only=True)
     return [found[i : i + len(batches)] for i in range(0, len(found), len(batches))]
 

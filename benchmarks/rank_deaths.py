@@ -48,9 +48,6 @@ class Run:
     def __init__(self, folder: Path, model: Path, steps: int, interval: int, restarts: int, options: list[str]):
         self.folder, self.latest = folder, folder / "runs" / "latest"
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_VARIABLE: secrets.token_urlsafe(16)}
-        if not (model / "config.json").is_file():
-            maker = REPOSITORY / "scripts" / "make_debug_checkpoint.py"
-            subprocess.run([sys.executable, str(maker), "--output", str(model)], check=True, env=environment)
         port = folder / "port"
         self.server = self._start(
             "server", environment, "torchtitan.inference.embedded", "--model", model, "--port-file", port,
@@ -164,8 +161,7 @@ def measure(
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which ranks die")
-    model = REPOSITORY / "outputs" / "assets" / "debug_arithmetic"
-    parser.add_argument("--model", type=Path, default=model, help="debug checkpoint, made where there is none")
+    parser.add_argument("--model", type=Path, help="debug checkpoint")
     parser.add_argument("--folder", type=Path, help="empty folder for the run and its logs, which are left there")
     arguments = parser.parse_args()
     steps, interval, deaths, options = 500, 20, DEATHS, list[str]()
@@ -174,7 +170,13 @@ def main() -> None:
         options = ["--training.global_batch_size", "64", "--eval.num_prompts", "8"]
     with tempfile.TemporaryDirectory(prefix="rank_deaths_") as temporary:
         figures, conditions = measure(
-            arguments.folder or Path(temporary), arguments.model, steps, interval, deaths, arguments.seed, options
+            arguments.folder or Path(temporary),
+            arguments.model or common.debug_checkpoint(),
+            steps,
+            interval,
+            deaths,
+            arguments.seed,
+            options,
         )
     conditions |= {"steps": steps, "checkpoint_interval": interval, "seed": arguments.seed, "quick": arguments.quick}
     common.report("rank_deaths", figures, {} if arguments.quick else BARS, conditions, arguments.json)

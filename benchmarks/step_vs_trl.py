@@ -14,20 +14,18 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import common
 
-HERE = Path(__file__).resolve().parent
-PEERS_PYTHON = HERE / "peers" / ".venv" / "bin" / "python"
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", *"0123456789", *"ABCDEFGHIJKLMNOPQRSTUVWXY"]
 PROMPTS, GENERATIONS, NEW_TOKENS, PROMPT_LENGTH = 8, 8, 48, 8
 LEARNING_RATE = 1e-3
 WARM_STEPS, LAST_STEPS = 5, 3
 RUN_SECONDS = 600
+VARIABLES = {"TORCHTITAN_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 def make_inputs(directory: Path, prompts: int) -> None:
@@ -79,32 +77,7 @@ def make_inputs(directory: Path, prompts: int) -> None:
     )
 
 
-def run(command: list[str], folder: Path, core: int, **variables: str) -> None:
-    """One run on one core; its output is shown if it fails."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCHTITAN_DEVICE": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join((str(folder), str(common.REPOSITORY))),
-        **variables,
-    }
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-        check=False,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command[:4])} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-
-
-def ours(folder: Path, seed: int, steps: int, core: int) -> tuple[list[float], list[float]]:
+def ours(folder: Path, seed: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds and mean reward of every step."""
     output = folder / f"ours-{seed}"
     options = {
@@ -133,19 +106,14 @@ def ours(folder: Path, seed: int, steps: int, core: int) -> tuple[list[float], l
         "checkpoint.enable": "false",
         "eval.enable": "false",
     }
-    command = [sys.executable, "-m", "torchtitan.grpo_train"]
-    for key, value in options.items():
-        command += [f"--{key}", str(value)]
-    run(command, folder, core)
-    metrics = next(output.rglob("metrics.jsonl"))
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = common.train(options, seconds=RUN_SECONDS, **VARIABLES, PYTHONPATH=f"{folder}:{common.REPOSITORY}")
     rows = [row for row in rows if "time/step_s" in row]
     if any(row["completion/length_mean"] != NEW_TOKENS for row in rows):
         sys.exit(f"completions ended before {NEW_TOKENS} tokens: the two would not do the same work")
     return [row["time/step_s"] for row in rows], [row["reward/mean"] for row in rows]
 
 
-def trl(folder: Path, seed: int, steps: int, core: int) -> tuple[list[float], list[float]]:
+def trl(folder: Path, seed: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds and mean reward of every step."""
     result = folder / f"trl-{seed}.json"
     options = {
@@ -158,7 +126,9 @@ def trl(folder: Path, seed: int, steps: int, core: int) -> tuple[list[float], li
         "new_tokens": NEW_TOKENS,
         "learning_rate": LEARNING_RATE,
     }
-    run([str(PEERS_PYTHON), str(HERE / "peers" / "trl_steps.py"), json.dumps(options)], folder, core)
+    script = common.REPOSITORY / "benchmarks" / "peers" / "trl_steps.py"
+    path = f"{folder}:{common.REPOSITORY}"
+    common.run([common.peers_python(), script, json.dumps(options)], RUN_SECONDS, **VARIABLES, PYTHONPATH=path)
     found = json.loads(result.read_text())
     return found["seconds"], found["rewards"]
 
@@ -169,16 +139,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
-    if not PEERS_PYTHON.exists():
-        sys.exit("benchmarks/step_vs_trl.py compares with TRL: run benchmarks/peers/setup.sh first")
+    common.peers_python()
     seeds, steps = (1, 8) if arguments.quick else (arguments.seeds, arguments.steps)
     found: dict[str, list[tuple[list[float], list[float]]]] = {"ours": [], "trl": []}
+    common.run_on(arguments.core)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, PROMPTS * (steps + 4))
         for seed in range(seeds):
             for who, work in (("ours", ours), ("trl", trl))[:: 1 if seed % 2 == 0 else -1]:
-                found[who].append(work(folder, seed, steps, arguments.core))
+                found[who].append(work(folder, seed, steps))
                 seconds, rewards = found[who][-1]
                 middle = statistics.median(seconds[WARM_STEPS:])
                 common.progress(
