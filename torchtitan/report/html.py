@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import re
 import time
-from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from torchtitan.report.console import number
 from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, run_folder, write_whole
@@ -22,6 +22,8 @@ MAX_EVENTS = 200
 MAX_COMPLETIONS = 12
 
 Row = dict[str, Any]
+Lines = list[list[Any]]
+"""Of a table: figures and texts"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -42,28 +44,32 @@ def report_page(run_dir: Path) -> str:
     evaluations = [row for row in rows if any(name.startswith("eval/") for name in row)]
     config = run_dir / "config.toml"
     configuration = config.read_text(encoding="utf-8") if config.is_file() else ""
-    steps_drawn = plot_timeline(read_timeline(run_dir))
-    plots = "".join(f'<div class="plot">{svg}</div>' for svg in run_plots(rows))
-    name = html.escape(run_dir.resolve().name)
-    parts = [
-        f'<h1>{name}</h1><p class="quiet">{html.escape(_headline(configuration, steps))}</p>',
-        _cards(steps, evaluations),
-        "<h2>Curves</h2>" if steps or evaluations else "<p>No step has been logged yet.</p>",
-        f'<div class="plots">{plots}</div>',
-        "" if steps_drawn is None else _timeline(svg_text(steps_drawn, "timeline")),
-        _weight_sync_table(sums_by_actor(run_dir)),
-        _evaluation_table(evaluations),
-        _summary_table(steps),
-        _completions_table(completions := read_json_lines(run_dir / COMPLETIONS_FILE)),
-        _conversations(completions),
-        _events_table(read_json_lines(run_dir / "events.jsonl")),
-        f"<h2>Configuration</h2><pre>{html.escape(configuration)}</pre>" if configuration else "",
-    ]
-    style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}: report</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    completions = read_json_lines(run_dir / COMPLETIONS_FILE)
+    last = [row for row in completions if row["step"] == completions[-1]["step"]]
+    events = read_json_lines(run_dir / "events.jsonl")
+    drawn = plot_timeline(read_timeline(run_dir))
+    folder = resources.files(__package__)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["number"] = number
+    page = environment.from_string(folder.joinpath("report_page.html").read_text(encoding="utf-8"))
+    return page.render(
+        name=run_dir.resolve().name,
+        style=folder.joinpath("style.css").read_text(encoding="utf-8"),
+        headline=_headline(configuration, steps),
+        cards=_cards(steps, evaluations),
+        rows=steps or evaluations,
+        plots=run_plots(rows),
+        timeline="" if drawn is None else svg_text(drawn, "timeline"),
+        trace_file=TRACE_FILE,
+        sync=_weight_sync(sums_by_actor(run_dir)),
+        evaluation=_evaluation(evaluations),
+        summary=_summary(steps),
+        last_step=last[0]["step"] if last else "",
+        completions=[_completion(row) for row in last[:MAX_COMPLETIONS]],
+        conversations=[row for row in last if "segments" in row][:MAX_COMPLETIONS],
+        events=[_event(event) for event in events[-MAX_EVENTS:]],
+        events_note=f"The last {MAX_EVENTS} of {len(events)}." if len(events) > MAX_EVENTS else "",
+        configuration=configuration,
     )
 
 
@@ -78,7 +84,8 @@ def _headline(configuration: str, steps: list[Row]) -> str:
     return " · ".join(filter(None, (description_of(configuration), f"{len(steps)} steps", written)))
 
 
-def _cards(steps: list[Row], evaluations: list[Row]) -> str:
+def _cards(steps: list[Row], evaluations: list[Row]) -> list[tuple[str, str]]:
+    """Figures and what they are."""
     cards: list[tuple[str, str]] = []
     scored = [row for row in evaluations if row.get("eval/pass@1") is not None]
     if scored:
@@ -99,32 +106,12 @@ def _cards(steps: list[Row], evaluations: list[Row]) -> str:
             (number(steps[-1].get("weight_sync/versions_published")), "versions published"),
             (number(steps[-1].get("weight_sync/versions_skipped")), "versions skipped"),
         ]
-    body = "".join(
-        f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>' for value, name in cards
-    )
-    return f'<div class="cards">{body}</div>'
+    return cards
 
 
 def _mean(rows: list[Row], key: str) -> float | None:
     values = [row[key] for row in rows if row.get(key) is not None]
     return sum(values) / len(values) if values else None
-
-
-def _timeline(svg: str) -> str:
-    note = f"The last steps. More of the run is in {TRACE_FILE}, for https://ui.perfetto.dev or chrome://tracing."
-    return f'<h2>Timeline</h2><p class="quiet">{note}</p><div class="plot">{svg}</div>'
-
-
-def _table(title: str, head: Sequence[str], lines: Sequence[Iterable[Any]], note: str = "") -> str:
-    """A section with a table of figures and texts, which are escaped here; nothing without lines."""
-    if not lines:
-        return ""
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(number(cell))}</td>" for cell in line) + "</tr>" for line in lines
-    )
-    above = f'<p class="quiet">{html.escape(note)}</p>' if note else ""
-    return f"<h2>{html.escape(title)}</h2>{above}<table><tr>{heads}</tr>{body}</table>"
 
 
 # Columns of the weight synchronisation's table: heading, figure, factor to the unit in the heading.
@@ -137,71 +124,38 @@ _SYNC_COLUMNS = (
 )  # fmt: skip
 
 
-def _weight_sync_table(actors: dict[str, dict[str, float]]) -> str:
+def _weight_sync(actors: dict[str, dict[str, float]]) -> tuple[list[str], Lines]:
     """Per actor: versions by what became of them, means over those that it applied, evictions by phase."""
     columns = [one for one in _SYNC_COLUMNS if any(one[1] in figures for figures in actors.values())]
-    lines = []
+    lines: Lines = []
     for actor, figures in actors.items():
         values = [figures[name] * unit if name in figures else None for _, name, unit in columns]
         phases = [(name.removeprefix("evicted_in/"), figures[name]) for name in figures if "evicted_in/" in name]
         lines.append([actor, *values, ", ".join(f"{number(count)} in {phase}" for phase, count in phases)])
-    note = "Times are means over applied versions; each version is in weight_sync/versions.jsonl."
-    head = ["actor", *(heading for heading, _, _ in columns), "evictions"]
-    return _table("Weight synchronisation", head, lines, note)
+    return ["actor", *(heading for heading, _, _ in columns), "evictions"], lines
 
 
-def _evaluation_table(evaluations: list[Row]) -> str:
+def _evaluation(evaluations: list[Row]) -> tuple[list[str], Lines]:
     names = list(dict.fromkeys(name for row in evaluations for name in row if name.startswith("eval/")))
     head = ["after step", *(name.removeprefix("eval/") for name in names)]
-    return _table("Evaluation", head, [[row["step"], *(row.get(name) for name in names)] for row in evaluations])
+    return head, [[row["step"], *(row.get(name) for name in names)] for row in evaluations]
 
 
-def _summary_table(steps: list[Row]) -> str:
-    lines: list[list[Any]] = []
+def _summary(steps: list[Row]) -> Lines:
+    lines: Lines = []
     for name in dict.fromkeys(name for row in steps for name in row if name != "step"):
         values = [row[name] for row in steps if row.get(name) is not None]
         if values:
             lines.append([name, values[0], values[-1], sum(values) / len(values), min(values), max(values)])
-    return _table("Metrics", ["", "first", "last", "mean", "lowest", "highest"], lines)
+    return lines
 
 
-def _completions_table(rows: list[Row]) -> str:
-    last = [row for row in rows if row["step"] == rows[-1]["step"]][:MAX_COMPLETIONS]
-    lines = [
-        [row["prompt"], row["completion"], row["reward"], row["advantage"],
-         ", ".join(str(span["version"]) for span in row["versions"])]
-        for row in last
-    ]  # fmt: skip
-    title = f"Completions of step {last[0]['step']}" if last else ""
-    return _table(title, ["prompt", "completion", "reward", "advantage", "versions"], lines)
+def _completion(row: Row) -> list[Any]:
+    versions = ", ".join(str(span["version"]) for span in row["versions"])
+    return [row["prompt"], row["completion"], row["reward"], row["advantage"], versions]
 
 
-def _conversations(rows: list[Row]) -> str:
-    """Episodes of several turns: what was given is plain, what was sampled has the colour of its version."""
-    last = [row for row in rows if row["step"] == rows[-1]["step"] and "segments" in row][:MAX_COMPLETIONS]
-    if not last:
-        return ""
-    parts = []
-    for row in last:
-        said = [f'<span class="given">{html.escape(row["prompt"])}</span>']
-        for segment in row["segments"]:
-            version = max(segment.get("versions", []), default=None)
-            kind = "given" if version is None else f"version{version % 4}"
-            title = "given" if version is None else f"sampled by version {', '.join(map(str, segment['versions']))}"
-            said.append(f'<span class="{kind}" title="{title}">{html.escape(segment["text"])}</span>')
-        about = f"reward {number(row['reward'])}, advantage {number(row['advantage'])}, {row['finish_reason']}"
-        parts.append(f'<p class="quiet">{html.escape(about)}</p><pre class="talk">{"".join(said)}</pre>')
-    note = (
-        "What the policy sampled, and is trained on, is coloured, a colour for each version; the rest was given to it."
-    )
-    return f'<h2>Conversations of step {last[0]["step"]}</h2><p class="quiet">{note}</p>{"".join(parts)}'
-
-
-def _events_table(events: list[Row]) -> str:
-    lines = []
-    for event in events[-MAX_EVENTS:]:
-        moment = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
-        details = "  ".join(f"{name}={value}" for name, value in event.items() if name not in ("time", "kind"))
-        lines.append([moment, str(event.get("kind")), details])
-    note = f"The last {MAX_EVENTS} of {len(events)}." if len(events) > MAX_EVENTS else ""
-    return _table("Events", ["time", "event", "details"], lines, note) or "<h2>Events</h2><p>None.</p>"
+def _event(event: Row) -> list[Any]:
+    moment = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
+    details = "  ".join(f"{name}={value}" for name, value in event.items() if name not in ("time", "kind"))
+    return [moment, str(event.get("kind")), details]
