@@ -48,36 +48,36 @@ def test_an_engine_is_where_its_agent_is() -> None:
 
 
 def test_sglang_gets_each_sample_with_its_seed() -> None:
-    (call,) = SGLANG.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1]))
+    call = SGLANG.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1]))
     assert call.path == "/generate" and call.body["input_ids"] == [[5, 6, 7]] * 3
     seeds = [one["sampling_seed"] for one in call.body["sampling_params"]]
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**31 for seed in seeds)
-    again = SGLANG.generate(request(n=2, seed=5))[0].body["sampling_params"]
+    again = SGLANG.generate(request(n=2, seed=5)).body["sampling_params"]
     assert [one["sampling_seed"] for one in again] == seeds[:2]
     assert call.body["sampling_params"][0]["ignore_eos"] is False and again[0]["ignore_eos"] is True
     assert call.body["sampling_params"][0]["top_k"] == -1 and call.body["return_sampling_mask"] is False
 
 
 def test_sglang_completions_have_spans_and_log_probs() -> None:
-    (completion,) = SGLANG.completions(request(), [[sglang_answer()]])
+    (completion,) = SGLANG.completions(request(), [sglang_answer()])
     assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-1.5, -0.25, -3.0]
     assert completion.finish_reason == "stop" and completion.kept_token_ids is None
     assert completion.spans == [VersionSpan("epoch-1", 3, 0, 2), VersionSpan("epoch-1", 4, 2, 3)]
     length = sglang_answer(finish_reason={"type": "length", "length": 3})
-    assert SGLANG.completions(request(), [[length]])[0].finish_reason == "length"
+    assert SGLANG.completions(request(), [length])[0].finish_reason == "length"
     aborted = sglang_answer(finish_reason={"type": "abort", "message": "Abort"})
-    assert SGLANG.completions(request(), [[aborted]])[0].finish_reason == "abort"
+    assert SGLANG.completions(request(), [aborted])[0].finish_reason == "abort"
 
 
 def test_sglang_says_what_truncation_kept() -> None:
     sampling = {"top_p": 0.9, "top_k": 10**6}
-    (call,) = SGLANG.generate(request(**sampling))
+    call = SGLANG.generate(request(**sampling))
     assert call.body["return_sampling_mask"] and call.body["sampling_params"][0]["top_k"] == MOST_KEPT
     kept = {
         "output_token_sampling_mask": [[9, 2], [8], [1, 5, 6]],
         "output_token_sampling_logprobs": [-0.5, 0.0, -1.0],
     }
-    (completion,) = SGLANG.completions(request(**sampling), [[sglang_answer(**kept)]])
+    (completion,) = SGLANG.completions(request(**sampling), [sglang_answer(**kept)])
     assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.log_probs == [-0.5, 0.0, -1.0]
 
 
@@ -91,7 +91,7 @@ def test_sglang_says_what_truncation_kept() -> None:
 )
 def test_sglang_answers_that_do_not_fit_are_not_used(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        SGLANG.completions(request(), [[sglang_answer(**changes)]])
+        SGLANG.completions(request(), [sglang_answer(**changes)])
 
 
 def test_sglang_scores_under_the_version_of_that_pass() -> None:

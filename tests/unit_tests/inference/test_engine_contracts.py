@@ -202,7 +202,7 @@ def is_a(value: Any, kind: str) -> bool:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_vllm_knows_all_that_it_is_asked(request_: GenerateRequest) -> None:
-    for call in (*VLLM.generate(request_), VLLM.score([5, 6, 7])):
+    for call in (VLLM.generate(request_), VLLM.score([5, 6, 7])):
         body = json.loads(json.dumps(call.body))
         check_names(body, VLLM_ROUTES[call.path][2], call.path)
         check_names(body["sampling_params"], dict.fromkeys(VLLM_SAMPLING, False), "sampling_params")
@@ -211,7 +211,7 @@ def test_vllm_knows_all_that_it_is_asked(request_: GenerateRequest) -> None:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_sglang_admits_all_that_it_is_asked(request_: GenerateRequest) -> None:
-    for call in (*SGLANG.generate(request_), SGLANG.score([5, 6, 7])):
+    for call in (SGLANG.generate(request_), SGLANG.score([5, 6, 7])):
         body = json.loads(json.dumps(call.body))
         check_names(body, dict.fromkeys(SGLANG_GENERATE, False), call.path)
         many = isinstance(body["input_ids"][0], list)
@@ -297,7 +297,7 @@ def test_vllm_has_every_route_that_it_is_asked_by(version: str, options: EngineO
         assert set(asked.get("mode", [])) <= VLLM_PAUSE_MODES
         assert set(asked.get("clear_cache", [])) <= {"true", "false"}
         check_names(body or {}, known, parts.path)
-    sampled = {call.path for call in VLLM.generate(REQUESTS[0])}
+    sampled = {VLLM.generate(REQUESTS[0]).path}
     assert {urlsplit(path).path for _, path, _ in recorder.calls} | sampled == VLLM_ROUTES.keys()
 
 
@@ -314,7 +314,7 @@ def test_sglang_has_every_route_that_it_is_asked_by(version: str, options: Engin
         check_names(body or {}, routes[path][1], path)
         if path == "/pause_generation":
             assert (body or {})["mode"] in SGLANG_PAUSE_MODES - {"abort"}
-    sampled = {call.path for call in SGLANG.generate(REQUESTS[0])}
+    sampled = {SGLANG.generate(REQUESTS[0]).path}
     assert {path for _, path, _ in recorder.calls} | sampled == routes.keys()
 
 
@@ -363,7 +363,7 @@ def test_engines_know_the_options_that_they_are_started_with(
 
 
 def test_vllms_answers_are_understood() -> None:
-    (completion,) = VLLM.completions(REQUESTS[1], [VLLM_ANSWER])
+    (completion,) = VLLM.completions(REQUESTS[1], VLLM_ANSWER)
     assert (completion.token_ids, completion.log_probs, completion.kept_token_ids) == ([9], [-1.5], [[9, 2]])
     assert completion.spans == [VersionSpan("e1", 3, 0, 1)] and completion.finish_reason == "stop"
     scored = VLLM.scored([5, 6, 7], VLLM_SCORED)
@@ -371,13 +371,13 @@ def test_vllms_answers_are_understood() -> None:
 
 
 def test_sglangs_answers_are_understood() -> None:
-    (completion,) = SGLANG.completions(REQUESTS[1], [[SGLANG_ANSWER]])
+    (completion,) = SGLANG.completions(REQUESTS[1], [SGLANG_ANSWER])
     assert completion.token_ids == [9, 8, 1] and completion.log_probs == [-0.5, 0.0, -1.0]
     assert completion.kept_token_ids == [[9, 2], [8], [1, 5, 6]] and completion.finish_reason == "stop"
     assert completion.spans == [VersionSpan("e1", 3, 0, 2), VersionSpan("e1", 4, 2, 3)]
     aborted = {"type": "abort", "message": "Abort", "status_code": None, "err_type": None}
     answer = SGLANG_ANSWER | {"meta_info": SGLANG_ANSWER["meta_info"] | {"finish_reason": aborted}}
-    assert SGLANG.completions(REQUESTS[1], [[answer]])[0].finish_reason == "abort"
+    assert SGLANG.completions(REQUESTS[1], [answer])[0].finish_reason == "abort"
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def choice(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
-    (call,) = DIALECT.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1], top_k=20))
+    call = DIALECT.generate(request(n=3, temperature=0.7, seed=5, stop_token_ids=[1], top_k=20))
     assert call.path == "/inference/v1/generate"
     assert call.body["token_ids"] == [5, 6, 7] and call.body["cache_salt"] == call.body["request_id"] == "r-7"
     sampling = call.body["sampling_params"]
@@ -63,19 +63,18 @@ def test_a_request_is_one_call_with_a_salt_of_its_own() -> None:
 
 def test_completions_have_log_probs_and_spans_in_the_order_of_samples() -> None:
     other = choice(index=1, finish_reason="length", weight_versions=[{"version": "e1/4", "start": 0, "end": 2}])
-    first, second = DIALECT.completions(request(n=2), [{"choices": [other, choice()]}])
+    first, second = DIALECT.completions(request(n=2), {"choices": [other, choice()]})
     assert first.token_ids == [9, 1] and first.log_probs == [-1.5, -0.5] and first.finish_reason == "stop"
     assert first.spans == [VersionSpan("e1", 3, 0, 1), VersionSpan("e1", 4, 1, 2)]
     assert second.finish_reason == "length" and second.spans == [VersionSpan("e1", 4, 0, 2)]
-    aborted = DIALECT.completions(
-        request(), [{"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]}]
-    )
+    nothing = {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]}
+    aborted = DIALECT.completions(request(), nothing)
     assert aborted[0].finish_reason == "abort" and aborted[0].token_ids == []
 
 
 def test_answers_that_cannot_be_used() -> None:
     def answer(**changes: Any) -> list[Any]:
-        return DIALECT.completions(request(), [{"choices": [choice(**changes)]}])
+        return DIALECT.completions(request(), {"choices": [choice(**changes)]})
 
     with pytest.raises(NoVersion, match="default"):
         answer(weight_versions=[{"version": "default", "start": 0, "end": 2}])
@@ -84,14 +83,14 @@ def test_answers_that_cannot_be_used() -> None:
     with pytest.raises(Malformed, match="other tokens"):
         answer(token_ids=[9, 2])
     with pytest.raises(KeyError):
-        DIALECT.completions(request(), [{"error": "?"}])
+        DIALECT.completions(request(), {"error": "?"})
 
 
 def test_truncated_samples_need_what_was_kept() -> None:
     truncated = request(top_p=0.9)
     with pytest.raises(RequestRefused, match="--return-sampling-mask"):
-        DIALECT.completions(truncated, [{"choices": [choice()]}])
-    (completion,) = DIALECT.completions(truncated, [{"choices": [choice(sampling_mask=[[9, 8], [1]])]}])
+        DIALECT.completions(truncated, {"choices": [choice()]})
+    (completion,) = DIALECT.completions(truncated, {"choices": [choice(sampling_mask=[[9, 8], [1]])]})
     assert completion.kept_token_ids == [[9, 8], [1]]
 
 

@@ -5,7 +5,6 @@ How the engine is asked for tokens and how its answers are read is its dialect's
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
@@ -51,11 +50,11 @@ class Dialect(Protocol):
 
     name: str
 
-    def generate(self, request: GenerateRequest) -> list[Call]:
-        """What to ask; all calls are made at the same time. Raises RequestRefused where the engine cannot do that."""
+    def generate(self, request: GenerateRequest) -> Call:
+        """What to ask. Raises RequestRefused where the engine cannot do that."""
 
-    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
-        """The answers (JSON) of these calls, with spans from the engine's version labels.
+    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
+        """The answer (JSON) of this call, with spans from the engine's version labels.
 
         Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
         well-formed.
@@ -138,13 +137,13 @@ class AgentClient(ActorClient):
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
         """Completions of one request; raises as embedded.client.EmbeddedClient.generate does."""
-        answers = await self._ask("generate", self._dialect.generate(request), timeout_s)
+        answer = await self._ask("generate", self._dialect.generate(request), timeout_s)
         with _understanding("generate"):
-            completions = self._dialect.completions(request, answers)
+            completions = self._dialect.completions(request, answer)
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        (answer,) = await self._ask("score", [self._dialect.score(token_ids)], timeout_s)
+        answer = await self._ask("score", self._dialect.score(token_ids), timeout_s)
         with _understanding("score"):
             scored = self._dialect.scored(token_ids, answer)
         if len(scored.log_probs) != len(token_ids) - 1:
@@ -156,22 +155,11 @@ class AgentClient(ActorClient):
         if self._engine is not None:
             await self._engine.close()
 
-    async def _ask(self, phase: str, calls: list[Call], timeout_s: float) -> list[Any]:
-        engine = self._engine
-        if engine is None:
+    async def _ask(self, phase: str, call: Call, timeout_s: float) -> Any:
+        if self._engine is None:
             raise ActorNotReady(phase, "the agent has not said yet where its engine is")
-        tasks = [
-            asyncio.ensure_future(
-                engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._dialect.refused)
-            )
-            for call in calls
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            # One that fails ends the others: a closed connection has the engine drop its request.
-            for task in tasks:
-                task.cancel()
+        # Where it is cancelled, a closed connection has the engine drop the request.
+        return await self._engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._dialect.refused)
 
     async def _note_engine(self, data: Any) -> None:
         try:

@@ -26,7 +26,7 @@ class SGLangDialect:
 
     name = "sglang"
 
-    def generate(self, request: GenerateRequest) -> list[Call]:
+    def generate(self, request: GenerateRequest) -> Call:
         """One call: the same prompt n times, each with a seed of its own."""
         sampling = request.sampling
         most = MOST_KEPT if sampling.truncated else ALL_TOKENS
@@ -51,13 +51,12 @@ class SGLangDialect:
             # See vllm/dialect.py.
             "cache_salt": request.request_id,
         }
-        return [Call("/generate", body)]
+        return Call("/generate", body)
 
-    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
-        (samples,) = answers
-        if not isinstance(samples, list):
-            raise Malformed(f"a list of samples was asked for, got {type(samples).__name__}")
-        return [_completion(sample, request) for sample in samples]
+    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
+        if not isinstance(answer, list):
+            raise Malformed(f"a list of samples was asked for, got {type(answer).__name__}")
+        return [_completion(sample, request) for sample in answer]
 
     def score(self, token_ids: list[int]) -> Call:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""

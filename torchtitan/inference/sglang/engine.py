@@ -190,7 +190,7 @@ class SGLang(ForeignEngine):
             # It sizes the cache by what is free on the machine, which others use too.
             theirs += ["--max-total-tokens", str(options.max_sequences * options.max_length)]
         elif options.in_flight_kv == "keep":
-            theirs.append(NO_OVERLAP)  # see control.py
+            theirs.append(NO_OVERLAP)  # see SGLangControl
         if not on_cpu and options.dtype != "float32":
             theirs.append(EXACT_HEAD)
         # Its server in Rust would not ask for our token, whatever this shell's environment says.

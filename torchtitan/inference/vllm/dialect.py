@@ -22,7 +22,7 @@ class VLLMDialect:
 
     name = "vllm"
 
-    def generate(self, request: GenerateRequest) -> list[Call]:
+    def generate(self, request: GenerateRequest) -> Call:
         """One call; vLLM seeds sample i with seed + i."""
         sampling = request.sampling
         body = {
@@ -46,10 +46,9 @@ class VLLMDialect:
             # that it holds (PrefixKeyMiddleware): one that it does not know could outlive them.
             "cache_salt": request.request_id,
         }
-        return [Call(PATH, body)]
+        return Call(PATH, body)
 
-    def completions(self, request: GenerateRequest, answers: list[Any]) -> list[Completion]:
-        (answer,) = answers
+    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         return [_completion(choice, request) for choice in choices]
 
