@@ -25,9 +25,8 @@ from torchtitan.inference.client import (
     TokenRefused,
 )
 from torchtitan.inference.engines import ActorProcess
-from torchtitan.inference.sleeping import ActorMemory
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
-from torchtitan.inference.weight_connection import WeightConnection
+from torchtitan.inference.upkeep import ActorMemory, WeightConnection
 from torchtitan.utils.json_lines import EventLog
 
 # Between two probes of an actor that requests wait for, and of one that is about to join.

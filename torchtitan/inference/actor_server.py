@@ -13,13 +13,13 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from aiohttp import web
+from pydantic import Field
 
 from torchtitan.errors import UserError
-from torchtitan.inference.sleeping import parse_sleep, parse_wake
-from torchtitan.inference.types import Tag
+from torchtitan.inference.types import TAGS, Body, Tag
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion
@@ -30,7 +30,7 @@ RETRY_AFTER_SECONDS = 1
 SHUTDOWN_SECONDS = 2.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Parsed = TypeVar("Parsed")
+Asked = TypeVar("Asked", bound=Body)
 
 
 class WrongRequest(ValueError):
@@ -39,6 +39,33 @@ class WrongRequest(ValueError):
 
 class OtherJob(Exception):
     """Another job that lives gives this server its weights: the message says which."""
+
+
+class PauseBody(Body):
+    mode: Literal["keep", "abort"] = "keep"
+    """keep what runs for after the pause, or drop it"""
+
+
+class SleepBody(Body):
+    level: int = Field(1, ge=1, le=2)
+    finish_s: float = Field(0.0, ge=0)
+    """Seconds for what runs to finish"""
+
+
+class WakeBody(Body):
+    tags: list[Tag] = list(TAGS)
+    """The parts of its memory that the engine is to take again"""
+
+
+class ConnectBody(Body):
+    registry: str = Field(min_length=1)
+    """host:port"""
+    actor: str = Field(min_length=1)
+    epoch: str = Field(min_length=1)
+    key: str = Field(min_length=1)
+    """Of that name (handshake.role_key)"""
+    relay: bool = False
+    """Pass versions on to other actors"""
 
 
 class ActorServer:
@@ -174,11 +201,8 @@ class ActorServer:
     # Routes
 
     async def _pause(self, request: web.Request) -> web.Response:
-        """{"mode": "keep"} (default) keeps what is running for after the pause, "abort" drops it."""
-        mode = (await parse_body(request, dict)).get("mode", "keep")
-        if mode not in ("keep", "abort"):
-            raise WrongRequest(f"mode must be keep or abort, got {mode!r}")
-        await asyncio.to_thread(self.pause, mode == "abort")
+        body = await parse_body(request, PauseBody)
+        await asyncio.to_thread(self.pause, body.mode == "abort")
         return answer(self.state())
 
     async def _resume(self, _request: web.Request) -> web.Response:
@@ -186,38 +210,32 @@ class ActorServer:
         return answer(self.state())
 
     async def _sleep(self, request: web.Request) -> web.Response:
-        """{"level", "finish_s"}: give memory back once nothing runs; within that time, or not."""
-        await asyncio.to_thread(self.sleep, *await parse_body(request, parse_sleep))
+        body = await parse_body(request, SleepBody)
+        await asyncio.to_thread(self.sleep, body.level, body.finish_s)
         return answer(self.state())
 
     async def _wake(self, request: web.Request) -> web.Response:
-        """{"tags"}: take these parts of the memory again, all by default."""
-        await asyncio.to_thread(self.wake, await parse_body(request, parse_wake))
+        body = await parse_body(request, WakeBody)
+        await asyncio.to_thread(self.wake, body.tags)
         return answer(self.state())
 
     async def _connect(self, request: web.Request) -> web.Response:
-        """{"registry": "host:port", "actor", "epoch", "key"}: pull weights from there from now on, under this name and
-        with its key (handshake.role_key). {"relay": true}: and pass them on to other actors."""
-        body = parse_object(await request.read())
-        values = [body.get(field) for field in ("registry", "actor", "epoch", "key")]
-        if not all(isinstance(value, str) and value for value in values):
-            raise WrongRequest("registry (host:port), actor, epoch and key must be non-empty strings")
-        registry, name, epoch, key = (str(value) for value in values)
+        """Pull weights from there from now on."""
+        body = await parse_body(request, ConnectBody)
         try:
-            wire.parse_address(registry)
+            wire.parse_address(body.registry)
         except wire.ProtocolError as error:
             raise WrongRequest(str(error)) from None
         # In their order, and without a thread for each that waits. The other lock: one that was cancelled goes on.
         async with self._turn:
-            relay_host = self._relay_host if body.get("relay") else ""
-            await asyncio.to_thread(self._replace_weights, registry, name, epoch, key, relay_host)
+            await asyncio.to_thread(self._replace_weights, body)
         return answer(self.state())
 
-    def _replace_weights(self, registry: str, name: str, epoch: str, key: str, relay_host: str) -> None:
+    def _replace_weights(self, body: ConnectBody) -> None:
         with self._connecting:
             old = self._weights
             if old is not None:
-                if old.connected and (old.registry, old.epoch) != (registry, epoch):
+                if old.connected and (old.registry, old.epoch) != (body.registry, body.epoch):
                     theirs = f"job {old.epoch}, whose registry is at {old.registry}"
                     raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
                 old.close()
@@ -227,8 +245,8 @@ class ActorServer:
                 # An apply outlasted the old connection: it does not know what the engine holds now.
                 served = None
             apply = functools.partial(self.apply, number)
-            options = {"served": served, "relay_host": relay_host, **self.weights_options()}
-            weights = Actor(registry, name, epoch, key, apply, **options)
+            options = {"relay_host": self._relay_host if body.relay else "", **self.weights_options()}
+            weights = Actor(body.registry, body.actor, body.epoch, body.key, apply, served=served, **options)
             self._weights, self._lost = weights, None
             weights.start()
             self.connected(weights)
@@ -246,13 +264,10 @@ def answer(data: dict[str, Any], status: int = 200, **headers: str) -> web.Respo
     return web.Response(text=text, status=status, headers=headers, content_type="application/json")
 
 
-async def parse_body(request: web.Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+async def parse_body(request: web.Request, kind: type[Asked]) -> Asked:
     """What a body that may be missing says. Raises WrongRequest."""
     body = await request.read()
-    try:
-        return parse(parse_object(body) if body else {})
-    except ValueError as error:
-        raise WrongRequest(str(error)) from None
+    return kind.read(parse_object(body) if body else {}, WrongRequest)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

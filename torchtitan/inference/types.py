@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,3 +156,26 @@ def parse_label(label: object) -> tuple[str, int] | None:
         return None
     epoch, slash, version = label.rpartition("/")
     return (epoch, int(version)) if slash and epoch and version.isascii() and version.isdigit() else None
+
+
+# Of a request: so many are told.
+MOST_MISTAKES = 5
+
+
+class Body(BaseModel):
+    """The JSON object that a server is asked with."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, data: dict[str, Any], wrong: type[Exception]) -> Self:
+        """Raises `wrong`, which says what is."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            texts = []
+            for one in error.errors(include_url=False)[:MOST_MISTAKES]:
+                text = one["msg"].removeprefix("Value error, ").replace("Input should", "it must")
+                got = "" if one["type"] == "missing" else f", got {one['input']!r:.100}"
+                texts.append(f"{'.'.join(map(str, one['loc']))}: {text}{got}")
+            raise wrong("; ".join(texts)) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.patience import PATIENCE_S
 from tests.roundings import forward_rounding
 from torchtitan.inference.embedded.engine import Engine, Poisoned
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
@@ -363,13 +366,13 @@ def test_abort_pause_and_refusals(tiny_checkpoint: Callable[..., Path]) -> None:
         ([True], {}, "prompt_ids"),
         ("text", {}, "prompt_ids"),
         ([1], {"max_tokens": 0}, "max_tokens"),
-        ([1], {"n": 0}, "n must"),
-        ([1], {"n": "2"}, "n must"),
+        ([1], {"n": 0}, "n: it must"),
+        ([1], {"n": "2"}, "n: it must"),
         ([1], {"temperature": -1.0}, "temperature"),
         ([1], {"temperature": math.nan}, "temperature"),
         ([1], {"temperature": 1e-30}, "temperature"),
         ([1], {"temperature": 10**400}, "temperature"),
-        ([1], {"n": 10**6}, "n must be at most"),
+        ([1], {"n": 10**6}, "n: it must be less"),
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"top_p": 1.5}, "top_p"),
         ([1], {"min_p": 2.0}, "min_p"),
@@ -417,3 +420,10 @@ def test_bfloat16_runs_and_roughly_agrees(tiny_checkpoint: Callable[..., Path]) 
     expected, _ = trainer_log_probs(load_policy(tiny_checkpoint(), torch.bfloat16), asked, answers)
     got = [torch.tensor(one.log_probs) for completions in answers for one in completions]
     assert (torch.cat(got) - torch.cat(expected)).abs().mean() < 0.1
+
+
+def test_an_actor_starts_without_distributed_tensors() -> None:
+    """Their import takes half a second and 40 MB."""
+    modules = "torchtitan.inference.embedded.server, torchtitan.models.hf_checkpoint"
+    code = f"import sys, {modules}; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

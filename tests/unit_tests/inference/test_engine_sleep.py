@@ -12,11 +12,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.unit_tests.inference.json_server import Answer, serving
+from torchtitan.inference.actor_server import SleepBody, WakeBody
 from torchtitan.inference.agent.control import EngineError
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import SGLangControl
-from torchtitan.inference.sleeping import parse_sleep, parse_wake
 from torchtitan.inference.types import TAGS
 from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.engine import ENGINE as VLLM
@@ -187,14 +187,15 @@ def test_a_refusal_is_an_error(serve: Callable[[Server], str]) -> None:
 
 
 def test_bodies_of_orders_are_checked() -> None:
-    assert parse_sleep({}) == (1, 0.0) and parse_sleep({"level": 2, "finish_s": 3}) == (2, 3.0)
-    assert parse_wake({}) == list(TAGS) and parse_wake({"tags": ["kv_cache"]}) == ["kv_cache"]
+    assert SleepBody.read({"level": 2, "finish_s": 3}, ValueError) == SleepBody(level=2, finish_s=3.0)
+    assert WakeBody.read({}, ValueError).tags == list(TAGS)
+    assert WakeBody.read({"tags": ["kv_cache"]}, ValueError).tags == ["kv_cache"]
     for level, finish_s in ((0, 1), (3, 1), (True, 1), ("1", 1), (1, -1), (1, float("nan")), (1, "5"), (1, None)):
         with pytest.raises(ValueError, match="must be"):
-            parse_sleep({"level": level, "finish_s": finish_s})
+            SleepBody.read({"level": level, "finish_s": finish_s}, ValueError)
     for tags in ("weights", ["cuda_graph"], None, [["weights"]]):
-        with pytest.raises(ValueError, match="tags must be a list of weights and kv_cache"):
-            parse_wake({"tags": tags})
+        with pytest.raises(ValueError, match="tags.*must be"):
+            WakeBody.read({"tags": tags}, ValueError)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -138,14 +138,16 @@ def test_memory_stays_within_the_limit_and_rows_come_first(tiny_checkpoint: Call
 
     def watch(*_: Any) -> None:
         nonlocal most
-        most = max(most, engine._prefixes._bytes + engine._cache.bytes_of(engine._cache.rows, engine._cache.length))
+        most = max(
+            most, engine._rows.prefixes._bytes + engine._cache.bytes_of(engine._cache.rows, engine._cache.length)
+        )
 
     policy.model.register_forward_pre_hook(watch)
     played = play(engine, 90)
     assert [one.token_ids for _, one in played] == [one.token_ids for _, one in expected]
     assert 0 < most <= limit
     engine.sleep(1)
-    assert engine._prefixes._bytes == 0 and engine._prefixes.find(np.array(played[0][0]))[0] is None
+    assert engine._rows.prefixes._bytes == 0 and engine._rows.prefixes.find(np.array(played[0][0]))[0] is None
 
 
 def test_unequal_tokens_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

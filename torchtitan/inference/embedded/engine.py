@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from torchtitan.inference.embedded.cache import KeyValueCache
-from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, packs
-from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
-from torchtitan.inference.embedded.requests import Running, Sequence, TooLong, check_request
+from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, RouteRecorder, packs
+from torchtitan.inference.embedded.prefixes import Prefix
+from torchtitan.inference.embedded.requests import TooLong, check_request
 from torchtitan.inference.embedded.rescore import rescore
-from torchtitan.inference.embedded.routing import RouteRecorder, begin_rows, known_rows, told
-from torchtitan.inference.embedded.rows import Rows
 from torchtitan.inference.embedded.sampler import BatchSampler
+from torchtitan.inference.embedded.sequences import Rows, Running, Sequence
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag
 from torchtitan.models.decoder import Decoder
@@ -113,8 +112,6 @@ class Engine:
         """Samples that wait for a row"""
         self._waiting: deque[Running] = deque()
         self._requests: dict[str, Running] = {}
-        self._sequences: list[Sequence] = []
-        self._prefixes = PrefixStore()
         self._recorder = None if policy.args.experts is None else RouteRecorder(policy)
         self._finished: list[Running] = []
         self._ended: list[tuple[Running, Completion]] = []
@@ -130,7 +127,7 @@ class Engine:
                 for layer in policy.model.layers:
                     layer.register_forward_pre_hook(self._progress)
             self._forwards = Forwards(policy, self._cache, max_length)
-        self._rows = Rows(self._cache.whole_rows(max_sequences))
+        self._rows = Rows(self._cache, self._cache.whole_rows(max_sequences), self._recorder)
         self._sampler: BatchSampler | None = None
 
     # Requests
@@ -138,7 +135,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Sequences that hold a row."""
-        return len(self._sequences)
+        return len(self._rows)
 
     @property
     def progressed_at(self) -> float:
@@ -161,7 +158,7 @@ class Engine:
     @property
     def begun(self) -> bool:
         """Whether a request is under way that has sampled something; only the first in the queue can be among them."""
-        return bool(self._sequences) or (bool(self._waiting) and self._waiting[0].next_sample > 0)
+        return bool(self._rows) or (bool(self._waiting) and self._waiting[0].next_sample > 0)
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that cannot be served, ValueError for an id in use."""
@@ -235,7 +232,7 @@ class Engine:
         with torch.inference_mode():
             while self._waiting and self._admit():
                 pass
-            if self._sequences:
+            if self._rows:
                 self._decode()
             if self._ended:
                 self._rescore()
@@ -252,7 +249,8 @@ class Engine:
     def _admit(self) -> bool:
         """Give waiting samples rows, compute their prompts (what several begin with, once) and sample their first
         tokens. Returns whether more can follow at once: what was computed now is what the next one begins with."""
-        first = len(self._sequences)
+        rows = self._rows
+        first = len(rows)
         whole: list[tuple[Running, Part]] = []
         extended: list[tuple[Running, Part]] = []
         copies: list[tuple[int, int, int, int]] = []
@@ -264,7 +262,7 @@ class Engine:
             if self.held_back and running.next_sample == 0:
                 break
             prompt, sampling = running.prompt, running.request.sampling
-            used = len(self._sequences)
+            used = len(rows)
             length = len(prompt) + sampling.max_tokens
             count = min(sampling.n - running.next_sample, self._cache.room(length, used) - used)
             if count <= 0:
@@ -274,7 +272,7 @@ class Engine:
             shared = 0
             if sibling is None:
                 # The last token is computed in any case: what comes after it is sampled.
-                source, shared = self._prefixes.find(prompt[:-1])
+                source, shared = rows.prefixes.find(prompt[:-1])
                 again = source is not None and not source.computed
                 tokens += len(prompt) - shared
                 if again or (origins and tokens > PREFILL_TOKENS):
@@ -284,14 +282,15 @@ class Engine:
                     copies.append((used, used + 1, count - 1, len(prompt)))
             else:
                 copies.append((sibling.row, used, count, len(prompt)))
-            self._prefixes.trim(self._cache.spare_bytes(used + count, length, used))
+            rows.prefixes.trim(self._cache.spare_bytes(used + count, length, used))
             self._cache.reserve(used + count, length, used)
-            self._start_rows(running, count)
+            own = rows.start(running, count, (self.epoch, self.version), self._updates)
+            self.waiting -= count
             if source is not None:
-                self._begin_with(used, source, shared)
+                rows.begin_with(own, source, shared)
+                self.statistics.reused_tokens += shared
             if sibling is None:
-                own = self._sequences[used]
-                own.prefix = self._prefixes.begin(prompt, own)
+                own.prefix = rows.prefixes.begin(prompt, own)
                 begun.append(own.prefix)
             origins.append((running, count))
             if running.next_sample == sampling.n:
@@ -302,15 +301,13 @@ class Engine:
             if prefills:
                 logits = self._forward_prompts([part for _, part in prefills])
                 if self._recorder is not None:
-                    self._recorder.note([(self._sequences[one.row], one.start, one.tokens) for _, one in prefills])
+                    self._recorder.note([(rows.sequences[one.row], one.start, one.tokens) for _, one in prefills])
                 for (running, _), row_logits in zip(prefills, logits, strict=True):
                     running.prompt_logits = row_logits
         for prefix in begun:
             prefix.computed = True
         for row, target, count, length in copies:
-            self._cache.copy_row(row, target, count, length)
-            for one in self._sequences[target : target + count]:
-                begin_rows(one, known_rows(self._sequences[row]), length)
+            rows.copy(row, target, count, length)
         new_logits = []
         for running, count in origins:
             assert running.prompt_logits is not None
@@ -321,43 +318,14 @@ class Engine:
         self._emit(first, self._make_sampler(first), torch.cat(new_logits))
         return again
 
-    def _begin_with(self, row: int, source: Prefix, tokens: int) -> None:
-        """Put so many tokens of another sequence's beginning into a row."""
-        if source.sequence is not None:
-            self._cache.copy_row(source.sequence.row, row, 1, tokens)
-            begin_rows(self._sequences[row], known_rows(source.sequence), tokens)
-        else:
-            self._cache.write_row(row, source.copy, tokens)
-            begin_rows(self._sequences[row], source.routes, tokens)
-        self.statistics.reused_tokens += tokens
-
-    def _start_rows(self, running: Running, count: int) -> None:
-        """The next `count` samples of a request take the rows after the last one in use."""
-        sampling, length = running.request.sampling, len(running.request.prompt_ids)
-        begin = len(self._sequences)
-        self.waiting -= count
-        self._cache.start_rows(begin, count, length)
-        keys = running.keys[running.next_sample : running.next_sample + count]
-        self._rows.start(slice(begin, begin + count), length, sampling.max_tokens, keys)
-        for row in range(begin, begin + count):
-            marks = [(self.epoch, self.version, 0)]
-            sequence = Sequence(
-                running, running.next_sample, row, marks, self._updates, self._updates,
-                [] if sampling.truncated else None,
-            )  # fmt: skip
-            if sampling.routes and self._recorder is not None:
-                self._recorder.begin(sequence, length + sampling.max_tokens)
-            running.next_sample += 1
-            running.sequences.append(sequence)
-            self._sequences.append(sequence)
-
     def _forward_prompts(self, parts: list[Part]) -> torch.Tensor:
         self.statistics.prefilled_tokens += sum(part.tokens for part in parts)
         return self._forwards.prompts(parts)
 
     def _decode(self) -> None:
         """One more token for every row."""
-        used, rows = len(self._sequences), self._rows
+        rows = self._rows
+        used = len(rows)
         if self._sampler is None:
             self._sampler = self._make_sampler(0)
         width = self._cache.whole_rows(used)
@@ -365,21 +333,22 @@ class Engine:
         rows.lengths[used:width] = rows.last[used:width] = 0
         logits = self._forwards.next_tokens(rows.lengths[:width], rows.last[:width], used)
         if self._recorder is not None:
-            self._recorder.note([(one, int(rows.lengths[one.row]), 1) for one in self._sequences])
+            self._recorder.note([(one, int(rows.lengths[one.row]), 1) for one in rows.sequences])
         rows.lengths[:used] += 1
         self._emit(0, self._sampler, logits)
 
     def _make_sampler(self, first: int) -> BatchSampler:
-        parameters = [one.owner.request.sampling for one in self._sequences[first:]]
-        return BatchSampler(parameters, self._rows.keys[first : len(self._sequences)].copy(), self.device)
+        parameters = [one.owner.request.sampling for one in self._rows.sequences[first:]]
+        return BatchSampler(parameters, self._rows.keys[first : len(self._rows)].copy(), self.device)
 
     def _emit(self, first: int, sampler: BatchSampler, logits: torch.Tensor) -> None:
         """Sample rows [first, B) from logits, record the tokens, and release the rows that are finished."""
-        used = len(self._sequences)
-        choice = sampler(logits, self._rows.generated[first:used])
-        self._rows.add(first, choice.token_ids, choice.log_probs)
+        rows = self._rows
+        used = len(rows)
+        choice = sampler(logits, rows.generated[first:used])
+        rows.add(first, choice.token_ids, choice.log_probs)
         self.statistics.generated_tokens += used - first
-        sequences = self._sequences[first:]
+        sequences = rows.sequences[first:]
         if choice.kept is not None:
             for sequence, kept in zip(sequences, choice.kept, strict=True):
                 if sequence.kept is not None:
@@ -388,15 +357,15 @@ class Engine:
             broken = [one for one, value in zip(sequences, choice.log_probs, strict=True) if not np.isfinite(value)]
             self._fail(broken)
             # What failed may have been released from rows before `first`, and new rows have taken their places.
-            first, sequences = 0, list(self._sequences)
-        stopped = [one for one in sequences if int(self._rows.last[one.row]) in one.owner.stops]
+            first, sequences = 0, list(rows.sequences)
+        stopped = [one for one in sequences if int(rows.last[one.row]) in one.owner.stops]
         for sequence in stopped:
             self._release(sequence, "stop")
-        left = slice(first, len(self._sequences))
-        full = np.flatnonzero(self._rows.generated[left] >= self._rows.limits[left])
+        left = slice(first, len(rows))
+        full = np.flatnonzero(rows.generated[left] >= rows.limits[left])
         # From the end, so that no row that is still to be released is moved.
         for row in full[::-1]:
-            self._release(self._sequences[first + row], "length")
+            self._release(rows.sequences[first + row], "length")
 
     def _fail(self, broken: list[Sequence]) -> None:
         message = f"log-probs under version {self.version} are not finite"
@@ -407,28 +376,16 @@ class Engine:
             self._failures[request_id] = message
 
     def _release(self, sequence: Sequence, reason: FinishReason) -> None:
-        """A sample is over: make its completion, and let the last row take its row's place."""
-        row, last, running = sequence.row, len(self._sequences) - 1, sequence.owner
-        token_ids = self._rows.tokens(row).tolist()
-        count = len(token_ids)
-        completion = Completion(
-            token_ids=token_ids,
-            log_probs=self._rows.log_probs(row).tolist(),
-            finish_reason=reason,
-            spans=sequence.spans(count),
-            kept_token_ids=sequence.kept,
-            routes=told(sequence, len(running.request.prompt_ids) + count),
-        )
+        """A sample is over: make its completion, and free its row."""
+        rows, running = self._rows, sequence.owner
+        completion = rows.completion(sequence, reason)
         running.completions[sequence.index] = completion
         running.sequences.remove(sequence)
-        self._end_prefix(sequence, reason)
-        if row != last:
-            moved = self._sequences[last]
-            self._cache.move_row(last, row, int(self._rows.lengths[last]))
-            self._rows.move(last, row)
-            moved.row = row
-            self._sequences[row] = moved
-        self._sequences.pop()
+        if sequence.prefix is not None:
+            rows.prefixes.drop(sequence.prefix)
+        if reason != "abort" and sequence.computed_under == self._updates:
+            rows.keep(sequence)
+        rows.release(sequence)
         self._sampler = None
         if reason == "abort":
             return
@@ -438,21 +395,6 @@ class Engine:
         if running.unfinished == 0:
             del self._requests[running.request.request_id]
             self._finished.append(running)
-
-    def _end_prefix(self, sequence: Sequence, reason: FinishReason) -> None:
-        """What a sequence that ends has computed is kept for others, unless some of it is of older weights."""
-        if sequence.prefix is not None:
-            self._prefixes.drop(sequence.prefix)
-        if reason == "abort" or sequence.computed_under != self._updates:
-            return
-        length = int(self._rows.lengths[sequence.row])
-        routes = None if (known := known_rows(sequence)) is None else known[:length].copy()
-        self._prefixes.keep(self._tokens_of(sequence)[:length], self._cache.read_row(sequence.row, length), routes)
-        self._prefixes.trim(self._cache.spare_bytes(0, 0, 0))
-
-    def _tokens_of(self, sequence: Sequence) -> np.ndarray:
-        """[tokens] prompt and what was generated."""
-        return np.concatenate((sequence.owner.prompt, self._rows.tokens(sequence.row)))
 
     def _rescore(self) -> None:
         ended, self._ended = self._ended, []
@@ -469,7 +411,7 @@ class Engine:
         if self._requests:
             return False
         if "kv_cache" not in self.asleep:
-            self._prefixes.clear()
+            self._rows.prefixes.clear()
             self._cache.release()
         if level == 2:
             self.poisoned, self.torn = True, "its weights were dropped when it fell asleep"
@@ -504,12 +446,12 @@ class Engine:
         begin = time.perf_counter()
         change = self.weights.plan(tensors)
         self.poisoned = True
-        self._prefixes.clear()
+        self._rows.prefixes.clear()
         with torch.no_grad():
             change()
         self.epoch, self.version = epoch, version
         self._updates += 1
-        for sequence in self._sequences:
+        for sequence in self._rows.sequences:
             generated = int(self._rows.generated[sequence.row])
             sequence.marks = [mark for mark in sequence.marks if mark[2] < generated]
             sequence.marks.append((epoch, version, generated))
@@ -525,8 +467,8 @@ class Engine:
     def _recompute(self) -> None:
         """Keys and values of all rows anew, under the weights in use."""
         # The last token is not in the cache yet: the next step puts it there.
-        parts = [Part(self._tokens_of(sequence)[:-1], sequence.row) for sequence in self._sequences]
+        parts = [Part(self._rows.of(sequence)[:-1], sequence.row) for sequence in self._rows.sequences]
         for pack in packs(parts):
             self._forward_prompts(pack)
-        for sequence in self._sequences:
+        for sequence in self._rows.sequences:
             sequence.computed_under = self._updates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.inference.embedded.cache import DecodeAttention, ExtensionAttention, KeyValueCache, PrefillAttention
+from torchtitan.inference.embedded.sequences import Sequence
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.moe import MoE
 from torchtitan.models.rotary import RotaryTables, rotary_tables
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
@@ -32,7 +34,7 @@ class Part(NamedTuple):
         return len(self.token_ids) - self.start
 
 
-def packs(parts: Sequence[Part]) -> Iterator[list[Part]]:
+def packs(parts: list[Part]) -> Iterator[list[Part]]:
     """The parts in order, as many in a forward as are PREFILL_TOKENS, or one that is longer."""
     pack: list[Part] = []
     for part in parts:
@@ -95,3 +97,38 @@ class Forwards:
 
     def _rotary(self, positions: torch.Tensor) -> list[RotaryTables]:
         return [(c.index_select(0, positions), s.index_select(0, positions)) for c, s in self._rotary_tables]
+
+
+class RouteRecorder:
+    """Listens to all mixtures of a policy. Rows: [tokens, layers, experts per token], 0 in layers without experts."""
+
+    def __init__(self, policy: Decoder):
+        args = policy.args
+        assert args.experts is not None
+        self._shape = (args.num_hidden_layers, args.experts.per_token)
+        self._dtype = np.uint8 if args.experts.count <= 1 << 8 else np.uint16
+        self._chosen: dict[int, torch.Tensor] = {}
+        for layer in policy.model.layers:
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.record = self._chosen.__setitem__
+
+    def begin(self, sequence: Sequence, tokens: int) -> None:
+        """Make room for the rows of a sequence of at most so many tokens."""
+        sequence.routes = np.zeros((tokens, *self._shape), self._dtype)
+
+    def note(self, parts: list[tuple[Sequence, int, int]]) -> None:
+        """Of the last forward: (sequence, first token, tokens) of what it computed, one after another."""
+        if all(sequence.routes is None for sequence, _, _ in parts):
+            return
+        rows = self._rows(sum(tokens for _, _, tokens in parts))
+        begin = 0
+        for sequence, first, tokens in parts:
+            if sequence.routes is not None:
+                sequence.routes[first : first + tokens] = rows[begin : begin + tokens]
+            begin += tokens
+
+    def _rows(self, tokens: int) -> np.ndarray:
+        rows = np.zeros((tokens, *self._shape), self._dtype)
+        for layer, experts in self._chosen.items():
+            rows[:, layer] = experts[:tokens].cpu().numpy()
+        return rows

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from torchtitan.inference.embedded.requests import Sequence
+    from torchtitan.inference.embedded.sequences import Sequence
 
 # Beginnings are looked up in steps of so many tokens; a shorter one is computed again.
 STEP = 16

@@ -1,34 +1,15 @@
-"""Actors that give their memory back while the trainer trains: the bodies of /sleep and /wake, which every actor's
-server understands, and the side that asks."""
+"""What an actor's supervision keeps as it is to be: its memory, given back while the trainer trains, its weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
-from typing import Any
 
-from torchtitan.config.job_config import Inference
+from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.inference.client import UPDATING, ActorClient, ActorHealth
-from torchtitan.inference.types import TAGS, Tag
-
-
-def parse_sleep(data: dict[str, Any]) -> tuple[int, float]:
-    """{"level", "finish_s"} -> level, and seconds for what runs to finish. Raises ValueError."""
-    level, finish_s = data.get("level", 1), data.get("finish_s", 0.0)
-    if type(level) is not int or level not in (1, 2):
-        raise ValueError(f"level must be 1 or 2, got {level!r}")
-    if type(finish_s) not in (int, float) or not 0 <= finish_s < float("inf"):
-        raise ValueError(f"finish_s must be a finite number of at least 0, got {finish_s!r}")
-    return level, float(finish_s)
-
-
-def parse_wake(data: dict[str, Any]) -> list[Tag]:
-    """{"tags"} -> the parts of its memory that an engine is to take again, or all. Raises ValueError."""
-    tags = data.get("tags", list(TAGS))
-    if not isinstance(tags, list) or not all(tag in TAGS for tag in tags):
-        raise ValueError(f"tags must be a list of {' and '.join(TAGS)}, got {tags!r}")
-    return tags
+from torchtitan.inference.types import Tag
 
 
 class ActorMemory:
@@ -95,3 +76,69 @@ class ActorMemory:
         elif not await client.sleep(level, timeout_s):
             self.stay_awake("its engine still works on something")
         return await client.health(self._config.health_timeout_s), True
+
+
+# After so many fruitless connections in a row a process is started anew.
+ATTEMPTS = 3
+
+
+class WeightConnection:
+    """key: of the actor `name` (handshake.role_key). write(kind, level, …) writes an event of it."""
+
+    def __init__(self, name: str, config: JobConfig, epoch: str, key: str, write: Callable[..., None]):
+        self._name, self._epoch, self._key, self._write = name, epoch, key, write
+        self._relay = config.weight_sync.relay
+        self._timeout_s, self._join_timeout_s = config.inference.health_timeout_s, config.weight_sync.join_timeout_s
+        self._registry: str | None = None
+        self.connected = False
+        self._fruitless = 0
+        self._waiting_since = 0.0
+        """On time.monotonic(), 0.0 where nothing is waited for"""
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether connecting anew has not helped several times."""
+        return self._fruitless >= ATTEMPTS
+
+    def use(self, registry: str) -> None:
+        """Pull weights from the trainer with this registry (host:port) from now on."""
+        self._registry, self.connected = registry, False
+
+    def stop_waiting(self, success: bool) -> None:
+        """Weights have come (success), or are not expected now."""
+        self._waiting_since = 0.0
+        if success:
+            self._fruitless = 0
+
+    def reset(self) -> None:
+        """Another process has the actor's name: it is not connected."""
+        self.connected, self._fruitless, self._waiting_since = False, 0, 0.0
+
+    async def keep(self, client: ActorClient, health: ActorHealth, may_connect: bool) -> ActorHealth:
+        """Connect the actor where it is not connected, or not any more. Returns its health after that; raises
+        ActorError."""
+        if self.connected and health.weights_failure is not None:
+            self.connected = False
+            self._write("actor_weights_lost", level=logging.WARNING, reason=health.weights_failure)
+        if self._registry is None or self.connected or not may_connect:
+            return health
+        names = self._registry, self._name, self._epoch, self._key
+        await client.connect_weights(*names, self._relay, self._timeout_s)
+        self.connected = True
+        return await client.health(self._timeout_s)
+
+    def overdue(self, health: ActorHealth) -> str:
+        """Why an actor that serves nothing is to be connected anew; "" while its weights may still come."""
+        now = time.monotonic()
+        if not self.connected or health.status == "paused":
+            self._waiting_since = 0.0
+            return ""
+        self._waiting_since = self._waiting_since or now
+        if now - self._waiting_since <= self._join_timeout_s or health.weights_state in UPDATING:
+            return ""
+        self._waiting_since, self.connected = 0.0, False
+        self._fruitless += 1
+        why = health.reason or f"it serves version {health.version} of epoch {health.epoch}"
+        reason = f"no weights within weight_sync.join_timeout_s = {self._join_timeout_s:g} s: {why}"
+        self._write("actor_join_timeout", level=logging.WARNING, reason=reason)
+        return reason
