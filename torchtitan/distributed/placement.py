@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import TypeIs
 
 from torchtitan.distributed.device import device
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # What of a parameter is a tensor of its own in files: all of it, an entry along its first dimension, or rows of one.
 Place = int | tuple[int, tuple[int, int]] | None
@@ -56,9 +61,15 @@ def part_of(tensor: torch.Tensor, place: Place) -> torch.Tensor | StackPart:
     return StackPart(tensor, *place) if isinstance(place, tuple) else StackPart(tensor, place)
 
 
+def is_distributed(tensor: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. Importing those takes half a second, which engines without them are spared."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
@@ -69,7 +80,7 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
     right. The region stays one contiguous block in every dimension.
     """
     start, size = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
+    if is_distributed(tensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -79,8 +90,8 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
             if hasattr(placement, "split_factor"):
                 # A strided shard: its class is private and its is_shard() is False.
                 strided.append((index, placement.dim))  # type: ignore[attr-defined]
-            elif isinstance(placement, Shard):
-                plain.append((index, placement.dim))
+            elif placement.is_shard():
+                plain.append((index, placement.dim))  # type: ignore[attr-defined]
         for index, shard_dim in plain + strided[::-1]:
             dim = shard_dim % tensor.dim()
             # As torch.chunk cuts: every part but the last ones has the rounded-up size.
@@ -93,13 +104,13 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on this rank; for a DTensor a collective of its mesh, on the mesh's device."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return tensor
     local = tensor.to_local()
     if local.device.type != tensor.device_mesh.device_type:
         # An offloaded parameter: its mesh's collectives run on the device.
         local = local.to(device())
-        tensor = DTensor.from_local(
+        tensor = type(tensor).from_local(
             local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
         )
     return tensor.full_tensor()

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
-from torchtitan.distributed.placement import StackPart, local_region, local_tensor, part_of
+from torchtitan.distributed.placement import StackPart, is_distributed, local_region, local_tensor, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
@@ -147,7 +146,7 @@ def export_policy(
         dtype: of the weights in the files (buffers keep their own); None: as the policy holds them.
     """
     directory = Path(directory)
-    sharded = any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+    sharded = any(is_distributed(parameter) for parameter in policy.parameters())
     writes = not sharded or torch.distributed.get_rank() == 0
     error: BaseException | None = None
     staging: Path | None = None

@@ -10,21 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.placement import StackPart, copy_full_, full_tensor, local_tensor, part_of
+from torchtitan.distributed.placement import (
+    StackPart,
+    copy_full_,
+    full_tensor,
+    is_distributed,
+    local_tensor,
+    part_of,
+)
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
 from torchtitan.models.quantized import HELD, QuantizedLinear
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class Adapter:
@@ -49,7 +57,9 @@ class Adapter:
         B: a further pair of operands for the head."""
         a: torch.Tensor = module.get_parameter(FACTOR_A)
         b: torch.Tensor = module.get_parameter(FACTOR_B)
-        if isinstance(a, DTensor) and isinstance(b, DTensor):
+        if is_distributed(a) and is_distributed(b):
+            from torch.distributed.tensor import Partial
+
             # Every rank's gradient covers its own vocabulary only: they add up.
             a, b = a.to_local(grad_placements=[Partial()]), b.to_local()
         return (self.scale * F.linear(self._drop(module, hidden), a.to(hidden.dtype))).to(b.dtype), b
@@ -81,12 +91,14 @@ def add_adapters(policy: Decoder, settings: Lora) -> None:
 
 
 def _adapt(module: nn.Module, settings: Lora) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
     adapter = Adapter(settings.alpha / settings.rank, settings.dropout)
     weight = module if isinstance(module, QuantizedLinear) else module.get_parameter("weight")
     rows, columns = weight.shape
     placement: Placement = Replicate()
     mesh: DeviceMesh | None = None
-    if isinstance(weight, DTensor):
+    if is_distributed(weight):
         placement, mesh = weight.placements[0], weight.device_mesh
     by_columns, by_rows = placement == Shard(1), placement == Shard(0)
     device = weight.device
@@ -101,6 +113,8 @@ def _adapt(module: nn.Module, settings: Lora) -> None:
 def _factor(rows: int, columns: int, device: torch.device, mesh: DeviceMesh | None, placement: Placement) -> nn.Linear:
     factor = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.float32)
     if mesh is not None:
+        from torch.distributed.tensor import distribute_tensor
+
         factor.weight = nn.Parameter(distribute_tensor(factor.weight.detach(), mesh, [placement]))
     return factor
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
 
-from torchtitan.distributed.placement import local_tensor
+from torchtitan.distributed.placement import is_distributed, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.expert_args import MISSING, ExpertArgs
 from torchtitan.models.grouped_matmul import grouped_linear
@@ -81,7 +80,9 @@ class Router(nn.Module):
         """
         args = self.args
         weight: torch.Tensor = self.weight
-        if isinstance(weight, DTensor):
+        if is_distributed(weight):
+            from torch.distributed.tensor import Partial
+
             # Tensor-parallel ranks route different tokens: their gradients add up.
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
