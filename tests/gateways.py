@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from tests.chat_models import QUESTION, TOOLS, WEATHER
+from tests.chat_models import QUESTION, SAID, TOOLS, WEATHER
 from tests.engines.job import Trainer
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.trajectory import Branch
 from torchtitan.inference.types import SamplingParameters
 from torchtitan.rollout.gateway.process import Door, Gateway
 from torchtitan.utils.json_lines import EventLog
@@ -99,6 +100,21 @@ def client(door: Door) -> Any:
     import openai
 
     return openai.AsyncOpenAI(base_url=door.base_url, api_key=door.key, max_retries=0, timeout=PATIENCE_S)
+
+
+async def play_both_ways(behind: Behind) -> AsyncIterator[Branch]:
+    """The conversation with tools, whole and streamed: what the gateway has recorded of each."""
+    for stream in (False, True):
+        door = await behind.open(f"tools-{stream}", temperature=0.0)
+        messages = await play_with_tools(door, stream)
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+        assert messages[-1]["content"] == SAID[1]
+        played = await behind.gateway.end(door.session)
+        (branch,) = played.branches
+        assert (played.calls, played.failed, played.cut) == (2, 0, False)
+        spans = {(span.epoch, span.version) for one in branch.sampled for span in one.spans}
+        assert spans == {(behind.trainer.epoch, 0)}
+        yield branch
 
 
 async def play_with_tools(door: Door, stream: bool) -> list[dict[str, Any]]:

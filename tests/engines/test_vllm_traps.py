@@ -1,4 +1,4 @@
-"""Every way in which a vLLM goes wrong that gets new weights: seen without the cure, and gone with it."""
+"""Loads into a real vLLM that could leave it with other weights than it was given."""
 
 from __future__ import annotations
 
@@ -59,20 +59,12 @@ def difference(results: Results, case: str, weights: str = "new") -> float:
 
 def test_what_is_loaded_is_served(results: Results) -> None:
     assert difference(results, "first", "old") < FP32_TOLERANCE
-    assert difference(results, "cured") < FP32_TOLERANCE and difference(results, "cured_again") < FP32_TOLERANCE
-    assert difference(results, "cured", "old") > WRONG
-
-
-def test_the_models_own_loader_fails_on_a_running_engine(results: Results) -> None:
-    assert "Error" in results["plain_load_weights"]
-
-
-def test_a_tied_head_goes_stale_without_packing_it_anew(results: Results) -> None:
-    assert difference(results, "stale_head") > WRONG
+    assert difference(results, "loaded") < FP32_TOLERANCE and difference(results, "loaded_again") < FP32_TOLERANCE
+    assert difference(results, "loaded", "old") > WRONG
 
 
 def test_a_layer_that_nobody_packs_anew_is_an_error(results: Results) -> None:
-    for case in ("stale_head_noticed", "stale_head_noticed_again"):
+    for case in ("stale_head", "stale_head_again"):
         assert results[case] == "IncompleteVersion: 1 layers got no weights: lm_head"
 
 
@@ -81,18 +73,6 @@ def test_old_packed_weights_are_freed_before_new_ones_are_made(results: Results)
     assert len(results["packed_before"]) == 4 * LAYERS + 2  # all linear layers, the head, and the embedding too
     assert results["packed_while_loading"] == [] and results["packed_after"] == results["packed_before"]
     assert difference(results, "one_model_at_a_time") < FP32_TOLERANCE
-
-
-def test_the_weight_checker_does_not_see_a_stale_head(results: Results) -> None:
-    assert results["checksums_stale_head"] == results["checksums_cured"]
-
-
-def test_a_prefix_outlives_its_weights_without_a_reset(results: Results) -> None:
-    assert difference(results, "stale_prefix") > WRONG
-
-
-def test_a_receive_buffer_must_not_be_used_again(results: Results) -> None:
-    assert difference(results, "reused_buffer") > WRONG
 
 
 def check_in_place(results: Results, tolerance: float) -> None:
@@ -113,8 +93,6 @@ def test_weights_in_bfloat16_are_packed_from_where_they_were_staged(both: list[R
 
 def test_a_load_that_broke_off_is_given_up_before_the_next(results: Results) -> None:
     assert difference(results, "after_a_failure") < FP32_TOLERANCE
-    uncured = results["after_a_failure_uncured"]
-    assert isinstance(uncured, str) or difference(results, "after_a_failure_uncured") > WRONG
 
 
 def test_a_version_with_something_missing_is_an_error(results: Results) -> None:

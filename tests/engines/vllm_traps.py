@@ -1,9 +1,9 @@
-"""What goes wrong in a vLLM that gets new weights, with and without the cures; one engine after the other here.
+"""What could go wrong in a vLLM that gets new weights; one engine after the other here.
 
     {vLLM's python} -m tests.engines.vllm_traps '[[MODEL, OTHER_MODEL, [CASE, …]], …]'
         prints for each of them {case: log-probs of the probe, or an error}; without cases for all cases
 
-OTHER_MODEL holds the new weights, of the same architecture. "…_cured" is what torchtitan.inference.vllm.loading does.
+OTHER_MODEL holds the new weights, of the same architecture.
 """
 
 from __future__ import annotations
@@ -61,10 +61,6 @@ class Engine:
         given = zip(answers, PROBE[-SCORED:], strict=True)
         return [answer.outputs[0].logprobs[0][token].logprob for answer, token in given]
 
-    def checksums(self) -> str:
-        """What vLLM's own weight checker says."""
-        return json.dumps(self.llm.collective_rpc("compute_weight_checksums"), sort_keys=True, default=str)
-
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As our backend does."""
         from vllm.config import set_current_vllm_config
@@ -73,13 +69,6 @@ class Engine:
 
         with set_current_vllm_config(self.worker.vllm_config):
             load_weights(self.model, self.worker.model_config, weights)
-
-
-def reusing_a_buffer(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters in the same memory, one after the other, as a naive receiver would give them."""
-    buffer = torch.empty(max(tensor.numel() for tensor in weights.values()))
-    for name, tensor in weights.items():
-        yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def in_trainers_order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -156,20 +145,14 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
             return
         results[case] = engine.log_probs()
 
-    def load_without_repacking(noticed: bool) -> None:
-        """noticed: the layers' packed weights are dropped at first, as always."""
-        drop = loading._drop_packed_weights if noticed else lambda _: {}
-        with (
-            mock.patch.object(loading, "repack_tied_heads", lambda _: None),
-            mock.patch.object(loading, "_drop_packed_weights", drop),
-        ):
-            engine.load(iter(new.items()))
-        engine.llm.reset_prefix_cache()
+    def load_without_repacking() -> None:
+        with mock.patch.object(loading, "repack_tied_heads", lambda _: None):
+            load_all()
 
     def load_twice_without_repacking() -> None:
         with contextlib.suppress(loading.IncompleteVersion):
-            load_without_repacking(noticed=True)
-        load_without_repacking(noticed=True)
+            load_without_repacking()
+        load_without_repacking()
 
     def load_and_look() -> None:
         """Which layers still have packed weights when the first new ones are asked for."""
@@ -187,20 +170,15 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
         layers = engine.model.named_modules()
         return [name for name, layer in layers if layer.__dict__.get(loading.PACKED) is not None]
 
-    def load_all(reset: bool = True) -> None:
+    def load_all() -> None:
         engine.load(iter(new.items()))
-        if reset:
-            engine.llm.reset_prefix_cache()
+        engine.llm.reset_prefix_cache()
 
     def load_after_a_failure() -> None:
         try:
             engine.load(breaking_off(new))
         except ConnectionError:
             load_all()
-
-    def load_from_a_buffer() -> None:
-        engine.load(reusing_a_buffer(new))
-        engine.llm.reset_prefix_cache()
 
     def load_in_place() -> None:
         """From staging memory, which is another version's as soon as this one is loaded."""
@@ -217,39 +195,18 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     adopted: list[bool] = []
     results["first"] = engine.log_probs()
-    record("cured", load_all)
-    results["checksums_cured"] = engine.checksums()
-    record("stale_head", lambda: load_without_repacking(noticed=False))
-    results["checksums_stale_head"] = engine.checksums()
-    record("stale_head_noticed", lambda: load_without_repacking(noticed=True))
-    record("stale_head_noticed_again", load_twice_without_repacking)
+    record("loaded", load_all)
+    record("stale_head", load_without_repacking)
+    record("stale_head_again", load_twice_without_repacking)
     record("one_model_at_a_time", load_and_look)
-    record("stale_prefix", lambda: load_all(reset=False))
-    record("reused_buffer", load_from_a_buffer)
     record("in_place", load_in_place)
     results["in_place_layers"] = sum(adopted)
     record("copied", load_copied)
     record("after_a_failure", load_after_a_failure)
-    record("after_a_failure_uncured", lambda: with_leftovers(engine, load_after_a_failure))
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
-    record("cured_again", load_all)
-    record("plain_load_weights", lambda: plainly(engine, new))
+    record("loaded_again", load_all)
     engine.close()
     return results
-
-
-def with_leftovers(engine: Engine, load: Callable[[], None]) -> None:
-    """Without giving up what a broken load has left."""
-    from torchtitan.inference.vllm import loading
-
-    with mock.patch.object(loading, "_abandon", lambda *_: None):
-        load()
-
-
-def plainly(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
-    """The model's own loader, as at the start."""
-    engine.model.load_weights(iter(weights.items()))  # type: ignore[operator]
-    engine.llm.reset_prefix_cache()
 
 
 if __name__ == "__main__":

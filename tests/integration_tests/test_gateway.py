@@ -11,9 +11,9 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.chat_models import END, QUESTION, SAID, make_chat_model
+from tests.chat_models import END, QUESTION, make_chat_model
 from tests.engines.job import differences
-from tests.gateways import MAX_CALLS, Behind, client, make_config, play_with_tools, playing
+from tests.gateways import MAX_CALLS, Behind, client, make_config, play_both_ways, playing
 from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
@@ -59,16 +59,8 @@ def pairs(branches: list[Branch]) -> list[tuple[list[int], list[int]]]:
 @asynchronous
 async def test_an_openai_client_plays_with_tools(model: Path, record: Path, tmp_path: Path) -> None:
     async with playing(make_config(model), tmp_path / "run", END) as behind:
-        for stream in (False, True):
-            door = await behind.open(f"tools-{stream}", temperature=0.0)
-            messages = await play_with_tools(door, stream)
-            assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-            assert messages[-1]["content"] == SAID[1]
-            played = await behind.gateway.end(door.session)
-            (branch,) = played.branches
-            assert (played.calls, played.failed, played.cut) == (2, 0, False)
+        async for branch in play_both_ways(behind):
             assert pairs([branch]) == behind.sampled(record)[-2:]
-            assert {span.version for one in branch.sampled for span in one.spans} == {0}
         # The tools' door for agents that sample tokens themselves, whatever form of entry they read.
         door = await behind.open("many", temperature=0.0, many=True)
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {door.key}"}) as http:

@@ -75,7 +75,7 @@ def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -
     healthy, victim = job.actor("actor-0"), job.actor("actor-1")
     job.publish()
     job.served_by(healthy, victim)
-    for _ in range(5):
+    for _ in range(3):
         job.step()
         victim.signal(signal.SIGSTOP)
         wait_for(lambda: job.watcher.status()["newest"] == job.version, "publication")

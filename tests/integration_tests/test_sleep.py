@@ -74,8 +74,7 @@ def states(run: Run) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", [1, 2])
-def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int) -> None:
+def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path) -> None:
     config, policy = make_config(tmp_path / "checkpoint")
     seen: list[dict[str, str]] = []
 
@@ -87,7 +86,7 @@ def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path, level: int)
             expected = score(run.policy, sample.prompt_ids + sample.completion_ids)[len(sample.prompt_ids) - 1 :]
             assert sample.log_probs == pytest.approx(expected, abs=1e-4)
 
-    with sleeping(config, policy, tmp_path / "run", level) as run:
+    with sleeping(config, policy, tmp_path / "run", level=2) as run:
         run.while_asleep = look  # type: ignore[method-assign]
         for _ in range(4):
             run.step()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.unit_tests.inference.fake_engine import flag
+from tests.unit_tests.inference.fake_engine import Guarded, flag, listen
 
 DELAY_S = float(os.environ.get("FAKE_DELAY_S", "0.0"))
 FOLDER = Path(os.environ["FAKE_ENGINE"])
@@ -40,18 +39,12 @@ def poisoned() -> bool:
     return flag("poisoned") and (FOLDER / "poisoned").read_text() == str(os.getpid())
 
 
-class FakeActor:
+class FakeActor(Guarded):
     def __init__(self, token: str):
-        self.token = token
+        super().__init__(token)
         self.epoch: str | None = None
         self.version: int | None = None
         self.connections: list[dict[str, Any]] = []
-
-    @web.middleware
-    async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
-            return web.json_response({"error": "token"}, status=401)
-        return await handler(request)
 
     async def health(self, request: web.Request) -> web.Response:
         status = "poisoned" if poisoned() else "not_ready" if self.version is None else "ok"
@@ -104,12 +97,7 @@ async def serve(port_file: Path, token: str) -> None:
             web.post("/weights/connect", actor.connect),
         ]
     )
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    partial = port_file.with_suffix(".partial")
-    partial.write_text(str(runner.addresses[0][1]))
-    partial.replace(port_file)
+    await listen(app, "127.0.0.1", port_file)
     while os.getppid() == int(sys.argv[sys.argv.index("--parent-pid") + 1]):  # noqa: ASYNC110
         await asyncio.sleep(0.5)
 

@@ -63,21 +63,38 @@ def first_element(file: Path, name: str) -> float:
     return value
 
 
-class FakeEngine:
+class Guarded:
+    """Lets in who knows the token."""
+
     def __init__(self, token: str):
         self.token = token
-        self.label = "default"
-        self.norms: tuple[float, float] = (0.0, 0.0)
-        """First elements of the final norm and of the first layer's: equal in every whole version"""
-        self.paused = False
-        self.running: set[asyncio.Event] = set()
-        self.asleep: set[str] = set()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
+
+
+async def listen(app: web.Application, host: str, port_file: Path) -> None:
+    """Serve, and say where."""
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, host, 0).start()
+    partial = port_file.with_suffix(".tmp")
+    partial.write_text(str(runner.addresses[0][1]))
+    partial.replace(port_file)
+
+
+class FakeEngine(Guarded):
+    def __init__(self, token: str):
+        super().__init__(token)
+        self.label = "default"
+        self.norms: tuple[float, float] = (0.0, 0.0)
+        """First elements of the final norm and of the first layer's: equal in every whole version"""
+        self.paused = False
+        self.running: set[asyncio.Event] = set()
+        self.asleep: set[str] = set()
 
     async def server_info(self, _request: web.Request) -> web.Response:
         said = {"version": "0.0", "tp_size": 1, "disable_radix_cache": True}
@@ -211,12 +228,7 @@ class FakeEngine:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    runner = web.AppRunner(FakeEngine(os.environ[arguments.token_env]).app(), handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, arguments.host, 0).start()
-    partial = arguments.port_file.with_suffix(".tmp")
-    partial.write_text(str(runner.addresses[0][1]))
-    partial.replace(arguments.port_file)
+    await listen(FakeEngine(os.environ[arguments.token_env]).app(), arguments.host, arguments.port_file)
     print("fake engine: listening", flush=True)
     await asyncio.Event().wait()
 
