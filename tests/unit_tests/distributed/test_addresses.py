@@ -1,4 +1,4 @@
-"""Which address each rank uses: chosen, said, and refused where other machines cannot reach it."""
+"""Which address each rank uses: chosen, said, and refused where other machines cannot reach it; and which cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.distributed import addresses
+from torchtitan.distributed import addresses, device
 from torchtitan.errors import UserError
 
 HERE = {"lo": "127.0.0.1", "eth0": "10.0.0.8", "ib0": "192.168.1.8"}
@@ -77,3 +77,14 @@ def test_ranks_of_three_machines_are_numbered_by_node_meet_and_say_where(tmp_pat
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [
         f"{rank} at 127.0.0.1 (lo), " * 2 for rank in range(3)
     ]
+
+
+@pytest.mark.parametrize(("beside", "share"), [(0, 4), (1, 3), (30, 1)])
+def test_the_ranks_of_this_machine_share_its_cores(beside: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other machines have cores of their own."""
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(device, "usable_cores", lambda: list(range(16)))
+    asked: list[int] = []
+    monkeypatch.setattr(device.torch, "set_num_threads", asked.append)
+    assert device.set_threads(0, beside) == share and asked == [share]
