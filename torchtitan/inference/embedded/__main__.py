@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import os
 import secrets
 import sys
 from pathlib import Path
 
+from torchtitan.config.derived import is_loopback
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
@@ -38,14 +38,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if arguments.no_token and not is_loopback(arguments.host):
         parser.error(f"--no-token is for loopback addresses, not for --host {arguments.host}")
     return arguments
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can only be reached from this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def pin(cores: str | None, threads: int) -> int:
