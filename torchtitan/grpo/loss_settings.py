@@ -63,7 +63,7 @@ def stage_settings(config: JobConfig) -> LossSettings:
     sft: cross-entropy, the mean over the batch's tokens (or as grpo.loss_normalization says).
     distill: KL(π ‖ teacher) of every sampled token, the teacher in the place of the reference policy, by the gradient
     E_μ[min(π/μ, cap) · log(π/π_teacher) · ∇log π] (Agarwal et al. 2024, GKD, section 3, with λ = 1 and the reverse
-    KL; see divergence.corrected), and the policy loss, which is zero where rewards give no advantages.
+    KL; see loss.corrected), and the policy loss, which is zero where rewards give no advantages.
 
     Raises UserError where grpo.loss_type names a function that cannot be loaded.
     """

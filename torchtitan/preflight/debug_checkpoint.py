@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from torchtitan.rollout.environments import calculator, guess
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.json_lines import read_json_lines
 
+SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
 PLAY_SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+=[]<>?!.", "<bos>", "<unk>"]
 PAD, EOS = 0, 1
 INDEX = {symbol: i for i, symbol in enumerate(PLAY_SYMBOLS)}
@@ -59,22 +60,31 @@ class WarmStart:
     steps: int
 
 
-def policy_args() -> ModelArgs:
-    """Four Qwen3 layers, 330k parameters."""
+def debug_model_args(mixture: bool = False) -> ModelArgs:
+    """Two Qwen3 layers, 298k parameters; as a mixture of 8 experts, of which each token has 2, 890k."""
     return ModelArgs(
-        family="qwen3",
-        vocab_size=len(PLAY_SYMBOLS),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=4,
+        family="qwen3_moe" if mixture else "qwen3",
+        experts=ExpertArgs(count=8, per_token=2, intermediate_size=128, normalize=True) if mixture else None,
+        vocab_size=len(SYMBOLS),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=32,
         rope_theta=10000.0,
         tie_word_embeddings=True,
         max_position_embeddings=256,
         eos_token_ids=(EOS,),
     )
+
+
+def policy_args() -> ModelArgs:
+    """Four smaller layers for plays, 330k parameters."""
+    return replace(
+        debug_model_args(), vocab_size=len(PLAY_SYMBOLS), hidden_size=96, intermediate_size=192, num_hidden_layers=4,
+        head_dim=24,
+    )  # fmt: skip
 
 
 def guess_play(numbers: random.Random) -> Play:
@@ -147,30 +157,9 @@ def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
     return how.steps, likely
 
 
-SYMBOLS = ["<pad>", "<eos>", *"0123456789", *"+-*/=() ", "<bos>", "<unk>"]
-PAD, EOS = 0, 1
 # The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
 RUN_TIMEOUT_S = 500.0
-
-
-def debug_model_args(mixture: bool = False) -> ModelArgs:
-    """Two Qwen3 layers, 298k parameters; as a mixture of 8 experts, of which each token has 2, 890k."""
-    return ModelArgs(
-        family="qwen3_moe" if mixture else "qwen3",
-        experts=ExpertArgs(count=8, per_token=2, intermediate_size=128, normalize=True) if mixture else None,
-        vocab_size=len(SYMBOLS),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        eos_token_ids=(EOS,),
-    )
 
 
 def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:

@@ -116,7 +116,7 @@ class MicroBatch:
     teacher_log_probs: torch.Tensor | None = None
     """[A], where a teacher behind a server has given them"""
     routes: torch.Tensor | None = None
-    """[T, layers, k] int16: the experts of each token, see routing.py"""
+    """[T, layers, k] int16: the experts of each token, see packed_routes"""
     routed: tuple[int, int] = (0, 0)
     """Of how many tokens the engine has said them, and of how many it was to"""
 

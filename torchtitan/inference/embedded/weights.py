@@ -62,7 +62,7 @@ class EngineWeights:
         """Gives dropped weights their memory again"""
 
     def plan(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """What changes the weights into this version: whole tensors, or adapters (adapter_version.py).
+        """What changes the weights into this version: whole tensors, or adapters (base_weights.py).
 
         Raises WeightsRefused where names or shapes are not the model's; nothing has changed then. What is returned
         raises AdapterNotApplied where the weights are something else afterwards than base + adapters.

@@ -22,7 +22,7 @@ REFUSED = (400, 422)
 
 
 class SGLangDialect:
-    """Of versions 0.5.20 to 0.5.23; see agent.dialect.Dialect."""
+    """Of versions 0.5.20 to 0.5.23; see agent.client.Dialect."""
 
     name = "sglang"
 

@@ -17,7 +17,7 @@ REFUSED = (400, 413, 422)
 
 
 class VLLMDialect:
-    """Of versions 0.32.0 and 0.33.0; see agent.dialect.Dialect. The server runs with --enable-scale-out, which has
+    """Of versions 0.32.0 and 0.33.0; see agent.client.Dialect. The server runs with --enable-scale-out, which has
     this route, and --logprobs-mode processed_logprobs: those that tokens were sampled with."""
 
     name = "vllm"

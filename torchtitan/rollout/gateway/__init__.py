@@ -2,5 +2,5 @@
 
 `process.py` is the run's side: it starts the gateway, a process of its own, opens and ends sessions, and says which
 actor a call goes to. `server.py` has the routes, `sessions.py` what a session's calls leave, `wire.py` reads and
-writes the API's JSON. `rendering.py`, beside this folder, makes tokens of messages.
+writes the API's JSON. `tokenizer.py`, beside this folder, makes tokens of messages.
 """
