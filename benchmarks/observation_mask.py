@@ -26,7 +26,8 @@ from benchmarks import common  # noqa: E402
 from torchtitan.inference.trajectory import Branch, Given  # noqa: E402
 from torchtitan.inference.types import Completion  # noqa: E402
 from torchtitan.rollout.types import Batch  # noqa: E402
-from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer, Slots  # noqa: E402
+from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer  # noqa: E402
+from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 
 BARS = {"masked_minus_unmasked": (">=", 0.02)}
 UNMASKED = "--unmasked-run"
@@ -50,7 +51,7 @@ def train_on_observations() -> None:
     """Have the trainer of this process do so."""
     real = PolicyTrainer.train_batch
 
-    def train_batch(self: PolicyTrainer, batch: Batch, slots: Slots | None = None) -> BatchResult:
+    def train_batch(self: PolicyTrainer, batch: Batch, slots: WeightSync | None = None) -> BatchResult:
         for sample in batch.samples:
             sample.branches = [with_observations(branch) for branch in sample.branches]
         return real(self, batch, slots)

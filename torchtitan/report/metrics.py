@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
@@ -18,6 +18,9 @@ from torchtitan.inference.types import Completion
 from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, read_json_lines
+
+if TYPE_CHECKING:
+    from torchtitan.rollout.tokenizer import Tokenizer
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -35,10 +38,6 @@ REQUIRED_KEYS = (
 )  # fmt: skip
 
 Figure = float | int | None
-
-
-class Decoder(Protocol):
-    def decode(self, ids: list[int], skip_special: bool = True) -> str: ...
 
 
 class MetricsLogger:
@@ -90,7 +89,7 @@ class MetricsLogger:
         """Write an evaluation as an object of its own, with `eval/…` keys and the step after which it was made."""
         self._console.evaluation(step, self._write({"step": step} | dict(figures)))
 
-    def log_completions(self, step: int, batch: Batch, tokenizer: Decoder) -> None:
+    def log_completions(self, step: int, batch: Batch, tokenizer: Tokenizer) -> None:
         """Write the first samples of a batch in words, at most metrics.completions_per_step."""
         limit = self.config.metrics.completions_per_step
         for number, sample in enumerate(batch.samples[: None if limit < 0 else limit]):
@@ -117,7 +116,7 @@ def finite(value: Figure) -> Figure:
     return int(value) if isinstance(value, int) else float(value)
 
 
-def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
+def describe_sample(step: int, version: int, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     """One row of completions.jsonl. A conversation has `segments` beside what it sampled."""
     conversation = {} if len(sampled_segments(sample.branches)) == 1 else {"segments": _segments(sample, tokenizer)}
     return conversation | {
@@ -135,7 +134,7 @@ def describe_sample(step: int, version: int, sample: Sample, tokenizer: Decoder)
     }
 
 
-def _segments(sample: Sample, tokenizer: Decoder) -> list[dict[str, Any]]:
+def _segments(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """What was said behind the prompt, branch by branch; what was sampled has its number of tokens and its versions."""
     rows = []
     for number, branch in enumerate(sample.branches):
@@ -147,7 +146,7 @@ def _segments(sample: Sample, tokenizer: Decoder) -> list[dict[str, Any]]:
     return rows
 
 
-def describe_tokens(sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
+def describe_tokens(sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
     """The first tokens of a sample one by one: text, the engine's log-prob, and the trainer's where it is known."""
     ids = sample.completion_ids[:DETAILED_TOKENS]
     known = [branch.trainer_log_probs for branch in sample.branches]
@@ -159,7 +158,7 @@ def describe_tokens(sample: Sample, tokenizer: Decoder) -> dict[str, Any]:
     }
 
 
-def token_texts(ids: list[int], tokenizer: Decoder) -> list[str]:
+def token_texts(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     """What each token adds to the text; one that is only a part of a character adds nothing, the last of them all."""
     texts = []
     before = done = 0

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,22 +36,15 @@ from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, t
 from torchtitan.trainer.profiling import Passes, model_flops, throughput
 from torchtitan.trainer.reference_policy import build_reference
 
+if TYPE_CHECKING:
+    from torchtitan.weight_sync.facade import WeightSync
+
 logger = logging.getLogger(__name__)
 
 SUMS = ("loss", "tokens", "entropy", "clip/low", "clip/high", "masked", "ratio", "reference_kl")
 MISMATCH_SUMS = ("mismatch", "mismatch_tokens", "same_version", "same_version_tokens", "drift", "drift_tokens")
 ALL_SUMS = (*SUMS, *MISMATCH_SUMS, "replayed", "routed")
 LARGEST = ("ratio", "mismatch")
-
-
-class Slots(Protocol):
-    """What training needs of weight_sync.facade.WeightSync."""
-
-    def reserve(self) -> bool:
-        """Lease a slot for the version that is being made; False where none is free."""
-
-    def fence(self) -> None:
-        """Right before parameters change: on the device, the change waits for the last snapshot."""
 
 
 @dataclass
@@ -87,7 +80,7 @@ class PolicyTrainer:
         self.is_told_to_stop: Callable[[], bool] = lambda: False
         """Whether a signal has told this rank; rides on the last reduction, too"""
 
-    def train_batch(self, batch: Batch, slots: Slots | None = None) -> BatchResult:
+    def train_batch(self, batch: Batch, slots: WeightSync | None = None) -> BatchResult:
         """Train on `batch`. `slots` holds copies of versions, where there are any: the new version's is reserved, and
         whether every rank has one rides on the last reduction.
 

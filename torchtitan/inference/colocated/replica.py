@@ -11,17 +11,20 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers, replica_name
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, make_label
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.weight_sync.facade import ActorStatus
+
+if TYPE_CHECKING:
+    from torchtitan.inference.colocated.vllm_engine import VllmEngine
 
 
 class OptimizerOffload:
@@ -89,45 +92,12 @@ class SampleRefused(Exception):
     """The engine does not take such a request; the message is the reason."""
 
 
-class Engine(Protocol):
-    """One rank's part of an engine. Everything happens in the calling thread; the ranks of a tensor-parallel group call
-    everything alike, in the same order, and get the same results."""
-
-    label: str | None
-    """Of the weights that it holds, None where they are no version or only part of one"""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a sample is not finished."""
-
-    def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
-        """Take one sample on; sampling.n and sampling.seed are not looked at. Raises SampleRefused."""
-
-    def cancel(self, names: list[str]) -> None:
-        """Forget samples; names that are finished are passed over."""
-
-    def step(self) -> list[tuple[str, Completion]]:
-        """One step of all samples; returns those that finished in it."""
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
-        """Replace all weights by (checkpoint name, whole tensor), one at a time. What was computed with the old ones is
-        not used for samples that come later. After an exception `label` is None."""
-
-    def sleep(self) -> None:
-        """Give the device's memory back; unfinished samples stay and begin their computation again."""
-
-    def wake(self, tag: Tag) -> None:
-        """Take memory again: of the weights first, and of the KV cache before the next step."""
-
-    def close(self) -> None: ...
-
-
 class Replica:
     """Every rank has one and calls its methods alike. `busy_s` is the time it has spent with generating."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: VllmEngine,
         rank: int,
         tensor_parallel_size: int,
         sleeps: bool = False,

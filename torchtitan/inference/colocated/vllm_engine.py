@@ -44,7 +44,8 @@ _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class VllmEngine:
-    """colocated.replica.Engine on vLLM's LLMEngine.
+    """One rank's part of an engine, on vLLM's LLMEngine. Everything happens in the calling thread; the ranks of a
+    tensor-parallel group call everything alike, in the same order, and get the same results.
 
     Args:
         arguments: of vllm.EngineArgs, complete.
@@ -57,6 +58,7 @@ class VllmEngine:
 
     def __init__(self, arguments: dict[str, Any], log_file: Path, sleep_level: int = 0, keep_kv: bool = True):
         self.label: str | None = None
+        """Of the weights that it holds, None where they are no version or only part of one"""
         self._sleep_level = sleep_level
         self._keep_kv = keep_kv
         self._says_kept_tokens = bool(arguments.get("return_sampling_mask", False))
@@ -78,9 +80,11 @@ class VllmEngine:
 
     @property
     def busy(self) -> bool:
+        """Whether a sample is not finished."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, name: str, prompt_ids: list[int], sampling: SamplingParameters, seed: int) -> None:
+        """Take one sample on; sampling.n and sampling.seed are not looked at. Raises SampleRefused."""
         if sampling.truncated and not self._says_kept_tokens:
             raise SampleRefused(
                 "with top_p, top_k or min_p the trainer has to know which tokens were kept: set return-sampling-mask = "
@@ -110,18 +114,22 @@ class VllmEngine:
         self._samples[name] = (prompt_ids, sampling, seed)
 
     def cancel(self, names: list[str]) -> None:
+        """Forget samples; names that are finished are passed over."""
         if names:
             self._engine.abort_request(names)
         for name in names:
             self._samples.pop(name, None)
 
     def step(self) -> list[tuple[str, Completion]]:
+        """One step of all samples; returns those that finished in it."""
         finished = [(one.request_id, _completion(one.outputs[0])) for one in self._engine.step() if one.finished]
         for name, _ in finished:
             self._samples.pop(name, None)
         return finished
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+        """Replace all weights by (checkpoint name, whole tensor), one at a time. What was computed with the old ones is
+        not used for samples that come later. After an exception `label` is None."""
         config = self._engine.vllm_config
         load_weights = importlib.import_module("torchtitan.inference.vllm.loading").load_weights
         self.label = None
@@ -133,11 +141,13 @@ class VllmEngine:
         self._restart_what_has_not_begun()
 
     def sleep(self) -> None:
+        """Give the device's memory back; unfinished samples stay and begin their computation again."""
         if self._sleep_level == 2:
             self.label = None
         self._engine.sleep(self._sleep_level, mode="keep")
 
     def wake(self, tag: Tag) -> None:
+        """Take memory again: of the weights first, and of the KV cache before the next step."""
         self._engine.wake_up([tag])
 
     def _restart_what_has_not_begun(self) -> None:
@@ -264,8 +274,6 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     if not is_colocated(config):
         yield None
         return
-    from torchtitan.inference.colocated.vllm_engine import VllmEngine, own_sockets
-
     inference, rank = config.inference, device.rank()
     on_gpu = device.device().type == "cuda"
     device.ensure_process_group()

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torchtitan.inference.agent.applier import WeightLoader
 
 GIGABYTE = 2**30
-# Of the routes that have one: ours, and vLLM's own.
 # Where its sockets lie, unless the environment says so already.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 SLEEP_MODE = "--enable-sleep-mode"
