@@ -87,7 +87,7 @@ def by_loop(block: MoE, x: torch.Tensor) -> torch.Tensor:
     """The block with one product per expert."""
     experts, weights = block.gate(x)
     out = torch.zeros_like(x)
-    stacks = (block.experts.gate_proj, block.experts.up_proj, block.experts.down_proj)
+    stacks = [getattr(block.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj")]
     for number, (gate, up, down) in enumerate(zip(*(stack.unbind(0) for stack in stacks), strict=True)):
         token, place = torch.where(experts == number)
         rows = x[token]

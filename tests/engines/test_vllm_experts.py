@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from tests.engines.job import PROMPT, Trainer, differences, start_actor
-from tests.engines.models import END, VOCABULARY, randomize
+from tests.engines.models import END, VOCABULARY, randomize, randomize_adapters
 from tests.mixtures import make_mixture
 from tests.processes import Processes
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.parity import probe_tolerance
 from torchtitan.models import load_policy
-from torchtitan.models.lora import synced_parameters
+from torchtitan.models.lora import add_adapters, synced_parameters
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.weight_sync.facade import WeightSync
 
@@ -28,11 +28,14 @@ UPDATES = int(os.environ.get("TORCHTITAN_TEST_UPDATES", "3"))
 
 
 class MixtureTrainer(Trainer):
-    """Publishes the weights of our decoder; version n has those of seed n."""
+    """Publishes the weights of our decoder, or adapters; version n has those of seed n."""
 
-    def __init__(self, folder: Path, model: Path):
+    def __init__(self, folder: Path, model: Path, adapters: bool = False):
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
-        self.policy = load_policy(model)
+        self.policy, self.randomize = load_policy(model), randomize
+        if adapters:
+            add_adapters(self.policy, Lora(rank=4))
+            self.randomize = randomize_adapters
         self.sync = WeightSync(
             WeightSyncConfig(bucket_bytes=256 * 1024), synced_parameters(self.policy),
             epoch=self.epoch, token=self.token, run_dir=folder, dtype="float32",
@@ -40,7 +43,7 @@ class MixtureTrainer(Trainer):
         self.version = -1
 
     def change(self, version: int) -> None:
-        randomize(self.policy, version)
+        self.randomize(self.policy, version)
 
     def logits(self, token_ids: Any, version: int | None = None) -> torch.Tensor:
         assert version is None
@@ -89,3 +92,12 @@ def test_vllm_computes_with_the_experts_of_every_version(
         assert differences(actor.score(PROMPT), trainer.log_probs(PROMPT)) < TOLERANCE
     finally:
         trainer.close()
+    adapted = MixtureTrainer(tmp_path / "adapters", model, adapters=True)
+    try:
+        actor.connect(adapted)
+        adapted.bring(2)
+        assert differences(actor.score(PROMPT), adapted.log_probs(PROMPT)) < TOLERANCE
+        base = load_policy(model).logits(torch.tensor([PROMPT]))[0].log_softmax(-1).detach()
+        assert (adapted.logits(PROMPT).log_softmax(-1) - base).abs().max() > 1
+    finally:
+        adapted.close()

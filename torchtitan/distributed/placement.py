@@ -116,7 +116,16 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
+def held_part(one: torch.Tensor | StackPart) -> tuple[tuple[slice, ...], torch.Tensor | None]:
+    """The region of it that this rank holds, and what is there; None where it has nothing of a stack's entry."""
+    if isinstance(one, StackPart):
+        return one.region, one.local()
+    return local_region(one), local_tensor(one)
+
+
 @torch.no_grad()
-def copy_full_(target: torch.Tensor, full: torch.Tensor) -> None:
+def copy_full_(target: torch.Tensor | StackPart, full: torch.Tensor) -> None:
     """Fill `target`, sharded or not, from the whole tensor; no communication."""
-    local_tensor(target).copy_(full[local_region(target)])
+    region, local = held_part(target)
+    if local is not None:
+        local.copy_(full[region])

@@ -167,5 +167,6 @@ def names_in_files(family: str, args: ExpertArgs | None, name: str) -> list[tupl
     before, stacked, projection = name.partition(".experts.")
     if not stacked:
         return [(name, None)]
+    projection, _, leaf = projection.partition(".")
     renamed = dict(zip(("gate_proj", "up_proj", "down_proj"), fixed.projections, strict=True))[projection]
-    return [(f"{before}.experts.{expert}.{renamed}.weight", expert) for expert in range(args.count)]
+    return [(f"{before}.experts.{expert}.{renamed}.{leaf}", expert) for expert in range(args.count)]

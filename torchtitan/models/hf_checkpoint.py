@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from torchtitan.distributed.placement import StackPart, is_distributed, local_region, local_tensor, part_of
+from torchtitan.distributed.placement import StackPart, held_part, is_distributed, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
@@ -102,10 +102,8 @@ def _load_tensor(handle: Any, path: Path, name: str, parameter: torch.Tensor | S
     local: torch.Tensor | QuantizedLinear | None
     if isinstance(parameter, QuantizedLinear):
         region, local = parameter.region(), parameter
-    elif isinstance(parameter, StackPart):
-        region, local = parameter.region, parameter.local()
     else:
-        region, local = local_region(parameter), local_tensor(parameter)
+        region, local = held_part(parameter)
     if local is None or any(part.start == part.stop for part in region):
         return
     local.copy_(_read(stored, region))

@@ -22,13 +22,16 @@ from torchtitan.distributed.placement import (
     StackPart,
     copy_full_,
     full_tensor,
+    held_part,
     is_distributed,
     local_tensor,
     part_of,
 )
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.grouped_matmul import grouped_linear
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
+from torchtitan.models.moe import ExpertLinear
 from torchtitan.models.quantized import HELD, QuantizedLinear
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ class Adapter:
         if not self.enabled:
             return output
         x, a, b = inputs[0], module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
+        if isinstance(module, ExpertLinear):
+            reduced = grouped_linear(x, local_tensor(a).to(x.dtype), inputs[1])
+            return output + self.scale * grouped_linear(reduced, local_tensor(b).to(x.dtype), inputs[1])
         if isinstance(module, nn.Embedding):
             return output + self.scale * (F.embedding(x, b) @ a).to(output.dtype)
         reduced = F.linear(self._drop(module, x), a.to(x.dtype))
@@ -91,32 +97,27 @@ def add_adapters(policy: Decoder, settings: Lora) -> None:
 
 
 def _adapt(module: nn.Module, settings: Lora) -> None:
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     adapter = Adapter(settings.alpha / settings.rank, settings.dropout)
     weight = module if isinstance(module, QuantizedLinear) else module.get_parameter("weight")
-    rows, columns = weight.shape
+    *stack, rows, columns = weight.shape
     placement: Placement = Replicate()
     mesh: DeviceMesh | None = None
     if is_distributed(weight):
         placement, mesh = weight.placements[0], weight.device_mesh
-    by_columns, by_rows = placement == Shard(1), placement == Shard(0)
-    device = weight.device
-    module.lora_A = _factor(settings.rank, columns, device, mesh, Shard(1) if by_columns else Replicate())
-    module.lora_B = _factor(rows, settings.rank, device, mesh, Shard(0) if by_rows else Replicate())
+    # Of a stack each rank has whole experts: both of their factors.
+    of_a = placement if stack or placement == Shard(1) else Replicate()
+    of_b = placement if placement == Shard(0) else Replicate()
+    shapes = ("lora_A", (*stack, settings.rank, columns), of_a), ("lora_B", (*stack, rows, settings.rank), of_b)
+    for name, shape, where in shapes:
+        factor, values = nn.Module(), torch.empty(shape, device=weight.device, dtype=torch.float32)
+        factor.weight = nn.Parameter(values if mesh is None else distribute_tensor(values, mesh, [where]))
+        module.add_module(name, factor)
     module.adapter = adapter  # type: ignore[assignment]
     if not isinstance(module, LogProbHead):
         # First of all hooks: tensor parallelism's own makes a plain tensor of the output.
         module.register_forward_hook(adapter, prepend=True)
-
-
-def _factor(rows: int, columns: int, device: torch.device, mesh: DeviceMesh | None, placement: Placement) -> nn.Linear:
-    factor = nn.Linear(columns, rows, bias=False, device=device, dtype=torch.float32)
-    if mesh is not None:
-        from torch.distributed.tensor import distribute_tensor
-
-        factor.weight = nn.Parameter(distribute_tensor(factor.weight.detach(), mesh, [placement]))
-    return factor
 
 
 @torch.no_grad()
@@ -129,7 +130,7 @@ def initialize_adapters(policy: Decoder, seed: int) -> None:
         if isinstance(module, nn.Embedding):
             full.normal_(generator=generator)
         else:
-            bound = 1 / math.sqrt(a.shape[1])
+            bound = 1 / math.sqrt(a.shape[-1])
             full.uniform_(-bound, bound, generator=generator)
         copy_full_(a, full)
         module.get_parameter(FACTOR_B).zero_()
@@ -172,7 +173,7 @@ def whole_weights(policy: Decoder, names: Iterable[str]) -> Iterator[tuple[str, 
     for name in names:
         whole = merged_weight(policy, name)
         for part, one in in_files(policy, {name: whole}).items():
-            tensor = one.local() if isinstance(one, StackPart) else one
+            tensor = held_part(one)[1]
             assert tensor is not None, "it is whole"
             yield part, tensor
 

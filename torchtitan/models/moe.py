@@ -180,15 +180,30 @@ class Exchange(Protocol):
         where its expert is."""
 
 
+class ExpertLinear(nn.Module):
+    """A projection of all experts, their weights stacked [E, out, in]."""
+
+    def __init__(self, count: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, outputs, inputs))
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """rows [R, in], those of each expert up to its place in ends [E] -> [R, out]."""
+        return grouped_linear(rows, local_tensor(self.weight).to(rows.dtype), ends)
+
+
 class Experts(nn.Module):
-    """SwiGLU feed-forwards, their weights stacked: gate and up [E, I, H], down [E, H, I]."""
+    """SwiGLU feed-forwards."""
+
+    down_proj: Any
+    """StackedExperts have a parameter here"""
 
     def __init__(self, args: ExpertArgs, hidden_size: int):
         super().__init__()
         self.count = args.count
-        self.gate_proj = nn.Parameter(torch.empty(args.count, args.intermediate_size, hidden_size))
-        self.up_proj = nn.Parameter(torch.empty(args.count, args.intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(args.count, hidden_size, args.intermediate_size))
+        self.gate_proj = ExpertLinear(args.count, hidden_size, args.intermediate_size)
+        self.up_proj = ExpertLinear(args.count, hidden_size, args.intermediate_size)
+        self.down_proj = ExpertLinear(args.count, args.intermediate_size, hidden_size)
         # Set where ranks have different experts.
         self.exchange: Exchange | None = None
 
@@ -207,14 +222,12 @@ class Experts(nn.Module):
 
     def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
         """Rows [R, H] of this rank's experts [R] in any order."""
-        places = places_of(expert, local_tensor(self.down_proj).shape[0], step)
+        here = local_tensor(next(self.parameters())).shape[0]
+        places = places_of(expert, here, step)
         return self._rows(spread(rows, places), places.ends).index_select(0, places.place)
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (
-            local_tensor(stack).to(rows.dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj)
-        )
-        return grouped_linear(swiglu(grouped_linear(rows, gate, ends), grouped_linear(rows, up, ends)), down, ends)
+        return self.down_proj(swiglu(self.gate_proj(rows, ends), self.up_proj(rows, ends)), ends)
 
 
 class StackedExperts(Experts):

@@ -71,9 +71,10 @@ def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool
         if experts.count % dims.ep:
             text = f"does not divide the model's {experts.count} experts"
             raise UserError(f"parallelism.expert_parallel_degree = {dims.ep} {text}")
-        for name, stack in list(experts.named_parameters()):
-            part = distribute_tensor(stack.detach(), dims.expert_mesh["ep"], [Shard(0)])
-            experts.register_parameter(name, nn.Parameter(part))
+        for module in experts.modules():
+            for name, stack in list(module.named_parameters(recurse=False)):
+                part = distribute_tensor(stack.detach(), dims.expert_mesh["ep"], [Shard(0)])
+                module.register_parameter(name, nn.Parameter(part))
         exchange = ExpertExchange(dims.expert_mesh["ep"])
         experts.exchange = torch.compiler.disable(exchange.__call__) if compiled else exchange
 

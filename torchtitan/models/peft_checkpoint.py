@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.distributed.placement import Place, copy_full_, full_tensor, held_part, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import agree, publish_folder
 from torchtitan.models.lora import adapted_modules
-from torchtitan.models.low_rank import FACTOR_A, FACTOR_B
+from torchtitan.models.low_rank import FACTOR_A
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -35,27 +35,25 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layer_replication": (None,),
+    # What PEFT makes of experts with transformers 5: one adapter of gate and up.
+    "target_parameters": ([], None),
     "lora_bias": (False, None),
 }
 
 
-def _places(policy: Decoder) -> dict[str, tuple[nn.Parameter, bool]]:
-    """PEFT's name of every trained parameter -> (parameter, whether it is transposed there)."""
-    places: dict[str, tuple[nn.Parameter, bool]] = {}
-    factors = set()
-    for name, module, _ in adapted_modules(policy):
-        a, b = module.get_parameter(FACTOR_A), module.get_parameter(FACTOR_B)
-        factors |= {a, b}
-        if isinstance(module, nn.Embedding):
-            # PEFT looks up in the first factor [rank, V] and widens with the second [H, rank].
-            places[f"{PREFIX}{name}.lora_embedding_A"] = b, True
-            places[f"{PREFIX}{name}.lora_embedding_B"] = a, True
-        else:
-            places[f"{PREFIX}{name}.{FACTOR_A}"] = a, False
-            places[f"{PREFIX}{name}.{FACTOR_B}"] = b, False
+def _places(policy: Decoder) -> list[tuple[nn.Parameter, bool, list[tuple[str, Place]]]]:
+    """Every trained parameter, whether it is transposed in PEFT's files, and its names there with the part of it that
+    each is: experts have factors of their own, as in the checkpoints for which PEFT converts them."""
+    # PEFT looks up in an embedding's first factor [rank, V] and widens with the second [H, rank].
+    embeddings = {name for name, module, _ in adapted_modules(policy) if isinstance(module, nn.Embedding)}
+    places: list[tuple[nn.Parameter, bool, list[tuple[str, Place]]]] = []
     for name, parameter in policy.named_parameters():
-        if parameter.requires_grad and parameter not in factors:
-            places[PREFIX + name] = parameter, False
+        module, _, factor = name.rpartition(".lora_")
+        names: list[tuple[str, Place]] = [*policy.args.names_in_files(name)]
+        if module in embeddings:
+            names = [(f"{module}.lora_embedding_{'A' if factor[0] == 'B' else 'B'}", None)]
+        if parameter.requires_grad:
+            places.append((parameter, module in embeddings, [(PREFIX + part, place) for part, place in names]))
     return places
 
 
@@ -67,13 +65,15 @@ def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -
     assert policy.lora is not None
     directory = Path(directory)
     places = _places(policy)
-    sharded = any(isinstance(parameter, DTensor) for parameter, _ in places.values())
+    sharded = any(isinstance(parameter, DTensor) for parameter, _, _ in places)
     writes = not sharded or torch.distributed.get_rank() == 0
     tensors = {}
-    for name, (parameter, transposed) in places.items():
+    for parameter, transposed, names in places:
         full = full_tensor(parameter.detach())
-        if writes:
-            tensors[name] = (full.t() if transposed else full).cpu().contiguous()
+        for name, place in names if writes else []:
+            one = held_part(part_of(full, place))[1]
+            assert one is not None, "it is whole"
+            tensors[name] = (one.t() if transposed else one).cpu().contiguous()
     problem: BaseException | None = None
     if writes:
         try:
@@ -91,6 +91,8 @@ def _config(policy: Decoder, base_model: str) -> dict[str, Any]:
     assert lora is not None
     # PEFT takes all modules whose names end so: "norm" alone would be every norm.
     saved = [name for name, _ in policy.named_modules() if name.rpartition(".")[2] in lora.modules_to_save]
+    adapted = [policy.args.names_in_files(f"{name}.{FACTOR_A}")[0][0] for name, _, _ in adapted_modules(policy)]
+    targets = dict.fromkeys(name.removesuffix(f".{FACTOR_A}").rpartition(".")[2] for name in adapted)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -101,7 +103,7 @@ def _config(policy: Decoder, base_model: str) -> dict[str, Any]:
         "lora_dropout": lora.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": lora.target_modules,
+        "target_modules": [*targets],
         "modules_to_save": saved or None,
     }
 
@@ -132,17 +134,19 @@ def load_adapter(policy: Decoder, directory: str | Path) -> None:
         with safe_open(path, framework="pt", device="cpu") as handle:
             # PEFT may put the embedding's own weight beside its factors: that is the base model's.
             names = {name for name in handle.keys() if ".base_layer." not in name}  # noqa: SIM118
-            for what, some in (("lacks", set(places) - names), ("has", names - set(places))):
+            known = {name for _, _, own in places for name, _ in own}
+            for what, some in (("lacks", known - names), ("has", names - known)):
                 if some:
                     text = f"{path} {what} {min(some)}, of {len(some)} tensors in all"
                     raise UserError(f"{text}: lora.target_modules and lora.modules_to_save must name the same modules")
-            for name, (parameter, transposed) in places.items():
-                tensor = handle.get_tensor(name)
-                tensor = tensor.t() if transposed else tensor
-                if tensor.shape != parameter.shape:
-                    found, expected = list(tensor.shape), list(parameter.shape)
-                    raise UserError(f"{path}: {name} has shape {found}, but the model asks for {expected}")
-                copy_full_(parameter, tensor)
+            for parameter, transposed, own in places:
+                for name, place in own:
+                    tensor, target = handle.get_tensor(name), part_of(parameter, place)
+                    tensor = tensor.t() if transposed else tensor
+                    if tensor.shape != target.shape:
+                        found, expected = list(tensor.shape), list(target.shape)
+                        raise UserError(f"{path}: {name} has shape {found}, but the model asks for {expected}")
+                    copy_full_(target, tensor)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.config.derived import teacher_config
@@ -11,7 +12,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.foreign_args import read_args
-from torchtitan.models.model_args import PROJECTIONS, ModelArgs
+from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs
 
 TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
 NORMS = (
@@ -35,8 +36,14 @@ def trained_parameters(config: JobConfig, args: ModelArgs) -> tuple[int, int]:
     lora, layers = config.lora, args.num_hidden_layers
     if lora.rank == 0:
         return args.num_parameters(), 0
-    vocabulary = (args.vocab_size, args.hidden_size)
-    shapes = {name: (*shape, layers) for name, shape in args.projection_shapes().items()}
+    vocabulary, experts = (args.vocab_size, args.hidden_size), 1
+    if args.experts is not None:
+        # Layers with adapters in their feed-forward are all mixtures.
+        experts, args = args.experts.count, replace(args, intermediate_size=args.experts.intermediate_size)
+    shapes = {
+        name: (*shape, layers * (experts if name in FEED_FORWARD_PROJECTIONS else 1))
+        for name, shape in args.projection_shapes().items()
+    }
     shapes |= {"lm_head": (*vocabulary, 1), "embed_tokens": (*vocabulary, 1)}
     adapters = sum(
         count * (rows + columns)

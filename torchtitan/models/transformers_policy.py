@@ -95,7 +95,11 @@ class TransformersPolicy(Decoder):
         return next(one for one in stacks if len(one) == self.args.num_hidden_layers)
 
     def names_in_files(self, name: str) -> list[tuple[str, Place]]:
-        return self._files[name]
+        module, adapter, factor = name.partition(".lora_")
+        if adapter:
+            parts = self._files[f"{module}.weight"]
+            return [(part.removesuffix(".weight") + adapter + factor, place) for part, place in parts]
+        return self._files.get(name, [(name, None)])
 
     def tie_weights(self) -> None:
         if self.args.tie_word_embeddings:

@@ -11,7 +11,7 @@ from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import FLAVORS
 from torchtitan.models.foreign_args import ForeignArgs
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.models.shape import (
     BLOCK,
     NORMS,
@@ -187,14 +187,22 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     check.refuse(key, experts.count % degree, f"must divide the model's {experts.count} experts")
     check.refuse(key, ranks % degree, f"must divide the {ranks} ranks of shards × context × tensor parallelism")
     rest = ranks // degree
-    sizes = (experts.intermediate_size, args.hidden_size)
-    ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes)
-    text = f"leaves {rest} ranks to share an expert, which must divide its {sizes[0]} columns and the {sizes[1]} rows"
-    check.refuse(key, ragged, text)
+    adapted = [name for name in FEED_FORWARD_PROJECTIONS if lora.rank and name in lora.target_modules]
+    sizes = {"columns": experts.intermediate_size, "rows": args.hidden_size}
+    sizes |= {"adapter's columns (lora.rank)": lora.rank} if adapted else {}
+    ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes.values())
+    text = f"must divide its {' and '.join(f'{size} {what}' for what, size in sizes.items())}"
+    check.refuse(key, ragged, f"leaves {rest} ranks to share an expert, which {text}")
     if lora.rank:
         text = "must be 0 with lora.rank > 0: routers are not sent to the actors"
         check.refuse("training.expert_bias_rate", config.training.expert_bias_rate > 0, text)
-        inside = [name for name in ("gate_proj", "up_proj", "down_proj") if name in lora.target_modules]
-        text = f"experts get no adapters: leave out {', '.join(inside)}"
-        check.refuse("lora.target_modules", inside, text)
+        others = "other experts" if experts.stacked else "layers or experts for all tokens beside those of the router"
+        unlike = experts.stacked or experts.shared_intermediate_size or experts.dense_layers
+        text = f"{args.family} has {others}, for which PEFT has no adapters: leave out {', '.join(adapted)}"
+        check.refuse("lora.target_modules", adapted and unlike, text)
+        text = "PEFT adapts gate_proj and up_proj of experts as one: name both or neither"
+        check.refuse("lora.target_modules", ("gate_proj" in adapted) != ("up_proj" in adapted), text)
+        check.refuse("lora.dropout", adapted and lora.dropout > 0, "must be 0 with adapters of experts, as in PEFT")
+        whole = [name for name in FEED_FORWARD_PROJECTIONS if name in lora.modules_to_save]
+        check.refuse("lora.modules_to_save", whole, f"experts are not trained whole: leave out {', '.join(whole)}")
         check.refuse("lora.base_bits", lora.base_bits == 4, "must be 16: experts are not quantised")

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
+from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import copy_full_, full_tensor
+from torchtitan.distributed.placement import copy_full_, full_tensor, held_part
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.weights import AdapterNotApplied
@@ -36,9 +37,10 @@ from torchtitan.models.lora import (
     merged_weight,
     synced_parameters,
 )
-from torchtitan.models.low_rank import ALPHA, is_factor
+from torchtitan.models.low_rank import ALPHA, FACTOR_A, FACTOR_B, is_factor
 from torchtitan.models.parallelize import build_policy
 from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
+from torchtitan.models.shape import trained_parameters
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.optimizer import build_optimizer
@@ -48,6 +50,7 @@ from torchtitan.weight_sync.staging import WeightsRefused
 TOKENS = torch.arange(3, 31)
 LENGTHS = [9, 12, 7]
 ALONE = ParallelDims(1, 1, 1, world_size=1)
+FACTORS = (FACTOR_A, FACTOR_B)
 EVERYTHING = [*Lora().target_modules, "lm_head", "embed_tokens"]
 
 
@@ -89,6 +92,17 @@ def untied(tiny_checkpoint: Callable[..., Path]) -> Path:
     return tiny_checkpoint("qwen2", False)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mixture(tmp_path_factory.mktemp("mixture"), "qwen3_moe", mlp_only_layers=[])
+
+
+@pytest.fixture(params=["untied", "mixture"])
+def any_base(request: pytest.FixtureRequest) -> Path:
+    base: Path = request.getfixturevalue(request.param)
+    return base
+
+
 def test_base_names_stay_and_only_adapters_are_trained(untied: Path) -> None:
     plain, policy = load_policy(untied), load_policy(untied)
     add_adapters(policy, Lora(rank=2, target_modules=["q_proj", "lm_head"], modules_to_save=["norm"]))
@@ -122,10 +136,11 @@ def test_forward_equals_merged_weights_in_float64(untied: Path, dropout: float) 
     torch.testing.assert_close(base, hidden_states(load_policy(untied).double()), rtol=0, atol=0)
 
 
-def test_gradients_of_the_factors_follow_from_the_merged_weights(untied: Path) -> None:
+def test_gradients_of_the_factors_follow_from_the_merged_weights(any_base: Path) -> None:
     """W = W0 + s B A gives ∂B = s ∂W Aᵀ and ∂A = s Bᵀ ∂W."""
-    policy = adapted(untied)
-    plain = merged(policy, untied)
+    policy = adapted(any_base)
+    plain = merged(policy, any_base)
+    assert sum(p.numel() for n, p in policy.named_parameters() if is_factor(n)) == counted(any_base)
     weights = torch.randn(len(TOKENS), generator=torch.Generator().manual_seed(1))
     for one in (policy, plain):
         (one(TOKENS, PackedLayout(LENGTHS), TOKENS.roll(-1))[0] * weights).sum().backward()
@@ -133,9 +148,15 @@ def test_gradients_of_the_factors_follow_from_the_merged_weights(untied: Path) -
         a, b = module.get_parameter("lora_A.weight"), module.get_parameter("lora_B.weight")
         gradient = plain.get_parameter(f"{name}.weight").grad
         assert gradient is not None and a.grad is not None and b.grad is not None
-        torch.testing.assert_close(b.grad, adapter.scale * gradient @ a.T, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(a.grad, adapter.scale * b.T @ gradient, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(b.grad, adapter.scale * gradient @ a.mT, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.grad, adapter.scale * b.mT @ gradient, rtol=1e-4, atol=1e-4)
     assert all(parameter.grad is None for parameter in base_parameters(policy).values())
+
+
+def counted(directory: Path) -> int:
+    """Elements of adapters that a configuration says there are."""
+    config = _config(str(directory), {"lora.target_modules": EVERYTHING})
+    return trained_parameters(config, read_model_args(directory))[1]
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -143,6 +164,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"parallelism.tensor_parallel_degree": 2},
     {"parallelism.tensor_parallel_degree": 2, "activation_checkpoint.mode": "full", "compile.enable": True},
     {"activation_checkpoint.mode": "full", "training.dtype": "bfloat16", "compile.enable": True},
+    {"parallelism.expert_parallel_degree": 2},
 ]
 
 
@@ -184,7 +206,8 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     norm, _ = collectives.gradient_norm_and_votes(trained, torch.zeros(1))
     largest = max(full_tensor(parameter.grad).abs().max().item() for parameter in trained if parameter.grad is not None)
-    optimizer.param_groups[0].update(lr=LR, eps=EPSILON)
+    for group in optimizer.param_groups:
+        group.update(lr=LR, eps=EPSILON)
     optimizer.step()
     folder = Path(scratch)
     export_policy(policy, folder / "merged")
@@ -194,23 +217,30 @@ def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, compiled, bfloat16"])
-def test_layouts_agree(untied: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, compiled, bfloat16", "ep"]
+)
+def test_layouts_agree(untied: Path, mixture: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    directory = mixture if "parallelism.expert_parallel_degree" in layout else untied
     alone = {key: value for key, value in layout.items() if key == "training.dtype"}
-    expected = step(str(untied), alone, str(tmp_path / "alone"))
+    expected = step(str(directory), alone, str(tmp_path / "alone"))
     assert expected["norm"] > 0.1
     results = run_distributed(
-        "tests.unit_tests.models.test_lora:step", 2, directory=str(untied), layout=layout, scratch=str(tmp_path / "two")
+        "tests.unit_tests.models.test_lora:step",
+        2,
+        directory=str(directory),
+        layout=layout,
+        scratch=str(tmp_path / "two"),
     )
     tolerance = 2e-2 if alone else 1e-4
     for result in results:
         assert result == pytest.approx(expected, rel=tolerance)
     # What rounding adds to a logit changes its gradient by that share, and a step by lr / epsilon times as much.
-    share = tolerance if alone else forward_rounding(read_model_args(untied), LARGEST_LOG_PROB)
+    share = tolerance if alone else forward_rounding(read_model_args(directory), LARGEST_LOG_PROB)
     factor = LR / EPSILON * share * float((tmp_path / "alone" / "largest").read_text())
     # An element of scale · B A has 2 · rank products with an element that is off.
     saved = load_file(tmp_path / "alone" / "adapter" / "adapter_model.safetensors")
-    lora = _config(str(untied), layout).lora
+    lora = _config(str(directory), layout).lora
     products = lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(one.abs().max().item() for one in saved.values())
     of_merged = min(products * factor, 3e-2)
     files = {"adapter/adapter_model.safetensors": factor, "merged/model.safetensors": of_merged}
@@ -261,6 +291,34 @@ def test_peft_loads_what_we_save_and_we_load_what_it_saves(untied: Path, tmp_pat
     torch.testing.assert_close(peft_log_probs(plain), theirs, rtol=0, atol=rounding)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "minimax_m2"])
+def test_peft_computes_with_adapters_of_experts(family: str, tmp_path: Path) -> None:
+    """It makes stacks of them, whose numbers are ours, and the same logits."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    directory = make_mixture(tmp_path / "base", family, **{"mlp_only_layers": []} if family == "qwen3_moe" else {})
+    policy = adapted(directory, Lora().target_modules)
+    ours = policy.logits(TOKENS[None])[0].detach()
+    save_adapter(policy, tmp_path / "adapter", base_model=str(directory))
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with torch.no_grad():
+        assert (model(TOKENS[None]).logits[0] - ours).abs().max() <= 1e-5
+    state, experts = peft.get_peft_model_state_dict(model), policy.model.layers[1].mlp.experts
+    theirs = {n.rpartition("experts.")[2]: x for n, x in state.items() if ".layers.1.mlp.experts." in n}
+    a, b = ([getattr(experts, f"{n}_proj").get_parameter(f) for n in ("gate", "up", "down")] for f in FACTORS)
+    joint = [torch.block_diag(*pair) for pair in zip(b[0], b[1], strict=True)]
+    assert torch.equal(theirs["base_layer.lora_A.weight"], torch.cat(a[:2], 1).flatten(0, 1))
+    assert torch.equal(theirs["base_layer.lora_B.weight"], torch.stack(joint, -1).flatten(1))
+    assert torch.equal(theirs["lora_A.weight"], a[2].flatten(0, 1))
+    assert torch.equal(theirs["lora_B.weight"], torch.stack([*b[2]], -1).flatten(1))
+    again = adapted(directory, Lora().target_modules)
+    initialize_adapters(again, 7)
+    load_adapter(again, tmp_path / "adapter")
+    assert torch.equal(again.logits(TOKENS[None])[0], ours)
+
+
 @pytest.mark.parametrize(("family", "tied"), [("llama3", False), ("qwen2", True), ("qwen3", True)])
 def test_merged_export_equals_base_and_adapter_in_transformers(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, tied: bool
@@ -304,6 +362,7 @@ def test_adapters_that_do_not_fit_are_refused(untied: Path, tmp_path: Path) -> N
         ({"lora_alpha": 9}, "lora.alpha = 9"),
         ({"use_dora": True}, "use_dora = True is not supported"),
         ({"peft_type": "IA3"}, "peft_type"),
+        ({"target_parameters": ["down_proj"]}, "target_parameters"),
     ):
         before = config.read_text()
         config.write_text(json.dumps(json.loads(before) | change))
@@ -316,7 +375,8 @@ def test_adapters_that_do_not_fit_are_refused(untied: Path, tmp_path: Path) -> N
 
 
 def synced(policy: Decoder) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in synced_parameters(policy).items()}
+    held = {name: held_part(tensor)[1] for name, tensor in synced_parameters(policy).items()}
+    return {name: tensor.detach().clone() for name, tensor in held.items() if tensor is not None}
 
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
@@ -328,15 +388,15 @@ def assert_holds(engine: Engine, policy: Decoder) -> None:
         torch.testing.assert_close(parameter, merged_weight(policy, name), rtol=0, atol=1e-6, msg=name)
 
 
-def test_engine_merges_adapters_and_never_accumulates(untied: Path) -> None:
-    engine = Engine(load_policy(untied), 8, 64)
-    first, second = adapted(untied), adapted(untied, ["q_proj", "down_proj"], modules_to_save=["norm"])
+def test_engine_merges_adapters_and_never_accumulates(any_base: Path) -> None:
+    engine = Engine(load_policy(any_base), 8, 64)
+    first, second = adapted(any_base), adapted(any_base, ["q_proj", "down_proj"], modules_to_save=["norm"])
     copy_full_(second.model.norm.weight, torch.linspace(0.5, 1.5, 64))
     seconds = engine.apply_weights("epoch", 1, synced(first))
     assert seconds > 0 and engine.version == 1
     assert_holds(engine, first)
     figures = engine.weights.figures
-    norm = sum((merged_weight(first, n) - p).square().sum() for n, p in load_policy(untied).named_parameters()) ** 0.5
+    norm = sum((merged_weight(first, n) - p).square().sum() for n, p in load_policy(any_base).named_parameters()) ** 0.5
     assert figures["adapter_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert figures["adapter_applied_norm"] == pytest.approx(float(norm), rel=1e-4)
     once = weights(engine)
@@ -346,7 +406,7 @@ def test_engine_merges_adapters_and_never_accumulates(untied: Path) -> None:
     engine.apply_weights("epoch", 3, synced(first))
     assert all(torch.equal(once[name], tensor) for name, tensor in weights(engine).items())
     # Fewer bytes by far than all weights.
-    small = sum(tensor.numel() for tensor in synced(adapted(untied, ["q_proj"])).values())
+    small = sum(tensor.numel() for tensor in synced(adapted(any_base, ["q_proj"])).values())
     assert small < 0.05 * sum(parameter.numel() for parameter in base_parameters(first).values())
 
 

@@ -47,10 +47,12 @@ def _their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def _stacked(family: str, name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     """A gradient of theirs under our names: gate and up lie in one stack there, but for gpt-oss here, too."""
     name = name.replace(".mlp.router.", ".mlp.gate.")
-    if not name.endswith("gate_up_proj") or family == "gpt_oss":
+    if family == "gpt_oss" or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return {name: gradient}
+    if name.endswith("down_proj"):
+        return {f"{name}.weight": gradient}
     gate, up = gradient.chunk(2, dim=1)
-    return {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+    return {f"{name.replace('gate_up', own)}.weight": one for own, one in (("gate", gate), ("up", up))}
 
 
 def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_path: Path) -> None:
@@ -185,15 +187,16 @@ def test_a_block_with_groups_bias_and_shared_experts_against_transformers() -> N
         for tensor in [*theirs.parameters(), *theirs.buffers()]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
         gate, up = theirs.experts.gate_up_proj.chunk(2, dim=1)
-        stacks = {"experts.gate_proj": gate, "experts.up_proj": up}
-        others = {name: tensor for name, tensor in theirs.state_dict().items() if "gate_up" not in name}
+        stacks = {"gate": gate, "up": up, "down": theirs.experts.down_proj}
+        stacks = {f"experts.{name}_proj.weight": stack for name, stack in stacks.items()}
+        others = {name: one for name, one in theirs.state_dict().items() if not name.startswith("experts.")}
         ours.load_state_dict(stacks | others)
     x = torch.randn(50, 32, generator=generator, requires_grad=True)
     expected, made = theirs(x[None])[0], ours(x, Routing(None, 4))
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
     gradient = torch.randn(made.shape, generator=generator)
     wanted = torch.autograd.grad(expected, [x, theirs.gate.weight, theirs.experts.down_proj], gradient)
-    got = torch.autograd.grad(made, [x, ours.gate.weight, ours.experts.down_proj], gradient)
+    got = torch.autograd.grad(made, [x, ours.gate.weight, ours.experts.down_proj.weight], gradient)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert ours.half().gate.e_score_correction_bias.dtype == torch.float32

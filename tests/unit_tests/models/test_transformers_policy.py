@@ -158,6 +158,9 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1)
     save_adapter(policy, tmp_path / "adapter")
+    modules = {name.rpartition(".lora_")[0] for name in synced_parameters(policy)} - {"", "lm_head"}
+    assert len(modules) == 3 * 3
+    assert {f"{module}.weight" for module in modules} <= load_file(tmp_path / "base" / "model.safetensors").keys()
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs, tokens = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), torch.arange(20)
     with torch.no_grad():

@@ -48,7 +48,11 @@ def _problems(
         (8, {}, {EP: 8}, "must divide the model's 12 experts"),
         (4, {}, {EP: 3}, "must divide the 4 ranks"),
         (12, {}, {EP: 2}, "leaves 6 ranks to share an expert, which must divide its 40 columns"),
-        (1, {"rank": 4}, {}, "experts get no adapters: leave out gate_proj, up_proj, down_proj"),
+        (4, {"rank": 4}, {EP: 2}, ""),
+        (4, {"rank": 3}, {EP: 2}, "which must divide its 40 columns and 128 rows and 3 adapter's columns (lora.rank)"),
+        (1, {"rank": 4, "dropout": 0.1}, {}, "must be 0 with adapters of experts"),
+        (1, {"rank": 4, "target_modules": ["up_proj"]}, {}, "name both or neither"),
+        (1, {"rank": 4, "modules_to_save": ["down_proj"]}, {}, "not trained whole: leave out down_proj"),
         (1, {"rank": 4, "target_modules": ["q_proj"], "base_bits": 4}, {}, "must be 16: experts are not quantised"),
         (8, {"rank": 4, "target_modules": ["q_proj", "o_proj"]}, {EP: 4, TP: 2}, ""),
     ],
@@ -58,6 +62,13 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     said = _problems(tmp_path, ARGS, ranks, lora, **parallelism)
     assert (problem in said) if problem else not said, said
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_experts_that_peft_does_not_adapt_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    experts = ExpertArgs(12, 2, 40, shared_intermediate_size=40, stacked=family == "gpt_oss")
+    said = _problems(tmp_path, replace(ARGS, family=family, experts=experts), 1, {"rank": 4})
+    assert f"{family} has " in said and "leave out gate_proj, up_proj, down_proj" in said
 
 
 def test_a_bias_that_moves_would_not_reach_engines_that_get_adapters(tmp_path: Path) -> None:
