@@ -30,7 +30,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from torchtitan.models.attention import PackedLayout  # noqa: E402
 from torchtitan.models.decoder import Decoder  # noqa: E402
 from torchtitan.models.model_args import ModelArgs  # noqa: E402
 from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
+from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer  # noqa: E402
 from torchtitan.utils.json_lines import EventLog  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.parameters import unique_parameters  # noqa: E402
@@ -190,7 +191,7 @@ async def conversation(stand: Stand, name: str, group: int, size: Size) -> int:
     return sampled
 
 
-async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, group: int, size: Size) -> int:
+async def chat(stand: Stand, http: aiohttp.ClientSession, name: str, size: Size) -> int:
     """The same through the gateway."""
     sampling = SamplingParameters(size.sampled, seed=zlib.crc32(name.encode()))
     door = await stand.gateway.open(name, sampling, shares=name)
@@ -215,17 +216,27 @@ async def measure_prefill(stand: Stand, size: Size) -> float:
     return (after[0] - before[0]) / (after[1] - before[1])
 
 
+def as_rendered(model: str, size: Size) -> Size:
+    """With the tokens that the template puts around each message, so that the engine has as much to do."""
+    renderer = ChatRenderer(Tokenizer(model, {}))
+    first, next_ = ([{"role": "user", "content": "x" * length}] for length in (size.prompt, size.observed))
+    prompt = renderer.whole(first, [])
+    observed = renderer.following(prompt + tokens_of(0, size.sampled), next_, [])
+    return replace(size, prompt=len(prompt), observed=len(observed))
+
+
 async def measure_gateway(stand: Stand, sessions: int, size: Size, repeats: int) -> float:
     rates: dict[str, list[float]] = {"straight": [], "gateway": []}
+    rendered = as_rendered(stand.config.model.hf_assets_path, size)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         for turn in range(-1, repeats):
             for condition in list(rates)[:: 1 if turn % 2 else -1]:
                 begun = time.perf_counter()
                 names = [f"{condition}-{turn}-{i}" for i in range(sessions)]
                 if condition == "straight":
-                    work = [conversation(stand, name, 2000 + turn, size) for name in names]
+                    work = [conversation(stand, name, 2000, rendered) for name in names]
                 else:
-                    work = [chat(stand, http, name, turn, size) for name in names]
+                    work = [chat(stand, http, name, size) for name in names]
                 sampled = sum(await asyncio.gather(*work))
                 if turn >= 0:
                     rates[condition].append(sampled / (time.perf_counter() - begun))
