@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.engines.adapter_trainer import SETTINGS
 from tests.engines.job import PROMPT, Trainer, differences, start_actor
 from tests.engines.models import END, VOCABULARY, randomize, randomize_adapters
 from tests.mixtures import make_mixture
@@ -34,7 +35,7 @@ class MixtureTrainer(Trainer):
         self.folder, self.epoch, self.token = folder, f"e1-{secrets.token_hex(4)}", secrets.token_urlsafe(16)
         self.policy, self.randomize = load_policy(model), randomize
         if adapters:
-            add_adapters(self.policy, Lora(rank=4))
+            add_adapters(self.policy, Lora(**SETTINGS))
             self.randomize = randomize_adapters
         self.sync = WeightSync(
             WeightSyncConfig(bucket_bytes=256 * 1024), synced_parameters(self.policy),

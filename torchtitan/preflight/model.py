@@ -189,7 +189,7 @@ def _check_experts(check: Check, args: ModelArgs) -> None:
     rest = ranks // degree
     adapted = [name for name in FEED_FORWARD_PROJECTIONS if lora.rank and name in lora.target_modules]
     sizes = {"columns": experts.intermediate_size, "rows": args.hidden_size}
-    sizes |= {"adapter's columns (lora.rank)": lora.rank} if adapted else {}
+    sizes |= {"columns of an adapter (lora.rank)": lora.rank} if adapted else {}
     ragged = degree > 1 and ranks % degree == 0 and any(size % rest for size in sizes.values())
     text = f"must divide its {' and '.join(f'{size} {what}' for what, size in sizes.items())}"
     check.refuse(key, ragged, f"leaves {rest} ranks to share an expert, which {text}")

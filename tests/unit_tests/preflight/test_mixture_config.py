@@ -49,7 +49,7 @@ def _problems(
         (4, {}, {EP: 3}, "must divide the 4 ranks"),
         (12, {}, {EP: 2}, "leaves 6 ranks to share an expert, which must divide its 40 columns"),
         (4, {"rank": 4}, {EP: 2}, ""),
-        (4, {"rank": 3}, {EP: 2}, "which must divide its 40 columns and 128 rows and 3 adapter's columns (lora.rank)"),
+        (4, {"rank": 3}, {EP: 2}, "128 rows and 3 columns of an adapter (lora.rank)"),
         (1, {"rank": 4, "dropout": 0.1}, {}, "must be 0 with adapters of experts"),
         (1, {"rank": 4, "target_modules": ["up_proj"]}, {}, "name both or neither"),
         (1, {"rank": 4, "modules_to_save": ["down_proj"]}, {}, "not trained whole: leave out down_proj"),
