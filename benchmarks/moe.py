@@ -30,10 +30,10 @@ from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.elementwise import swiglu
 from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
-from torchtitan.models.swiglu import swiglu
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.policy_trainer import PolicyTrainer

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from head_variants import VARIANTS, Case, make_case, token_loss
 
-from torchtitan.models.logprob_head import fused_log_probs
+from torchtitan.models.logprob_head import VocabularyPart, fused_log_probs
 
 MIB = 1 << 20
 
@@ -158,13 +158,14 @@ def tensor_parallel(options: dict[str, Any]) -> dict[str, Any]:
     parts = case.weight.detach().chunk(ranks)
     start = sum(len(part) for part in parts[:rank])
     own = parts[rank].clone().requires_grad_()
-    group = dist.group.WORLD
+    part = VocabularyPart(start, len(case.weight), len(parts[0]), dist.group.WORLD)
     warm = torch.randn(8, own.shape[1])
-    fused_log_probs(warm, own[:64].detach(), torch.zeros(8, dtype=torch.int64), tp_group=group)
+    some = VocabularyPart(64 * rank, 64 * ranks, 64, dist.group.WORLD)
+    fused_log_probs(warm, own[:64].detach(), torch.zeros(8, dtype=torch.int64), vocabulary=some)
     whole = case.weight.detach().clone()
     case.weight = torch.nn.Parameter(torch.empty(0))
     base = reset_peak()
-    log_probs, _ = fused_log_probs(case.hidden, own, case.targets, tp_group=group, entropy=False)
+    log_probs, _ = fused_log_probs(case.hidden, own, case.targets, vocabulary=part, entropy=False)
     loss = token_loss(log_probs, case.old_log_probs, case.token_advantages).sum() / len(case.targets)
     loss.backward()
     peak = resident("VmHWM") - base

@@ -19,17 +19,18 @@ from torchtitan.distributed.context_parallel import ContextAttention, ContextPar
 from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
+from torchtitan.models.elementwise import RMSNorm, swiglu
 from torchtitan.models.expert_args import MISSING
 from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.kept_tokens import KeptTokens
-from torchtitan.models.latent_attention import LatentAttention
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
-from torchtitan.models.rms_norm import RMSNorm
 from torchtitan.models.rotary import RotaryTables, rotary_tables, rotate
-from torchtitan.models.swiglu import swiglu
+
+# DeepSeek's own code and transformers take this whatever config.json says of rms_norm_eps.
+LATENT_EPS = 1e-6
 
 
 def _shifted(
@@ -37,6 +38,12 @@ def _shifted(
 ) -> torch.Tensor:
     """The objective of rows that are counted from `first` on."""
     return objective(log_probs, entropy, slice(first + rows.start, first + rows.stop))
+
+
+def _add_projections(module: nn.Module, args: ModelArgs) -> None:
+    for name, (rows, columns) in args.projection_shapes().items():
+        if name in ATTENTION_PROJECTIONS:
+            module.add_module(name, nn.Linear(columns, rows, bias=args.has_bias(name)))
 
 
 class Attention(nn.Module):
@@ -59,9 +66,7 @@ class Attention(nn.Module):
         self.rotary_pairs = args.kind.rotary_pairs
         query, key_value = args.num_attention_heads * args.head_dim, args.num_key_value_heads * args.head_dim
         self.joint_sizes = (query, key_value, key_value) if args.kind.joint_qkv else None
-        for name, (rows, columns) in args.projection_shapes().items():
-            if name in ATTENTION_PROJECTIONS:
-                self.add_module(name, nn.Linear(columns, rows, bias=args.has_bias(name)))
+        _add_projections(self, args)
         self.whole_norm = args.qk_norm == "whole"
         sizes = (query, key_value) if self.whole_norm else (args.head_dim, args.head_dim)
         norms = [RMSNorm(size, args.rms_norm_eps, args.kind.zero_norms) if args.qk_norm else None for size in sizes]
@@ -87,6 +92,44 @@ class Attention(nn.Module):
     def turn(self, x: torch.Tensor, rotary: RotaryTables | None) -> torch.Tensor:
         """x [T, heads, D] at its positions; a layer without rotary positions leaves it."""
         return x if rotary is None else rotate(x, *rotary, pairs=self.rotary_pairs)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (MLA; DeepSeek-AI 2024, DeepSeek-V2): one small vector of a token makes the keys and
+    values of all heads, which share one turned part of their keys. They are computed before attention, so kernels and
+    caches are those of every other family."""
+
+    # A model has either the first, or the two after it.
+    q_proj: nn.Linear
+    q_a_proj: nn.Linear
+    q_b_proj: nn.Linear
+    kv_a_proj_with_mqa: nn.Linear
+    kv_b_proj: nn.Linear
+    o_proj: nn.Linear
+
+    def __init__(self, args: ModelArgs, index: int):
+        super().__init__()
+        assert args.latent is not None
+        self.index, self.window, self.scale, self.softcap = index, 0, args.attention_scale, 0.0
+        self.sinks: torch.Tensor | None = None
+        self.sizes, self.pairs = args.latent, args.kind.rotary_pairs
+        _add_projections(self, args)
+        self.q_a_layernorm = RMSNorm(self.sizes.queries, LATENT_EPS) if self.sizes.queries else None
+        self.kv_a_layernorm = RMSNorm(self.sizes.keys, LATENT_EPS)
+
+    def forward(self, x: torch.Tensor, rotary: RotaryTables, attend: AttentionFunction) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        sizes = self.sizes
+        q = self.q_proj(x) if self.q_a_layernorm is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, q_turned = q.unflatten(-1, (-1, sizes.unturned + sizes.turned)).split((sizes.unturned, sizes.turned), -1)
+        latent, k_turned = self.kv_a_proj_with_mqa(x).split((sizes.keys, sizes.turned), -1)
+        heads = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (-1, sizes.unturned + sizes.values))
+        k, v = heads.split((sizes.unturned, sizes.values), -1)
+        q_turned, k_turned = (rotate(one, *rotary, pairs=self.pairs) for one in (q_turned, k_turned[:, None]))
+        q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned.expand(-1, k.shape[1], -1)), -1)
+        # Kernels and cache take values as wide as keys.
+        out = attend(self, q, k, F.pad(v, (0, k.shape[-1] - sizes.values)))
+        return self.o_proj(out[..., : sizes.values].flatten(-2))
 
 
 class MLP(nn.Module):
@@ -261,14 +304,25 @@ class Decoder(nn.Module):
             # No real token sees these: attention leaves them out and the head cuts them off.
             token_ids, positions = F.pad(token_ids, (0, padding)), F.pad(positions, (0, padding))
             routes = None if routes is None else F.pad(routes, (0, 0, 0, 0, 0, padding), value=MISSING)
-        if self.context is not None:
-            places = torch.arange(layout.total, device=token_ids.device) if rows is None else rows
-            return self._in_parts(
-                self.context, token_ids, positions, layout, targets, temperature, kept, places, objective, routes
-            )
-        hidden = self.hidden_states(token_ids, positions, layout, routes)
-        output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
-        return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
+        context = self.context
+        if context is None:
+            hidden = self.hidden_states(token_ids, positions, layout, routes)
+            output = self.lm_head(hidden, targets, temperature, kept, rows, objective, sizes.rows)
+            return output[: layout.total] if isinstance(output, torch.Tensor) and padding else output
+        own = context.part(len(token_ids))
+        rows = torch.arange(layout.total, device=token_ids.device) if rows is None else rows
+        bounds = context.bounds(rows, len(token_ids))
+        first, end = bounds[context.rank : context.rank + 2]
+        attend = ContextAttention(PackedAttention(layout), context)
+        routes = None if routes is None else routes[own]
+        hidden = self.model(token_ids[own], positions[own], attend, routes=routes)
+        places = rows[first:end] - own.start
+        if targets is None:
+            return context.gather(self.lm_head(hidden, row_step=sizes.rows)[places], bounds)
+        asked = None if objective is None else functools.partial(_shifted, objective, first)
+        kept = None if kept is None else kept.part(slice(first, end))
+        output = self.lm_head(hidden, targets[first:end], temperature, kept, places, asked, sizes.rows)
+        return (*output[:-2], *(context.gather(x, bounds) for x in output[-2:]))
 
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, layout: PackedLayout, routes: torch.Tensor | None
@@ -276,34 +330,6 @@ class Decoder(nn.Module):
         """[T, H] behind the final norm."""
         hidden: torch.Tensor = self.model(token_ids, positions, PackedAttention(layout), routes=routes)
         return hidden
-
-    def _in_parts(
-        self,
-        context: ContextParallel,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        layout: PackedLayout,
-        targets: torch.Tensor | None,
-        temperature: float,
-        kept: KeptTokens | None,
-        rows: torch.Tensor,
-        objective: TokenObjective | None,
-        routes: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The forward of this rank's part of the tokens, and all ranks' results for `rows`."""
-        own, bounds = context.part(len(token_ids)), context.bounds(rows, len(token_ids))
-        first, end = bounds[context.rank : context.rank + 2]
-        attend = ContextAttention(PackedAttention(layout), context)
-        routes = None if routes is None else routes[own]
-        hidden = self.model(token_ids[own], positions[own], attend, routes=routes)
-        places, step = rows[first:end] - own.start, self.invariant_sizes().rows
-        if targets is None:
-            logits = self.lm_head(hidden, None, temperature, None, None, None, step)
-            return context.gather(logits[places], bounds)
-        asked = None if objective is None else functools.partial(_shifted, objective, first)
-        kept = None if kept is None else kept.part(slice(first, end))
-        output = self.lm_head(hidden, targets[first:end], temperature, kept, places, asked, step)
-        return (*output[:-2], *(context.gather(x, bounds) for x in output[-2:]))
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [B, T] -> logits [B, T, V]; every row is a sequence of its own, without padding."""

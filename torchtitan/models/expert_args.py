@@ -91,15 +91,9 @@ def read_expert_args(family: str, config: dict[str, Any]) -> ExpertArgs | None:
     fixed = EXPERT_FAMILIES[family]
     count = next((config[key] for key in COUNT_KEYS if config.get(key)), None)
     size = config.get(fixed.size_key)
-    lacking = [
-        name
-        for name, value in (
-            (" or ".join(COUNT_KEYS), count),
-            ("num_experts_per_tok", config.get("num_experts_per_tok")),
-            (fixed.size_key, size),
-        )
-        if not value
-    ]
+    needed = {" or ".join(COUNT_KEYS): count, fixed.size_key: size}
+    needed["num_experts_per_tok"] = config.get("num_experts_per_tok")
+    lacking = [name for name, value in needed.items() if not value]
     if count is None or size is None or lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
     return ExpertArgs(

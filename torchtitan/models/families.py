@@ -276,36 +276,41 @@ def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]
     return (whole, None if windowed == whole else windowed), share
 
 
+# What a rope_type says beside theta.
+_SCALINGS = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        *("mscale", "mscale_all_dim"),
+    ),
+}
+
+
 def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in _SCALINGS:
+        raise UserError(f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(_SCALINGS)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALINGS[kind]}
+    ignored = [f"{key} = {value!r}" for key, value in parameters.items() if key not in known and value is not None]
+    if ignored and kind != "default":
+        raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
     scaling: Scaling | None = None
-    used = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling(*(parameters[name] for name in names))
-        used |= set(names)
+        scaling = RopeScaling(*(parameters[name] for name in _SCALINGS[kind]))
     elif kind == "linear":
         scaling = LinearScaling(parameters["factor"])
-        used |= {"factor"}
     elif kind == "yarn":
-        original = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
         scaling = YarnScaling(
             parameters["factor"],
-            original,
+            parameters.get("original_max_position_embeddings") or config["max_position_embeddings"],
             _attention_factor(parameters),
             parameters.get("beta_fast") or 32.0,
             parameters.get("beta_slow") or 1.0,
             parameters.get("truncate", True),
             parameters.get("mscale_all_dim") or 0.0,
         )
-        used |= {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
-        used |= {"truncate", "mscale", "mscale_all_dim"}
-    elif kind != "default":
-        text = f"rope_type {kind!r} in config.json is not supported; supported: default, llama3, linear, yarn"
-        raise UserError(text)
-    ignored = [f"{key} = {value!r}" for key, value in parameters.items() if key not in used and value is not None]
-    if ignored and kind != "default":
-        raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
     return Rope(parameters.get("rope_theta") or theta, scaling)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.models.kept_tokens import CUT_OFF
 from torchtitan.models.logit_tiles import GradientSums, Projection, RowStatistics, logit_gradients_, on_gpu
-from torchtitan.models.whole_rows import WholeRows
 
 # (log-probs [n], entropy [n], which rows these are) -> loss of each row [n], differentiable in the first two.
 TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
@@ -80,12 +80,10 @@ def _places(weights: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[tor
 
 
 class TwoPass(torch.autograd.Function):
-    """(projection, accumulate, bias, *hidden, *weight) -> (log-probs [N], entropy [N])."""
+    """(projection, accumulate, *hidden, *weight) -> (log-probs [N], entropy [N])."""
 
     @staticmethod
-    def forward(
-        ctx: Any, projection: Projection, accumulate: bool, bias: torch.Tensor | None, *operands: torch.Tensor
-    ) -> Any:
+    def forward(ctx: Any, projection: Projection, accumulate: bool, *operands: torch.Tensor) -> Any:
         found, kept = statistics(projection)
         projection.release()
         local_maximum = found.maximum.clone() if kept is not None else None
@@ -98,7 +96,7 @@ class TwoPass(torch.autograd.Function):
         scale = None if local_maximum is None else (local_maximum - normalizer).exp()
         # The first backward uses these up; another one computes the logits again.
         ctx.exponentials = kept
-        ctx.save_for_backward(normalizer, entropy, scale, bias, *operands)
+        ctx.save_for_backward(normalizer, entropy, scale, *operands)
         ctx.set_materialize_grads(False)
         if not projection.entropy:
             ctx.mark_non_differentiable(entropy)
@@ -106,14 +104,14 @@ class TwoPass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_log_prob: torch.Tensor | None, by_entropy: torch.Tensor | None) -> Any:
-        normalizer, entropy, scale, bias, *operands = ctx.saved_tensors
+        normalizer, entropy, scale, *operands = ctx.saved_tensors
         kept, ctx.exponentials = ctx.exponentials, None
         projection: Projection = ctx.projection
         pairs = len(operands) // 2
         # FSDP frees and gathers weights between the passes: the operands saved are the weights as they are now.
-        projection.hidden, projection.weight, projection.bias = operands[:pairs], operands[pairs:], bias
-        needed = [*ctx.needs_input_grad[3:], ctx.needs_input_grad[2]]
-        places = _places(projection.weight, needed[pairs : 2 * pairs]) if ctx.accumulate else [None] * pairs
+        projection.hidden, projection.weight = operands[:pairs], operands[pairs:]
+        needed = ctx.needs_input_grad[2:]
+        places = _places(projection.weight, needed[pairs:]) if ctx.accumulate else [None] * pairs
         sums = GradientSums(projection, needed, places)
         if by_log_prob is None:
             by_log_prob = torch.zeros_like(normalizer)
@@ -128,26 +126,63 @@ class TwoPass(torch.autograd.Function):
             sums.end()
             gradients = sums.results()
         projection.release()
-        return (None, None, gradients[-1], *gradients[:-1])
+        return (None, None, *gradients)
+
+
+class WholeRows:
+    """A tile of whole rows of logits [r, V] on a GPU: log-probs, entropy and gradients in the fewest operators that
+    torch has. There a tile is tens of milliseconds of work that memory bandwidth bounds, and every operator that makes
+    a tensor of its own is one more sweep over it: each writes into one of two buffers that are there already.
+
+    dtype: of the matrix products that the gradients go into.
+    """
+
+    def __init__(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device):
+        self._beside = torch.empty(rows * vocabulary, device=device)
+        self._gradients = self._beside.view(dtype)
+        self._minus_one = torch.full((rows, 1), -1.0, device=device)
+
+    def normalize_(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor | None,
+        truncated: bool,
+    ) -> None:
+        """Turn logits [r, V] into probabilities; writes log_probs [r] of targets [r], and entropy [r] where given.
+
+        truncated: logits hold CUT_OFF for tokens that were not kept; the log-prob of such a target is -inf.
+        """
+        beside = self._beside[: logits.numel()].view_as(logits)
+        torch.log_softmax(logits, -1, out=beside)
+        torch.gather(beside, -1, targets[:, None], out=log_probs[:, None])
+        if truncated:
+            log_probs.masked_fill_(log_probs <= CUT_OFF / 2, -torch.inf)
+        torch.exp(beside, out=logits)
+        if entropy is not None:
+            torch.special.entr(logits, out=beside)
+            torch.sum(beside, -1, out=entropy)
+
+    def gradients(self, probabilities: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """factor_r · (p_rj - [j = target_r]), [r, V], rounded once; uses probabilities [r, V] up. factor [r]."""
+        probabilities.scatter_add_(-1, targets[:, None], self._minus_one[: len(targets)])
+        result = self._gradients[: probabilities.numel()].view_as(probabilities)
+        return torch.mul(probabilities, factor[:, None], out=result)
 
 
 class OnePass(torch.autograd.Function):
-    """(projection, objective, accumulate, bias, *hidden, *weight) -> (loss [], log-probs [N], entropy [N])."""
+    """(projection, objective, accumulate, *hidden, *weight) -> (loss [], log-probs [N], entropy [N])."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        projection: Projection,
-        objective: TokenObjective,
-        accumulate: bool,
-        bias: torch.Tensor | None,
-        *operands: torch.Tensor,
+        ctx: Any, projection: Projection, objective: TokenObjective, accumulate: bool, *operands: torch.Tensor
     ) -> Any:
         pairs = len(operands) // 2
-        needed = [projection.derive and need for need in (*ctx.needs_input_grad[4:], ctx.needs_input_grad[3])]
+        needed = [projection.derive and need for need in ctx.needs_input_grad[3:]]
         # A forward within a backward is one that activation checkpointing repeats: its gradients may be thrown away.
         in_place = accumulate and torch._C._current_graph_task_id() == -1
-        places = _places(operands[pairs:], needed[pairs : 2 * pairs]) if in_place else [None] * pairs
+        places = _places(operands[pairs:], needed[pairs:]) if in_place else [None] * pairs
         count, device = len(projection.targets), projection.targets.device
         log_probs, entropy = torch.empty(2, count, device=device).unbind()
         loss = torch.zeros((), device=device)
@@ -213,13 +248,13 @@ class OnePass(torch.autograd.Function):
             )
         if not is_one:
             gradients = [None if gradient is None else gradient.mul_(by_loss) for gradient in gradients]
-        return (None, None, None, gradients[-1], *gradients[:-1])
+        return (None, None, None, *gradients)
 
 
 def _whole_rows(projection: Projection, operands: list[torch.Tensor]) -> WholeRows | None:
     """Few operators over whole rows, where the tile is on a GPU and all columns are this rank's."""
     same = len({operand.dtype for operand in operands}) == 1
-    if not on_gpu(projection.targets) or projection.group is not None or projection.bias is not None or not same:
+    if not on_gpu(projection.targets) or projection.group is not None or not same:
         return None
     tiling = projection.tiling
     return WholeRows(tiling.rows, tiling.columns, operands[0].dtype, projection.targets.device)

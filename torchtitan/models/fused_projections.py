@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.models.decoder import MLP, Attention, Decoder
-from torchtitan.models.rms_norm import rms_norm
+from torchtitan.models.elementwise import rms_norm
 from torchtitan.models.rotary import RotaryTables
 
 

@@ -6,11 +6,13 @@ ever has the whole model in one place.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +34,8 @@ __all__ = ["export_policy", "load_into", "load_policy", "read_model_args"]
 MAX_FILE_BYTES = 4 * 1024**3
 # What an export copies from `assets_from`, where it exists.
 ASSET_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -144,40 +138,23 @@ def export_policy(
         dtype: of the weights in the files (buffers keep their own); None: as the policy holds them.
     """
     directory = Path(directory)
-    sharded = any(is_distributed(parameter) for parameter in policy.parameters())
-    writes = not sharded or torch.distributed.get_rank() == 0
-    error: BaseException | None = None
-    staging: Path | None = None
+    written = Written(policy.parameters())
     types = _types(policy, dtype)
     plan = _plan_files(policy, types, max_file_bytes)
-    if writes:
-        try:
-            staging = _stage(policy, directory, assets_from, plan, types)
-        except (OSError, UserError) as problem:
-            error = problem
+    staging = written.step(lambda: _stage(policy, directory, assets_from, plan, types))
     for file_name, names in plan.items():
         # Other ranks are in the middle of gathering: after a failure rank 0 goes through the motions to the end.
-        keep = staging is not None and error is None
         whole = ((part, tensor.to(types[name])) for name in names for part, tensor in whole_weights(policy, [name]))
-        tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if keep}
-        if staging is not None and error is None:
-            try:
-                save_file(tensors, staging / file_name, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as problem:
-                error = problem
-    if staging is not None and error is None:
-        try:
-            publish_folder(staging, directory)
-        except OSError as problem:
-            error = problem
+        tensors = {part: tensor.cpu().contiguous() for part, tensor in whole if written.going}
+        written.step(functools.partial(_save, tensors, staging, file_name))
+    written.step(lambda: publish_folder(staging, directory))
     if staging is not None and staging.exists():
         shutil.rmtree(staging)
-    if sharded:
-        agree(error)
-    if isinstance(error, UserError):
-        raise error
-    if error is not None:
-        raise UserError(f"{directory}: the export failed: {error}") from error
+    written.end(f"{directory}: the export failed")
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+    save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
 def _types(policy: Decoder, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -259,10 +236,31 @@ def publish_folder(staging: Path, directory: Path) -> None:
     shutil.rmtree(aside)
 
 
-def agree(error: BaseException | None) -> None:
-    """All ranks learn whether rank 0 failed; those without an error of their own raise here."""
-    from torchtitan.distributed.collectives import all_reduce_sum
+class Written:
+    """Steps in which rank 0 writes these tensors: after one that fails it takes no more, and in the end all know."""
 
-    failed = all_reduce_sum(torch.tensor([0.0 if error is None else 1.0]))
-    if error is None and failed.item() > 0:
-        raise UserError("the export failed on rank 0; its message says why")
+    def __init__(self, tensors: Iterable[torch.Tensor]):
+        self._shared = any(is_distributed(tensor) for tensor in tensors)
+        self.going = not self._shared or torch.distributed.get_rank() == 0
+        """Whether this rank takes steps"""
+        self._error: Exception | None = None
+
+    def step(self, write: Callable[[], Any]) -> Any:
+        """What write() gives; None where no step is taken, or this one fails."""
+        try:
+            return write() if self.going else None
+        except (OSError, SafetensorError, UserError) as error:
+            self.going, self._error = False, error
+
+    def end(self, failed: str) -> None:
+        """Raises UserError on all ranks where a step has failed (a collective where tensors are sharded)."""
+        from torchtitan.distributed.collectives import all_reduce_sum
+
+        error = self._error
+        failures = all_reduce_sum(torch.tensor([float(error is not None)])) if self._shared else torch.zeros(1)
+        if error is None and failures.item() > 0:
+            raise UserError("the export failed on rank 0; its message says why")
+        if isinstance(error, UserError):
+            raise error
+        if error is not None:
+            raise UserError(f"{failed}: {error}") from error

@@ -53,7 +53,7 @@ def choose_tiling(
 
 @dataclass
 class Projection:
-    """What a call is about: logits = softcap(Σ hidden_i weight_iᵀ + bias) / temperature, and targets.
+    """What a call is about: logits = softcap(Σ hidden_i weight_iᵀ) / temperature, and targets.
 
     hidden_i [N, H_i], weight_i [V, H_i]; more than one pair is a low-rank addition to the weight. `first` is the token
     id of the weight's first row, where `group` spreads the vocabulary over ranks.
@@ -61,7 +61,6 @@ class Projection:
 
     hidden: Sequence[torch.Tensor]
     weight: Sequence[torch.Tensor]
-    bias: torch.Tensor | None
     targets: torch.Tensor
     temperature: float
     softcap: float | None
@@ -108,8 +107,6 @@ class Projection:
             some = F.pad(some, (0, 0, 0, missing)) if missing else some
             matmul(some, operand.t(), out=product, accumulate=index > 0)
         logits, slope = product[:count], None
-        if self.bias is not None:
-            logits.add_(self.bias[columns])
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_()
             slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1)
@@ -215,9 +212,9 @@ def _rescaled(total: torch.Tensor, moment: torch.Tensor, shift: torch.Tensor) ->
 
 
 class GradientSums:
-    """Gradients of hidden states, weights and bias, summed tile by tile: all rows of some columns, then the next ones.
+    """Gradients of hidden states and weights, summed tile by tile: all rows of some columns, then the next ones.
 
-    needed: which of (hidden_i..., weight_i..., bias) are asked for. into: gradients to which the weights' are added
+    needed: which of (hidden_i..., weight_i...) are asked for. into: gradients to which the weights' are added
     where they lie, in place of tensors of their own.
     """
 
@@ -231,13 +228,11 @@ class GradientSums:
         ]
         self.into = into
         self.weight: list[torch.Tensor | None] = []
-        for tensor, need, place in zip(projection.weight, needed[pairs : 2 * pairs], into, strict=True):
+        for tensor, need, place in zip(projection.weight, needed[pairs:], into, strict=True):
             # Where tiles have some of the columns, sums are rounded as soon as they are complete.
             dtype = torch.float32 if whole else tensor.dtype
             own = torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need and place is None else None
             self.weight.append(own if place is None else place)
-        bias = projection.bias
-        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[-1] else None
         self._sums: list[torch.Tensor | None] = []
         self._started = False
         self._columns = slice(0)
@@ -268,8 +263,6 @@ class GradientSums:
                 else:
                     matmul(factor.t(), source, out=total)
         self._started = True
-        if self.bias is not None:
-            self.bias[self._columns] += logit_gradients.sum(0)
 
     def end(self) -> None:
         """No more rows of these columns."""
@@ -292,8 +285,7 @@ class GradientSums:
         for index, (tensor, place) in enumerate(zip(self.projection.weight, self.into, strict=True)):
             gradient, self.weight[index] = self.weight[index], None
             weight.append(gradient.to(tensor.dtype) if gradient is not None and place is None else None)
-        bias = self.projection.bias
-        return [*hidden, *weight, None if self.bias is None or bias is None else self.bias.to(bias.dtype)]
+        return [*hidden, *weight]
 
 
 def logit_gradients_(

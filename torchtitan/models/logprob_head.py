@@ -20,7 +20,7 @@ from torchtitan.models.memory import default_head_budget
 
 if TYPE_CHECKING:
     from torchtitan.models.lora import Adapter
-    from torchtitan.models.vocabulary_parallel import VocabularyShard
+    from torchtitan.models.parallelize import VocabularyShard
 
 
 def scale_logits(logits: torch.Tensor, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -57,6 +57,9 @@ class VocabularyPart(NamedTuple):
     """Size of the whole vocabulary"""
     largest: int
     """Rows of the largest part: all ranks work on the same tiles"""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the parts; hidden and targets are the same on all of them, and the gradient of hidden is this
+    rank's share of a sum"""
 
 
 class HeadOptions(TypedDict, total=False):
@@ -64,21 +67,16 @@ class HeadOptions(TypedDict, total=False):
 
     temperature: float
     """Logits are divided by it; 1"""
-    bias: torch.Tensor | None
-    """[V]"""
     softcap: float | None
     """Logits become softcap · tanh(logits / softcap)"""
     chunk_tokens: int | Literal["auto"]
     """Rows of logits at a time, with all columns; "auto" (default) chooses rows and columns by budget_bytes"""
     budget_bytes: int | None
-    """Memory for logits at a time, of all ranks of tp_group together"""
+    """Memory for logits at a time, of all ranks that have parts of the vocabulary together"""
     entropy: bool
     """False returns zeros for it; True by default"""
-    tp_group: dist.ProcessGroup | None
-    """Ranks that hold the parts of the vocabulary; hidden and targets are the same on all of them, and the gradient of
-    hidden is this rank's share of a sum"""
     vocabulary: VocabularyPart | None
-    """This rank's part; None asks the group (a collective)"""
+    """This rank's part; None: all of it"""
     kept: KeptTokens | None
     """Tokens that truncated sampling left"""
     row_step: int
@@ -93,9 +91,9 @@ def fused_log_probs(
     accumulate: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob [N] of targets and entropy [N] in fp32 under softmax(softcap(hidden weightᵀ + bias) / temperature).
+    """Log-prob [N] of targets and entropy [N] in fp32 under softmax(softcap(hidden weightᵀ) / temperature).
 
-    Differentiable once in hidden, weight and bias, through both results; [N, V] is never held (see fused_head.py).
+    Differentiable once in hidden and weight, through both results; [N, V] is never held (see fused_head.py).
 
     Args:
         hidden: [N, H]; or several, whose products with their weights are added (a low-rank addition).
@@ -110,7 +108,7 @@ def fused_log_probs(
         TypeError: an option that there is not.
     """
     projection = _projection(hidden, weight, targets, options)
-    log_probs, entropy = TwoPass.apply(projection, accumulate, projection.bias, *projection.hidden, *projection.weight)
+    log_probs, entropy = TwoPass.apply(projection, accumulate, *projection.hidden, *projection.weight)
     return log_probs, entropy
 
 
@@ -131,10 +129,9 @@ def fused_objective(
     what `backward()` is called on.
     """
     projection = _projection(hidden, weight, targets, options)
-    loss, log_probs, entropy = OnePass.apply(
-        projection, objective, accumulate, projection.bias, *projection.hidden, *projection.weight
-    )
-    return loss, log_probs, entropy
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    result = OnePass.apply(projection, objective, accumulate, *projection.hidden, *projection.weight)
+    return result
 
 
 def _projection(
@@ -154,13 +151,11 @@ def _projection(
     ):
         shapes = f"hidden {[list(t.shape) for t in hidden]} and weight {[list(t.shape) for t in weight]}"
         raise ValueError(f"hidden [N, H] and weight [V, H] are needed for targets {list(targets.shape)}, not {shapes}")
-    bias, chunk = options.get("bias"), options.get("chunk_tokens", "auto")
-    if bias is not None and bias.shape != (len(weight[0]),):
-        raise ValueError(f"the bias has shape {list(bias.shape)} for a weight of {len(weight[0])} rows")
+    chunk = options.get("chunk_tokens", "auto")
     if chunk != "auto" and chunk < 1:
         raise ValueError(f"chunk_tokens must be 'auto' or at least 1, not {chunk}")
-    group, softcap = options.get("tp_group"), options.get("softcap")
-    part = options.get("vocabulary") or _part_of(group, len(weight[0]), targets.device)
+    part, softcap = options.get("vocabulary"), options.get("softcap")
+    part = part or VocabularyPart(0, len(weight[0]), len(weight[0]))
     if len(weight[0]) == 0:
         raise ValueError(f"this rank has no part of the vocabulary of {part.total} tokens: use fewer ranks for it")
     check_targets(targets, part.total)
@@ -173,7 +168,7 @@ def _projection(
             len(targets),
             part.largest,
             width,
-            budget // (1 if group is None else dist.get_world_size(group)),
+            budget // (1 if part.group is None else dist.get_world_size(part.group)),
             buffers=1 if softcap is None else 3,
             converts=converts,
         )
@@ -182,29 +177,18 @@ def _projection(
     return Projection(
         hidden=hidden,
         weight=weight,
-        bias=bias,
         targets=targets,
         temperature=options.get("temperature", 1.0),
         softcap=softcap,
         kept=options.get("kept"),
         tiling=tiling,
         entropy=options.get("entropy", True),
-        group=group,
+        group=part.group,
         first=part.start,
         cut=tiling.columns < part.largest,
         derive=torch.is_grad_enabled(),
         row_step=options.get("row_step", 1),
     )
-
-
-def _part_of(group: dist.ProcessGroup | None, rows: int, device: torch.device) -> VocabularyPart:
-    if group is None:
-        return VocabularyPart(0, rows, rows)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    rank = dist.get_rank(group)
-    sizes[rank] = rows
-    dist.all_reduce(sizes, group=group)
-    return VocabularyPart(int(sizes[:rank].sum()), int(sizes.sum()), int(sizes.max()))
 
 
 def check_targets(targets: torch.Tensor, vocabulary: int) -> None:
@@ -260,7 +244,7 @@ class LogProbHead(nn.Module):
             hidden = hidden / self.divisor
         if self.shard is not None:
             hidden, weight = self.shard.local(hidden, weight)
-            options |= {"tp_group": self.shard.group, "vocabulary": self.shard.part(self.weight)}
+            options["vocabulary"] = self.shard.part(self.weight)
         if targets is not None:
             hidden = hidden[: len(targets)] if rows is None else hidden[rows]
         hiddens, weights = [hidden], [weight]

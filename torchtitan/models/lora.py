@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +28,9 @@ from torchtitan.distributed.placement import (
     part_of,
 )
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.grouped_matmul import grouped_linear
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, is_factor, low_rank_product
-from torchtitan.models.moe import ExpertLinear
+from torchtitan.models.moe import ExpertLinear, grouped_linear
 from torchtitan.models.quantized import HELD, QuantizedLinear
 
 if TYPE_CHECKING:
@@ -211,27 +210,23 @@ def synced_parameters(policy: Decoder) -> dict[str, torch.Tensor | StackPart]:
     return in_files(policy, trained | facts)
 
 
-@contextmanager
-def adapters_off(policy: Decoder) -> Iterator[None]:
+def adapters_off(policy: Decoder) -> AbstractContextManager[None]:
     """Run the base model inside the block."""
-    adapters = [adapter for _, _, adapter in adapted_modules(policy)]
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter in adapters:
-            adapter.enabled = True
+    return _changed(policy, "enabled", False)
+
+
+def without_dropout(policy: Decoder) -> AbstractContextManager[None]:
+    """Adapters do not drop anything inside the block."""
+    return _changed(policy, "dropout", 0.0)
 
 
 @contextmanager
-def without_dropout(policy: Decoder) -> Iterator[None]:
-    """Adapters do not drop anything inside the block."""
-    before = [(adapter, adapter.dropout) for _, _, adapter in adapted_modules(policy)]
+def _changed(policy: Decoder, name: str, value: object) -> Iterator[None]:
+    before = [(adapter, getattr(adapter, name)) for _, _, adapter in adapted_modules(policy)]
     for adapter, _ in before:
-        adapter.dropout = 0.0
+        setattr(adapter, name, value)
     try:
         yield
     finally:
-        for adapter, dropout in before:
-            adapter.dropout = dropout
+        for adapter, old in before:
+            setattr(adapter, name, old)

@@ -34,7 +34,12 @@ PROJECTIONS = (*ATTENTION_PROJECTIONS, *FEED_FORWARD_PROJECTIONS)
 
 # Exports have the decoder's own values of these, whatever it was read from.
 SHAPE_KEYS = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+# A config.json calls these as the decoder does.
 REQUIRED_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+WRITTEN_KEYS = (
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "attention_bias", "mlp_bias"),
+    *("tie_word_embeddings", "max_position_embeddings", "bos_token_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,7 @@ class ModelArgs:
             scale = head_dim**-0.5 * warmth**2
         return cls(
             family=name,
-            vocab_size=config["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
+            **{key: config[key] for key in REQUIRED_KEYS},
             num_key_value_heads=key_heads,
             head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -207,23 +208,10 @@ class ModelArgs:
         written = {
             "architectures": [self.kind.architecture],
             "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
+            **{key: getattr(self, key) for key in (*REQUIRED_KEYS, *WRITTEN_KEYS)},
             "hidden_act": self.kind.activation,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
             "rope_scaling": scaling,
             "rope_parameters": {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})},
-            "attention_bias": self.attention_bias,
-            "mlp_bias": self.mlp_bias,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "max_position_embeddings": self.max_position_embeddings,
-            "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
             "use_cache": True,
         }

@@ -3,6 +3,7 @@ tokens to them and back."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -12,9 +13,8 @@ from torch import nn
 
 from torchtitan.distributed.placement import is_distributed, local_tensor
 from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.elementwise import swiglu
 from torchtitan.models.expert_args import MISSING, ExpertArgs
-from torchtitan.models.grouped_matmul import grouped_linear
-from torchtitan.models.swiglu import swiglu
 
 # On a GPU the rows of every expert begin at whole 16 bytes, in half precision.
 GPU_ROWS = 8
@@ -37,7 +37,7 @@ def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """As swiglu.py has it: with operations that treat all numbers alike, wherever in the batch they lie."""
+    """As swiglu has it: with operations that treat all numbers alike, wherever in the batch they lie."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -117,21 +117,22 @@ class Router(nn.Module):
 class Places(NamedTuple):
     """Where items go so that those of one expert lie together.
 
-    place: int64 [items], the row of each; counts: int64 [experts], items of each; ends: int32 [experts], where the rows
-    of each end; rows: of the whole.
+    place: int64 [T, ...] as the items, the row of each; token: int64 [rows], which of the T has an item there, or any
+    of them; counts: int64 [experts], items of each; ends: int32 [experts], where the rows of each end.
     """
 
     place: torch.Tensor
+    token: torch.Tensor
     counts: torch.Tensor
     ends: torch.Tensor
-    rows: int
 
 
-def places_of(expert: torch.Tensor, count: int, step: int) -> Places:
-    """Places of items by their expert [items], in their order, each expert's rows rounded up to a multiple of `step`.
+def places_of(experts: torch.Tensor, count: int, step: int) -> Places:
+    """Places of items by their expert [T, ...], in their order, each expert's rows rounded up to a multiple of `step`.
 
     Waits for no device: there may be rows left over at the end.
     """
+    expert = experts.flatten()
     counts = torch.zeros(count, dtype=torch.int64, device=expert.device)
     counts.scatter_add_(0, expert, torch.ones_like(expert))
     rounded = (counts + step - 1) // step * step
@@ -141,43 +142,114 @@ def places_of(expert: torch.Tensor, count: int, step: int) -> Places:
     shift = (ends - rounded) - (counts.cumsum(0) - counts)
     sorted_place = torch.arange(len(expert), device=expert.device) + shift[expert[order]]
     place = torch.empty_like(order).index_copy_(0, order, sorted_place)
-    rows = len(expert) + min(count, len(expert)) * (step - 1)
-    return Places(place, counts, ends.to(torch.int32), rows)
+    token = order.new_zeros(len(expert) + min(count, len(expert)) * (step - 1))
+    token.index_copy_(0, sorted_place, order // max(1, experts[:1].numel()))
+    return Places(place.view(experts.shape), token, counts, ends.to(torch.int32))
 
 
 class _Spread(torch.autograd.Function):
-    """x [T, H] -> rows [R, H]: each token in all of its k places, zeros elsewhere. Its gradient is summed in their
-    order."""
+    """x [T, H], place [T, k], token [R] -> rows [R, H]: each token in all of its k places, any in the others. Its
+    gradient is summed in their order."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor, rows: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(place)
-        ctx.tokens = len(x)
-        copies = x.repeat_interleave(len(place) // len(x), 0) if len(x) else x
-        return x.new_zeros(rows, x.shape[1]).index_copy_(0, place, copies)
+        return x.index_select(0, token)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (place,) = ctx.saved_tensors
-        if not ctx.tokens:
-            return gradient[:0], None, None
-        return gradient.index_select(0, place).unflatten(0, (ctx.tokens, -1)).sum(1), None, None
+        return gradient.index_select(0, place.flatten()).unflatten(0, place.shape).sum(1), None, None
 
 
-def spread(x: torch.Tensor, places: Places) -> torch.Tensor:
-    """x [T, H], whose tokens have as many places each -> rows [R, H]."""
-    rows: torch.Tensor = _Spread.apply(x, places.place, places.rows)
-    return rows
+class _Combine(torch.autograd.Function):
+    """rows [R, H], place [T, k], token [R], weights [T, k] -> the weighted sum of each token's rows [T, H]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, place: torch.Tensor, token: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        taken = rows.index_select(0, place.flatten()).unflatten(0, place.shape)
+        ctx.save_for_backward(taken, place, token, weights)
+        return (taken * weights[..., None]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        taken, place, token, weights = ctx.saved_tensors
+        # A row that no token has gets none: its weight is 0.
+        of_row = weights.new_zeros(len(token)).index_copy_(0, place.flatten(), weights.flatten())
+        by_rows = gradient.index_select(0, token).mul_(of_row[:, None])
+        return by_rows, None, None, (taken * gradient[:, None]).sum(-1)
 
 
 class Exchange(Protocol):
-    """How rows reach experts that other ranks have; see distributed/expert_parallel.py."""
+    """How rows reach experts that other ranks have; see expert_parallel.py."""
 
     def __call__(
         self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """rows [R, H] in the order of all experts, counts [E] of them -> what compute(rows, experts) makes of each
         where its expert is."""
+
+
+# torch's own grouped_mm computes exactly these products, one per expert over rows that lie expert by expert. But its
+# fp32 form does not pass torch.compile, and its backward refuses gradients that are expanded: hence the operators.
+
+
+def _fits(dtype: torch.dtype, *sizes: int) -> bool:
+    """What torch's kernel takes: half or single precision, with rows of whole 16 bytes."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and not any(s * dtype.itemsize % 16 for s in sizes)
+
+
+@torch.library.custom_op("torchtitan::grouped_linear", mutates_args=())
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [R, K] times the transposed weight [E, N, K] of each row's expert -> [R, N].
+
+    Expert e has rows ends[e - 1] to ends[e] (int32 [E]). Rows past the last end get anything.
+    """
+    if _fits(x.dtype, *weight.shape[1:]):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    out = x.new_zeros(len(x), weight.shape[1])
+    for expert, rows in enumerate(_ranges(ends)):
+        out[rows] = F.linear(x[rows], weight[expert])
+    return out
+
+
+@grouped_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("torchtitan::grouped_outer", mutates_args=())
+def grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """left [R, N] and right [R, K] -> [E, N, K]: per expert, the product of the transposed left rows and the right."""
+    if _fits(left.dtype, left.shape[1], right.shape[1]):
+        return F.grouped_mm(left.t(), right, offs=ends)
+    return torch.stack([left[rows].t() @ right[rows] for rows in _ranges(ends)])
+
+
+@grouped_outer.register_fake
+def _(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _ranges(ends: torch.Tensor) -> list[slice]:
+    bounds = [0, *ends.tolist()]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    x, weight, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    by_x = grouped_linear(gradient, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    return by_x, grouped_outer(gradient, x, ends) if ctx.needs_input_grad[1] else None, None
+
+
+grouped_linear.register_autograd(_grouped_backward, setup_context=_save_inputs)
 
 
 class ExpertLinear(nn.Module):
@@ -209,22 +281,19 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, step: int) -> torch.Tensor:
         """x [T, H], each token's experts [T, k] and their weights [T, k] -> [T, H]."""
+        places = places_of(experts, self.count, step if self.exchange is None else 1)
+        out = _Spread.apply(x, places.place, places.token)
         if self.exchange is None:
-            places = places_of(experts.flatten(), self.count, step)
-            out = self._rows(spread(x, places), places.ends)
+            out = self._rows(out, places.ends)
         else:
-            places = places_of(experts.flatten(), self.count, 1)
-            out = self.exchange(
-                spread(x, places), places.counts, lambda rows, expert: self._unordered(rows, expert, step)
-            )
-        out = out.index_select(0, places.place).unflatten(0, experts.shape)
-        return (out * weights[..., None]).sum(1)
+            out = self.exchange(out, places.counts, lambda rows, expert: self._unordered(rows, expert, step))
+        return _Combine.apply(out, places.place, places.token, weights)
 
     def _unordered(self, rows: torch.Tensor, expert: torch.Tensor, step: int) -> torch.Tensor:
         """Rows [R, H] of this rank's experts [R] in any order."""
-        here = local_tensor(next(self.parameters())).shape[0]
-        places = places_of(expert, here, step)
-        return self._rows(spread(rows, places), places.ends).index_select(0, places.place)
+        places = places_of(expert[:, None], local_tensor(next(self.parameters())).shape[0], step)
+        out = self._rows(_Spread.apply(rows, places.place, places.token), places.ends)
+        return out.index_select(0, places.place.flatten())
 
     def _rows(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return self.down_proj(swiglu(self.gate_proj(rows, ends), self.up_proj(rows, ends)), ends)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,20 +26,21 @@ from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import local_region
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.expert_parallel import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
 from torchtitan.models.flavors import find_flavor
 from torchtitan.models.foreign_args import ForeignArgs, read_args
 from torchtitan.models.hf_checkpoint import load_into
+from torchtitan.models.logprob_head import VocabularyPart
 from torchtitan.models.lora import add_adapters, initialize_adapters
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
-from torchtitan.models.parallel_experts import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
 from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.models.quantized import quantize_projections
 from torchtitan.models.rotary import RotaryTables
-from torchtitan.models.vocabulary_parallel import VocabularyShard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -178,6 +179,35 @@ def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, layer_plan if mixture is None else mixture_plan(layer_plan, mixture))
     policy.sequence_parts = mesh.size()
     policy.tie_weights()
+
+
+class VocabularyShard:
+    """Between LogProbHead's sharded tensors and plain ones: its weight is sharded over `mesh` along the vocabulary, and
+    all ranks get the same log-probs."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+
+    def part(self, weight: torch.Tensor) -> VocabularyPart:
+        """This rank's rows of weight [V, H]."""
+        assert isinstance(weight, DTensor)
+        ranks, total = self.mesh.size(), weight.shape[0]
+        return VocabularyPart(local_region(weight)[0].start, total, -(-total // ranks), self.mesh.get_group())
+
+    def local(self, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's tokens [N / ranks, H] -> all of them [N, H], and this rank's rows of the weight."""
+        assert isinstance(weight, DTensor)
+        gathered = DTensor.from_local(hidden, self.mesh, [Shard(0)], run_check=False).redistribute(
+            placements=[Replicate()]
+        )
+        # Every rank's gradient of the hidden states covers its own vocabulary only: they add up.
+        return gathered.to_local(grad_placements=[Partial()]), weight.to_local()
+
+    def whole(self, logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of the logits -> [N, V]."""
+        shape = torch.Size((len(logits), weight.shape[0]))
+        columns = DTensor.from_local(logits, self.mesh, [Shard(1)], run_check=False, shape=shape, stride=(shape[1], 1))
+        return columns.full_tensor()
 
 
 class VocabularyParallel(ParallelStyle):

@@ -13,13 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import Place, copy_full_, full_tensor, held_part, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import agree, publish_folder
+from torchtitan.models.hf_checkpoint import Written, publish_folder
 from torchtitan.models.lora import adapted_modules
 from torchtitan.models.low_rank import FACTOR_A
 
@@ -65,25 +64,16 @@ def save_adapter(policy: Decoder, directory: str | Path, base_model: str = "") -
     assert policy.lora is not None
     directory = Path(directory)
     places = _places(policy)
-    sharded = any(isinstance(parameter, DTensor) for parameter, _, _ in places)
-    writes = not sharded or torch.distributed.get_rank() == 0
+    written = Written(parameter for parameter, _, _ in places)
     tensors = {}
     for parameter, transposed, names in places:
         full = full_tensor(parameter.detach())
-        for name, place in names if writes else []:
+        for name, place in names if written.going else []:
             one = held_part(part_of(full, place))[1]
             assert one is not None, "it is whole"
             tensors[name] = (one.t() if transposed else one).cpu().contiguous()
-    problem: BaseException | None = None
-    if writes:
-        try:
-            _write(directory, tensors, _config(policy, base_model))
-        except (OSError, SafetensorError) as error:
-            problem = error
-    if sharded:
-        agree(problem)
-    if problem is not None:
-        raise UserError(f"{directory}: the adapters could not be written: {problem}") from problem
+    written.step(lambda: _write(directory, tensors, _config(policy, base_model)))
+    written.end(f"{directory}: the adapters could not be written")
 
 
 def _config(policy: Decoder, base_model: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.roundings import forward_rounding
 from tests.tiny_models import make_tiny
@@ -26,9 +27,13 @@ from torchtitan.models.rotary import inverse_frequencies, rotary_tables
 LAYERS = 4
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 # Model type, and what its config.json says beside sizes. Windows are shorter than the sequences.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, scaled": ("llama", {"rope_parameters": {**YARN, "rope_type": "llama3", **BANDS}}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
     "mistral": ("mistral", {"sliding_window": 9, "head_dim": 32}),
     "mistral, yarn": ("mistral", {"sliding_window": None, "rope_parameters": YARN}),
     "llama, linear, biases": ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
@@ -128,6 +133,9 @@ def test_logits_gradients_and_files_are_those_of_transformers(case: str, folder:
         assert (parameter.grad - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max().item()), name
     export_policy(policy, tmp_path / "export")
     again = load_policy(tmp_path / "export")
+    original, written = (load_file(one / "model.safetensors") for one in (directory, tmp_path / "export"))
+    assert original.keys() == written.keys() == ours.keys()
+    assert all(torch.equal(original[name], written[name]) for name in original)
     assert read_model_args(tmp_path / "export") == read_model_args(directory)
     with torch.no_grad():
         assert torch.equal(again.logits(token_ids), found)

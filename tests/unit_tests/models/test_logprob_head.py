@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -21,13 +22,12 @@ from torchtitan.models.memory import default_head_budget
 class Case:
     hidden: list[torch.Tensor]
     weight: list[torch.Tensor]
-    bias: torch.Tensor
     targets: torch.Tensor
     by_log_prob: torch.Tensor
     by_entropy: torch.Tensor
 
     def leaves(self) -> list[torch.Tensor]:
-        return [*self.hidden, *self.weight, self.bias]
+        return [*self.hidden, *self.weight]
 
 
 def make(rows: int, vocabulary: int, hidden: int = 6, rank: int = 0, seed: int = 0) -> Case:
@@ -40,7 +40,6 @@ def make(rows: int, vocabulary: int, hidden: int = 6, rank: int = 0, seed: int =
     return Case(
         [random(rows, size) for size in sizes],
         [random(vocabulary, size) for size in sizes],
-        random(vocabulary),
         torch.randint(0, vocabulary, (rows,), generator=generator),
         torch.randn(rows, generator=generator),
         torch.randn(rows, generator=generator),
@@ -57,7 +56,7 @@ def reference(
     """
     leaves = [tensor.detach().double().requires_grad_() for tensor in case.leaves()]
     pairs = len(case.hidden)
-    logits = sum(h @ w.t() for h, w in zip(leaves[:pairs], leaves[pairs : 2 * pairs], strict=True)) + leaves[-1]
+    logits = functools.reduce(torch.add, (h @ w.t() for h, w in zip(leaves[:pairs], leaves[pairs:], strict=True)))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
@@ -88,10 +87,9 @@ def reference(
         terms = distribution.exp() * (a + b * (1 + surprise + spread[:, None]))
         terms[torch.arange(len(terms)), case.targets] += a.squeeze(1)
         terms = terms / temperature
-        scales = [terms @ w.abs() for w in leaves[pairs : 2 * pairs]]
-        scales += [terms.T @ h.abs() for h in leaves[:pairs]] + [terms.sum(0)]
+        scales = [terms @ w.abs() for w in leaves[pairs:]] + [terms.T @ h.abs() for h in leaves[:pairs]]
         eps, largest = torch.finfo(torch.float32).eps, logits.abs().max().item()
-        counts = [logits.shape[1]] * pairs + [logits.shape[0]] * (pairs + 1)
+        counts = [logits.shape[1]] * pairs + [logits.shape[0]] * pairs
         roundings = [
             4 * eps * (largest + math.sqrt(count)) * scale + eps for count, scale in zip(counts, scales, strict=True)
         ]
@@ -116,7 +114,7 @@ def test_equals_float64_for_any_tiling(data: st.DataObject) -> None:
             sorted({target, *data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=3))}) if row % 2 else []
             for row, target in enumerate(case.targets.tolist())
         ]
-    options: HeadOptions = {"temperature": temperature, "softcap": softcap, "bias": case.bias}
+    options: HeadOptions = {"temperature": temperature, "softcap": softcap}
     if kept:
         options["kept"] = KeptTokens.from_rows(kept)
     if data.draw(st.booleans()):
@@ -185,7 +183,7 @@ def test_bfloat16_operands_have_fp32_logits(one_pass: bool) -> None:
             leaf.copy_(leaf.bfloat16())
     expected_log_probs, _, expected, _ = reference(case)
     leaves = [tensor.detach().bfloat16().requires_grad_() for tensor in case.leaves()]
-    hidden, weight, bias = leaves
+    hidden, weight = leaves
     for budget in (1 << 20, 4 * 64 * 40):
         if one_pass:
             loss, log_probs, _ = fused_objective(
@@ -193,11 +191,10 @@ def test_bfloat16_operands_have_fp32_logits(one_pass: bool) -> None:
                 weight,
                 case.targets,
                 lambda log_probs, entropy, part: case.by_log_prob[part] * log_probs + case.by_entropy[part] * entropy,
-                bias=bias,
                 budget_bytes=budget,
             )
         else:
-            log_probs, entropy = fused_log_probs(hidden, weight, case.targets, bias=bias, budget_bytes=budget)
+            log_probs, entropy = fused_log_probs(hidden, weight, case.targets, budget_bytes=budget)
             loss = (case.by_log_prob * log_probs + case.by_entropy * entropy).sum()
         assert_close(log_probs.detach(), expected_log_probs)
         for found, exact in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
@@ -296,9 +293,8 @@ def test_masked_rows_and_cut_off_targets() -> None:
         ({"targets": torch.tensor([0, -1, 2, 3])}, "target -1 of row 1"),
         ({"targets": torch.tensor([0, 1, 2])}, r"targets \[3\], not hidden \[\[4, 6\]\] and weight \[\[12, 6\]\]"),
         ({"weight": torch.zeros(12, 5)}, "are needed"),
-        ({"bias": torch.zeros(5)}, r"the bias has shape \[5\] for a weight of 12 rows"),
         ({"chunk_tokens": 0}, "at least 1, not 0"),
-        ({"temprature": 0.5}, "no option temprature; there are temperature, bias"),
+        ({"temprature": 0.5}, "no option temprature; there are temperature, softcap"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:

@@ -15,10 +15,9 @@ from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import MLP
 from torchtitan.models.expert_args import MISSING, ExpertArgs
-from torchtitan.models.grouped_matmul import grouped_linear, grouped_outer
 from torchtitan.models.hf_checkpoint import read_model_args
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.moe import MoE, Routing, places_of
+from torchtitan.models.moe import MoE, Routing, grouped_linear, grouped_outer, places_of
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 
@@ -154,7 +153,7 @@ def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
     assert places.counts.tolist() == [2, 2, 0, 5] and (places.ends % step == 0).all()
 
     def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = x.new_zeros(places.rows, 16).index_copy(0, places.place, x)
+        rows = x.new_zeros(len(places.token), 16).index_copy(0, places.place, x)
         return grouped_linear(rows, weight, places.ends).index_select(0, places.place)
 
     expected = torch.stack([weight[e] @ row for e, row in zip(expert.tolist(), x, strict=True)])

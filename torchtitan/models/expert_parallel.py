@@ -1,15 +1,18 @@
-"""How a mixture of experts is laid out over the ranks: whole experts over `ep`, their rows or columns over `efsdp`.
+"""Expert parallelism: how a mixture of experts is laid out over the ranks, and how tokens get there and back.
 
-Under tensor parallelism the layers' tokens are already shared out between its ranks (sequence parallelism): each routes
-its own, and experts are not cut any further. So `efsdp` × `ep` are the ranks of dp_shard × tp.
+Whole experts lie over `ep`, their rows or columns over `efsdp`. Under tensor parallelism the layers' tokens are already
+shared out between its ranks (sequence parallelism): each routes its own, and experts are not cut any further. So
+`efsdp` × `ep` are the ranks of dp_shard × tp.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +20,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from torchtitan.distributed.expert_parallel import ExpertExchange
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
@@ -59,6 +61,50 @@ class SharedTokens(ParallelStyle):
         weight = module.get_parameter("weight").detach()
         module.register_parameter("weight", nn.Parameter(distribute_tensor(weight, device_mesh, [Replicate()])))
         return module
+
+
+class _AllToAll(torch.autograd.Function):
+    """rows [R, H] -> rows [R', H]: sent[i] of them go to rank i, received[i] come from it; gradients go back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        got = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(got, rows.contiguous(), received, sent, group=group)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _AllToAll.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class ExpertExchange:
+    """Brings rows to the ranks of their experts; rank r of n has experts r · E / n to (r + 1) · E / n.
+
+    A collective of the mesh, forward and backward: its ranks run equally many micro-batches.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self._group, self._ranks = mesh.get_group(), mesh.size()
+
+    def __call__(
+        self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """rows [R, H] in the order of their experts, of which counts [E] rows each -> what compute makes of each row.
+
+        compute(rows [R', H], their experts [R'] counted from this rank's first) -> like rows.
+        """
+        per_rank = len(counts) // self._ranks
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts, group=self._group)
+        # The one place where the device is waited for.
+        sent, received = torch.stack((counts, coming)).view(2, self._ranks, -1).sum(-1).tolist()
+        expert = torch.arange(per_rank, device=rows.device).repeat(self._ranks).repeat_interleave(coming)
+        arrived = _AllToAll.apply(rows, sent, received, self._group)
+        back: torch.Tensor = _AllToAll.apply(compute(arrived, expert), received, sent, self._group)
+        return back
 
 
 def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool) -> None:
