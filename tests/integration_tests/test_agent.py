@@ -27,6 +27,7 @@ from tests.patience import PATIENCE_S, until
 from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.agent.__main__ import MADE_UP_TOKEN, main
 from torchtitan.inference.agent.command import find_python
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.models.decoder import Decoder
@@ -224,18 +225,20 @@ def test_an_agent_beside_an_engine_that_runs_already(tmp_path: Path) -> None:
             engine.kill()
 
 
-def test_mistakes_are_said_in_one_line(tmp_path: Path) -> None:
-    common = ["--model", str(tmp_path), "--log-file", str(tmp_path / "log")]
-    with start_agent(*common, "--python", "/nowhere/python", environment={}) as agent:
-        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
-        assert agent.stdout.read().strip() == "error: inference.engine_python = '/nowhere/python' is not a program"
+def test_mistakes_are_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(MADE_UP_TOKEN, "")
+    common = ["--engine", "sglang", "--model", str(tmp_path), "--log-file", str(tmp_path / "log"), "--python"]
     python = str(fake_python(tmp_path))
-    with start_agent(*common, "--python", python, "--update-mode", "drain", environment={}) as agent:
-        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
-        assert "cannot let running requests finish" in agent.stdout.read()
-    with start_agent(*common, "--python", python, "--route", "direct", environment={}) as agent:
-        assert agent.wait(PATIENCE_S) == 1 and agent.stdout is not None
-        assert "sglang takes weights by agent" in agent.stdout.read()
+    for wrong, said in (
+        (["/nowhere/python"], "inference.engine_python = '/nowhere/python' is not a program"),
+        ([python, "--update-mode", "drain"], "sglang cannot let running requests finish"),
+        ([python, "--route", "direct"], "--route direct: sglang takes weights by agent"),
+    ):
+        assert main([*common, *wrong]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {said}")
 
 
 def test_the_engine_is_found_or_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

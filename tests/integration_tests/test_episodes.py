@@ -76,7 +76,7 @@ class Actors:
     """What was asked and sampled, by request, as the engine has said it"""
     asked: int = 0
     dies_at: int = 40
-    """Requests until one of them dies, with others that it is working on"""
+    """Requests until one of them dies, as soon as it works on several"""
     redone: int = 0
 
     def __post_init__(self) -> None:
@@ -102,8 +102,9 @@ class Actors:
     async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
         """As the pool does it: a request that is lost with its actor is redone on another one."""
         self.asked += 1
-        if self.asked == self.dies_at:
-            threading.Thread(target=self.loops[0].close, args=(10,)).start()
+        dying = self.loops[0]
+        if self.asked >= self.dies_at and dying.engine.running > 3 and not dying._closing:
+            threading.Thread(target=dying.close, args=(10,)).start()
         loops = [loop for loop in self.loops if not loop._closing]
         for loop in sorted(loops, key=lambda one: hash((request.request_id, id(one)))):
             try:
