@@ -6,7 +6,6 @@ A checkpoint's own config.json always decides where there is one; the table serv
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.models.expert_args import ExpertArgs
@@ -14,18 +13,43 @@ from torchtitan.models.families import RopeScaling
 from torchtitan.models.model_args import ModelArgs
 
 
-def _debug(family: str, **switches: Any) -> ModelArgs:
+def _debug(family: str, **switches: object) -> ModelArgs:
     """A shape of about a million parameters for tests and first runs."""
-    return ModelArgs(family, 2048, 128, 384, 4, 4, 2, 32, **{"max_position_embeddings": 2048, **switches})
+    shape: dict[str, object] = {
+        "family": family,
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        **switches,
+    }
+    return ModelArgs(**shape)  # type: ignore[arg-type]
 
 
 def _llama3(
     hidden: int, intermediate: int, layers: int, heads: int, head_dim: int, rope_factor: float, tied: bool
 ) -> ModelArgs:
-    shape = (128256, hidden, intermediate, layers, heads, 8, head_dim)
-    scaling = RopeScaling(rope_factor, 1.0, 4.0, 8192)
-    tokens: dict[str, Any] = {"max_position_embeddings": 131072, "bos_token_id": 128000, "eos_token_ids": (128001,)}
-    return ModelArgs("llama", *shape, 1e-5, 500000.0, scaling, tie_word_embeddings=tied, **tokens)
+    return ModelArgs(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(rope_factor, 1.0, 4.0, 8192),
+        tie_word_embeddings=tied,
+        max_position_embeddings=131072,
+        bos_token_id=128000,
+        eos_token_ids=(128001,),
+    )
 
 
 def _gpt_oss(layers: int, experts: int) -> ModelArgs:
@@ -46,22 +70,51 @@ def _qwen2(
     eps: float = 1e-6,
     theta: float = 1000000.0,
 ) -> ModelArgs:
-    # The larger models pad the vocabulary further.
-    shape = (151936 if tied else 152064, hidden, intermediate, layers, heads, key_value_heads, hidden // heads)
-    tokens: dict[str, Any] = {"max_position_embeddings": context, "bos_token_id": 151643, "eos_token_ids": (151643,)}
-    return ModelArgs("qwen2", *shape, eps, theta, tie_word_embeddings=tied, **tokens)
+    return ModelArgs(
+        family="qwen2",
+        # The larger models pad the vocabulary further.
+        vocab_size=151936 if tied else 152064,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        rms_norm_eps=eps,
+        rope_theta=theta,
+        tie_word_embeddings=tied,
+        max_position_embeddings=context,
+        bos_token_id=151643,
+        eos_token_ids=(151643,),
+    )
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> ModelArgs:
-    shape = (151936, hidden, intermediate, layers, heads, 8, 128)
-    tokens: dict[str, Any] = {"max_position_embeddings": 40960, "bos_token_id": 151643, "eos_token_ids": (151645,)}
-    return ModelArgs("qwen3", *shape, 1e-6, 1000000.0, tie_word_embeddings=tied, **tokens)
+    return ModelArgs(
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        tie_word_embeddings=tied,
+        max_position_embeddings=40960,
+        bos_token_id=151643,
+        eos_token_ids=(151645,),
+    )
 
 
 def _qwen3_moe(hidden: int, expert: int, layers: int, heads: int, key_value_heads: int) -> ModelArgs:
-    experts = ExpertArgs(count=128, per_token=8, intermediate_size=expert, normalize=True)
-    dense = _qwen3(hidden, 3 * hidden, layers, heads)
-    return replace(dense, family="qwen3_moe", num_key_value_heads=key_value_heads, experts=experts)
+    return replace(
+        _qwen3(hidden, 3 * hidden, layers, heads),
+        family="qwen3_moe",
+        num_key_value_heads=key_value_heads,
+        experts=ExpertArgs(count=128, per_token=8, intermediate_size=expert, normalize=True),
+    )
 
 
 FLAVORS: dict[str, dict[str, ModelArgs]] = {
