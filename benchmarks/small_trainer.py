@@ -29,7 +29,7 @@ from torchtitan.utils.machine import keep_freed_memory  # noqa: E402
 from torchtitan.weight_sync.actor import Actor  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
-from torchtitan.weight_sync.staging import StagedVersion  # noqa: E402
+from torchtitan.weight_sync.staging import StagedVersion, to_copy  # noqa: E402
 
 JOIN_SECONDS = 60.0
 
@@ -117,21 +117,19 @@ def start_actor(
 
 
 def copying_engine(threads: int) -> Callable[[StagedVersion], None]:
-    """What an engine does with a version: it copies it into its own tensors, with so many threads."""
+    """What an engine does with a version, as embedded/weights.py: it copies it into its own tensors, with so many
+    threads, and puts nothing together first that came in several pieces."""
     served: dict[str, torch.Tensor] = {}
     pool = ThreadPoolExecutor(threads)
-
-    def copy(names: list[str], tensors: dict[str, torch.Tensor]) -> None:
-        torch._foreach_copy_([served[name] for name in names], [tensors[name] for name in names])
 
     def apply(staged: StagedVersion) -> None:
         if served.keys() != staged.tensors.keys():
             served.update({name: tensor.clone() for name, tensor in staged.tensors.items()})
             return
+        tensors = dict(to_copy(staged.tensors))
         # Not torch's own threads: they wait for each other at every tensor.
-        by_size = sorted(served, key=lambda name: served[name].numel())
-        for copied in [pool.submit(copy, by_size[part::threads], staged.tensors) for part in range(threads)]:
-            copied.result()
+        largest_first = sorted(served, key=lambda name: served[name].numel(), reverse=True)
+        list(pool.map(lambda name: served[name].copy_(tensors[name]), largest_first))
 
     return apply
 

@@ -42,7 +42,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
-from torchtitan.weight_sync import faults, launch  # noqa: E402
+from torchtitan.weight_sync import faults, servers  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
 from torchtitan.weight_sync.slot_states import SlotState  # noqa: E402
@@ -228,7 +228,7 @@ class Run:
         return struck
 
     @property
-    def _supervised(self) -> dict[str, launch.SupervisedProcess]:
+    def _supervised(self) -> dict[str, servers.SupervisedProcess]:
         publication = self.sync._publication
         assert publication.registry is not None
         return {"server": publication.shard_server, "registry": publication.registry}
@@ -380,7 +380,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep logs and journals in this folder")
     arguments = parser.parse_args()
     # The run is about faults that are told by pulses and deadlines; these are the same, only shorter.
-    launch.HEALTHY_SECONDS = 2.0
+    servers.HEALTHY_SECONDS = 2.0
     torch.set_num_threads(1)
     options = {key: json.loads(value) for key, _, value in (item.partition("=") for item in arguments.option)}
     transports = arguments.transport.split(",")

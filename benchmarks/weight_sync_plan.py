@@ -30,10 +30,10 @@ import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from torchtitan.weight_sync.coverage import check_coverage, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.live_slots import LiveSlots  # noqa: E402
 from torchtitan.weight_sync.manifest import Layout  # noqa: E402
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
 from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
+from torchtitan.weight_sync.slot_states import LiveSlots  # noqa: E402
 
 BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
 BUCKET_BYTES = 4 << 20

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.messages import validate
-from torchtitan.weight_sync.runtime import Channel, Done, Timer
-from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
+from torchtitan.weight_sync.runtime import Channel, Done, Place, Timer
+from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError, validate
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
@@ -81,6 +80,10 @@ class Machine:
     def latency(self) -> float:
         """One way of a connection's messages, in seconds."""
         return (0.0005 + self._draw() * 0.002) * self.distance
+
+    def copy_seconds(self) -> float:
+        """What the copy of a rank's shards into a slot takes."""
+        return self._draw() * 0.02
 
     def begin_work(self, process: Process, lane: str, finish: Callback) -> None:
         """Call `finish` when a thread is done with a piece of work."""
@@ -252,7 +255,7 @@ class SimChannel(Channel):
         self.stalled: Callback | None = None
         self._broken = False
         """Something was lost on the way: nothing arrives any more in either direction"""
-        self._target: memoryview | None = None
+        self._place: Place | None = None
         process.channels[self] = None
 
     def trust(self) -> None:
@@ -368,17 +371,20 @@ class SimChannel(Channel):
             self.machine.at(0.0, self.peer.process, stalled)
 
     def _begin_arrival(self, message: Message, piece: bytes) -> None:
-        self._target = self.place(self, message)
-        if self._target is not None:
-            self._target[: len(piece)] = piece
-            self.on_piece(self, message, self._target[: len(piece)])
+        self._place = self.place(self, message)
+        if self._place is not None:
+            self._fill(self._place, 0, piece)
 
     def _end_arrival(self, message: Message, piece: bytes) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            target[len(target) - len(piece) :] = piece
-            self.on_piece(self, message, target[len(target) - len(piece) :])
+        place, self._place = self._place, None
+        if place is not None:
+            self._fill(place, len(place[0]) - len(piece), piece)
             self.on_message(self, message)
+
+    def _fill(self, place: Place, start: int, piece: bytes) -> None:
+        part = place[0][start : start + len(piece)]
+        part[:] = piece
+        place[1](part)
 
 
 _texts: dict[str, Any] = {}

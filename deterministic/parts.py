@@ -147,10 +147,6 @@ class Rank:
             self.writer.release(self._reserved)
             self._reserved = None
 
-    def copy_seconds(self) -> float:
-        """What the copy into a slot takes."""
-        return self.machine.random.random() * 0.02
-
     def snapshot(self, version: int, serial: int) -> None:
         assert self._reserved is not None
         index, self._reserved = self._reserved, None
@@ -165,7 +161,7 @@ class Rank:
             self.writer.finish(index)
             self.ring()
 
-        self.machine.at(self.copy_seconds(), None, finish)
+        self.machine.at(self.machine.copy_seconds(), None, finish)
 
     def fail(self, version: int, serial: int) -> None:
         self.slots.failed.append((serial, version))

@@ -1,7 +1,7 @@
 """An hour of training in virtual time, on the real classes of the weight synchronisation.
 
     python -m simulator --ranks 64 --actors 32 --train_s 8
-    python -m simulator scenario.toml --from-run outputs/latest --gpus 128
+    python -m simulator scenario.toml --from-run outputs/latest
 
 Every key of the scenario is a flag; --keys lists them. See docs/sync_simulator.md.
 """
@@ -17,7 +17,6 @@ from typing import Any
 from simulator.figures import comparison_table, simulate
 from simulator.measured import values_from_run
 from simulator.scenario import Scenario, known_keys
-from simulator.split import best_split, split_table
 from torchtitan.config.toml import read_toml, value_of_words
 from torchtitan.errors import ConfigError, UserError
 
@@ -27,7 +26,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("scenario", nargs="?", help="TOML file with keys of the scenario")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="take what a run measured")
-    parser.add_argument("--gpus", type=int, help="look for the best split of so many GPUs")
     parser.add_argument("--mode", choices=["both", "async", "blocking"], default="both")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--keys", action="store_true", help="print every key with its value and end")
@@ -79,16 +77,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return {}
     modes = {"async": [True], "blocking": [False], "both": [True, False]}[options.mode]
     show(settings_table(scenario, origins))
-    answer: dict[str, Any] = {"scenario": scenario.values()}
-    if options.gpus is not None:
-        splits = best_split(scenario, options.gpus, modes[0])
-        answer["gpus"] = options.gpus
-        answer["splits"] = [{"ranks": split.ranks, "actors": split.actors, **split.figures} for split in splits]
-        show(split_table(options.gpus, splits))
-        scenario = scenario.split(splits[0].ranks, splits[0].actors)
     results = [simulate(scenario, asynchronous) for asynchronous in modes]
     show(comparison_table(results))
-    return answer | {"figures": {result["mode"]: result for result in results}}
+    return {"scenario": scenario.values(), "figures": {result["mode"]: result for result in results}}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,8 +17,6 @@ Row = dict[str, Any]
 WARM_UP = 3
 # Tables whose keys mean the same here.
 TABLES = ("grpo", "inference", "rollout")
-# The registry's journal; runs of before it was called so have the coordinator's.
-JOURNALS = ("registry.jsonl", "coordinator.jsonl")
 
 
 def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
     UserError for a folder without figures.
     """
     rows = [row for row in read_json_lines(folder / "metrics.jsonl") if row.get("time/train_s") is not None][WARM_UP:]
-    journal = [line for name in JOURNALS for line in read_json_lines(folder / "weight_sync" / name)]
+    journal = read_json_lines(folder / "weight_sync" / "registry.jsonl")
     config, problem = read_toml(str(folder / "config.toml"))
     actors = len({line["actor"] for line in journal if line["event"] == "join"})
     gigabytes = next((line["bytes"] for line in journal if line["event"] == "layout"), 0) / 1e9

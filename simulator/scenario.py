@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -44,8 +44,6 @@ class Scenario:
     """trainer ranks; all send their own share of the weights"""
     train_s: Positive = 8.0
     """seconds in which one rank trains on a batch, with the data at hand"""
-    serial_share: Share = 0.05
-    """share of train_s that more ranks do not shorten (--gpus)"""
     step_jitter: NotNegative = 0.02
     """spread of a rank's time per batch (sigma of its logarithm)"""
     reserve_share: Share = 0.7
@@ -73,8 +71,6 @@ class Scenario:
 
     actors: Count = 32
     """inference actors"""
-    gpus_per_actor: Count = 1
-    """for --gpus"""
     tokens_per_s: Positive = 5000.0
     """what one actor generates when it is full"""
     sequence_tokens_per_s: Positive = 100.0
@@ -140,15 +136,6 @@ class Scenario:
         """Every key and its value."""
         own, sync = vars(self), vars(self.weight_sync)
         return {name: sync[name.rpartition(".")[2]] if "." in name else own[name] for name in known_keys()}
-
-    def split(self, ranks: int, actors: int) -> Scenario:
-        """The same job on other numbers of ranks and actors.
-
-        train_s is that of `self.ranks`: a share serial_share of it stays, the rest shrinks as ranks grow in number.
-        """
-        share = self.serial_share + (1 - self.serial_share) * self.ranks / ranks
-        slow_actors = self.slow_actors * actors // self.actors
-        return replace(self, ranks=ranks, actors=actors, train_s=self.train_s * share, slow_actors=slow_actors)
 
     @property
     def seconds(self) -> float:

@@ -65,7 +65,8 @@ class World(Machine):
         runtime = Process(self, REGISTRY).runtime
         self.registry = Registry(runtime, settings, shape.epoch, 1, TOKEN, self._note, lambda: None)
         self.registry.start(REGISTRY)
-        self.ranks = Ranks(self, shape, scenario)
+        # One as all of them.
+        self.ranks = Rank(self, shape, 0)
         self.ranks.serve()
         self._trainers_link = self.network.add_link(scenario.rank_gigabytes_per_s * 1e9 * scenario.ranks)
         self.actors: dict[str, SimulatedActor] = {}
@@ -96,6 +97,9 @@ class World(Machine):
     def latency(self) -> float:
         jitter = -self.scenario.latency_jitter_s * math.log(max(1 - self.random.random(), 1e-12))
         return self.scenario.latency_s + jitter
+
+    def copy_seconds(self) -> float:
+        return self.scenario.shard_bytes / (self.scenario.snapshot_gigabytes_per_s * 1e9)
 
     def begin_work(self, process: Process, lane: str, finish: Callable[[], None]) -> None:
         if lane == "apply":
@@ -150,14 +154,3 @@ class World(Machine):
     def committed(self, version: int) -> None:
         """All ranks have snapshotted it."""
         self._committed[version] = self.now
-
-
-class Ranks(Rank):
-    """All ranks as one."""
-
-    def __init__(self, machine: World, shape: Shape, scenario: Scenario):
-        super().__init__(machine, shape, 0)
-        self._seconds = scenario.shard_bytes / (scenario.snapshot_gigabytes_per_s * 1e9)
-
-    def copy_seconds(self) -> float:
-        return self._seconds

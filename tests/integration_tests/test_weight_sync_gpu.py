@@ -16,9 +16,9 @@ from tests.patience import PATIENCE_S
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
-from torchtitan.weight_sync.device_checksum import sum_checksum
-from torchtitan.weight_sync.live_slots import LiveSlots
+from torchtitan.weight_sync.device_slots import sum_checksum
 from torchtitan.weight_sync.publisher import Publisher
+from torchtitan.weight_sync.slot_states import LiveSlots
 
 pytestmark = [
     pytest.mark.gpu,

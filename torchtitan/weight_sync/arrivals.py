@@ -3,17 +3,96 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.checksums import streaming_checksum
-from torchtitan.weight_sync.manifest import Layout, Manifest
-from torchtitan.weight_sync.runtime import Channel, Runtime
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
+from torchtitan.weight_sync.runtime import Channel, Place, Runtime
 from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message, ProtocolError
+
+
+@dataclass
+class Transfer:
+    """number: tells an actor's transfers apart; serial: of the snapshot. Times are the runtime's."""
+
+    number: int
+    serial: int
+    manifest: Manifest
+    missing: set[BucketKey]
+    begun: float
+    moved_at: float
+    """When the last byte came"""
+    source: str = ""
+    """The other actor that sends it; empty: the trainer"""
+    placing: dict[BucketKey, Any] = field(default_factory=dict)
+    """Buckets that are arriving -> what hashes them, or a delta's bytes; None for those that a thread writes"""
+    corruptions: Counter[BucketKey] = field(default_factory=Counter)
+    bytes: int = 0
+    relayed_bytes: int = 0
+    """Of these, from another actor"""
+    delta_bytes: int = 0
+    """Of these, as deltas"""
+    told_bytes: int = 0
+
+    def count(self, count: int, is_delta: bool, now: float) -> None:
+        """So many bytes have come."""
+        self.bytes += count
+        self.relayed_bytes += count if self.source else 0
+        self.delta_bytes += count if is_delta else 0
+        self.moved_at = now
+
+    def figures(self, now: float) -> Message:
+        """What the registry is told when all is there."""
+        return {
+            "transfer_s": now - self.begun,
+            "bytes_full": self.bytes - self.relayed_bytes - self.delta_bytes,
+            "bytes_delta": self.delta_bytes,
+            "bytes_relayed": self.relayed_bytes,
+            "source": self.source or "trainer",
+        }
+
+    def requests(self, rank: int, held: Mapping[BucketKey, int], base: int | None) -> list[Message]:
+        """What to ask this rank's shard server for: what is missing and does not arrive already.
+
+        held: serial of the snapshot that a bucket's staging memory holds. Deltas are asked for where that is `base`.
+        """
+        whole: list[int] = []
+        deltas: list[int] = []
+        again: list[int] = []
+        for key in sorted(key for key in self.missing if key[0] == rank and key not in self.placing):
+            if self.corruptions[key]:
+                again.append(key[1])
+            else:
+                (deltas if base is not None and held.get(key) == base else whole).append(key[1])
+        asked: list[tuple[list[int], Message]] = [(again, {"again": True}), (deltas, {"base": base}), (whole, {})]
+        return [self.open(buckets, **how) for buckets, how in asked if buckets]
+
+    def open(self, buckets: list[int], **how: Any) -> Message:
+        """Asks for these buckets of a rank, in ascending order."""
+        return {"type": "open", "pull": self.number, "serial": self.serial, "buckets": _ranges(buckets), **how}
+
+    def lost(self, rank: int) -> None:
+        """What was arriving from this rank does not arrive any more. What a thread writes is its own affair."""
+        for key in [key for key, placed in self.placing.items() if key[0] == rank and placed is not None]:
+            del self.placing[key]
+
+
+def _ranges(numbers: list[int]) -> list[list[int]]:
+    """[first, end) of each run in ascending numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] = number + 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges
+
 
 logger = logging.getLogger("torchtitan.weight_sync.arrivals")
 
@@ -85,26 +164,30 @@ class Arrivals:
         if self.transfer is not None:
             self.transfer.lost(rank)
 
-    def place(self, source: Source, message: Message) -> memoryview | None:
-        """Into staging memory, a delta beside it; nowhere for a transfer that is over."""
+    def place(self, source: Source, message: Message) -> Place | None:
+        """Into staging memory, hashed while a piece is in the cache; a delta beside it; nowhere for a transfer that is
+        over. One that ends while bytes arrive for it closes their channel."""
         transfer = self.transfer
         if transfer is None or not self.is_current(message):
             return None
-        key = self._checked_key(source, message, transfer)
+        key, now = self._checked_key(source, message, transfer), self._runtime.now
         if "base" in message:
             base = self.held.get(key)
             if base is None or message["base"] != base or message["bytes"] >= self._bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
             delta = memoryview(bytearray(message["bytes"]))
             transfer.placing[key] = delta
-            return delta
+            return delta, lambda piece: transfer.count(len(piece), True, now())
         assert self._layout is not None
-        transfer.placing[key] = streaming_checksum(self._layout.checksum)
-        return self._memory(key)
-
-    def _memory(self, key: BucketKey) -> memoryview:
+        hasher: Any = streaming_checksum(self._layout.checksum)
+        transfer.placing[key] = hasher
         self.held.pop(key, None)
-        return self._engine.bucket(key)
+
+        def take(piece: memoryview) -> None:
+            transfer.count(len(piece), False, now())
+            hasher.update(piece)
+
+        return self._engine.bucket(key), take
 
     def _checked_key(self, source: Source, message: Message, transfer: Transfer) -> BucketKey:
         key = message["rank"], message["bucket"]
@@ -114,14 +197,6 @@ class Arrivals:
             # Verified bytes are never written again: what is applied is what was checked.
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} was sent twice, or not asked for")
         return key
-
-    def piece(self, message: Message, piece: memoryview) -> None:
-        """Hashed while it is in the cache."""
-        transfer = self.transfer
-        if transfer is not None and self.is_current(message):
-            transfer.count(len(piece), "base" in message, self._runtime.now())
-            if "base" not in message:
-                transfer.placing[message["rank"], message["bucket"]].update(piece)
 
     def bucket(self, source: Source, message: Message) -> None:
         """Verify it, or what becomes of the reference or the delta."""

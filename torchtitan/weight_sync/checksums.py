@@ -32,6 +32,6 @@ def checksum_function(kind: str) -> Callable[[Any], str]:
         return bucket_checksum
     if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
-    from torchtitan.weight_sync.device_checksum import sum_checksum  # torch
+    from torchtitan.weight_sync.device_slots import sum_checksum  # torch
 
     return sum_checksum

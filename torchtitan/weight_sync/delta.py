@@ -1,5 +1,7 @@
 """A bucket as its distance from an older one: lossless, and only where that is smaller and quick to make. No torch.
 
+A shard server encodes each bucket of a snapshot once against a base, on threads, for all actors that hold it (Deltas).
+
     payload = encode(new, base, size)        # size = element_bytes(layout); None: send the bucket itself
     decode_into(target, payload, size)       # target holds the base's bytes before, the new ones after
 
@@ -15,12 +17,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout
+from torchtitan.weight_sync.runtime import Runtime
+from torchtitan.weight_sync.slot_states import LiveSlots
 from torchtitan.weight_sync.wire import ProtocolError
 
 # With more of its elements changed a bucket goes as it is: beyond this a thread encodes less than 1 Gbit per second.
@@ -132,3 +138,88 @@ def _length(data: memoryview) -> tuple[int, memoryview]:
     if len(data) < _LENGTH.size:
         raise ProtocolError("a delta that ends too early")
     return _LENGTH.unpack_from(data)[0], data[_LENGTH.size :]
+
+
+# Each does about a gigabyte of new weights per second where few of them have changed.
+THREADS = 2
+
+
+class _Key(NamedTuple):
+    serial: int
+    base: int
+    bucket: int
+
+
+class Deltas:
+    """memory(serial, bucket): a bucket's bytes in its slot. made(): one more is there."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        live: LiveSlots,
+        memory: Callable[[int, int], memoryview],
+        element_bytes: int,
+        made: Callable[[], None],
+    ):
+        self._runtime, self._live, self._memory = runtime, live, memory
+        self._element_bytes, self._on_made = element_bytes, made
+        self._made: dict[_Key, memoryview | None] = {}
+        """None where the bucket itself is better"""
+        self._waiting: dict[_Key, None] = {}
+        self._at: dict[int, tuple[_Key, float]] = {}
+        """Thread -> the bucket that it is at, and since when"""
+
+    @property
+    def began(self) -> float | None:
+        """Since when a thread has been at one bucket: the longest."""
+        return min((since for _, since in self._at.values()), default=None)
+
+    def is_made(self, serial: int, base: int, bucket: int) -> bool:
+        """Whether get() has the last word. If not, the delta will be made."""
+        key = _Key(serial, base, bucket)
+        if key in self._made or not self._is_possible(serial, base):
+            return True
+        if all(key != one for one, _ in self._at.values()):
+            self._waiting[key] = None
+            self._make_next()
+        return False
+
+    def get(self, serial: int, base: int, bucket: int) -> memoryview | None:
+        """What makes the base's bucket the newer one; None where the bucket itself is to be sent."""
+        return self._made.get(_Key(serial, base, bucket))
+
+    def _is_possible(self, serial: int, base: int) -> bool:
+        return self._live.readable(serial) is not None and self._live.base_slot(base) is not None
+
+    def _make_next(self) -> None:
+        for thread in range(THREADS):
+            while self._waiting and thread not in self._at:
+                key = next(iter(self._waiting))
+                del self._waiting[key]
+                if self._is_possible(key.serial, key.base):
+                    self._at[thread] = key, self._runtime.now()
+                    self._live.hold(key.serial)
+                    self._live.hold(key.base)
+                    new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
+                    self._runtime.work(f"deltas-{thread}", partial(self._make, new, base), partial(self._done, thread))
+
+    def _make(self, new: memoryview, base: memoryview) -> memoryview | None:
+        return encode(new, base, self._element_bytes)
+
+    def _done(self, thread: int, payload: memoryview | None, error: BaseException | None) -> None:
+        if error is not None:
+            # Ends the process: a new one starts with empty hands, this one would leave actors waiting.
+            raise RuntimeError("a thread that encodes deltas has failed") from error
+        key, _ = self._at.pop(thread)
+        if self._is_possible(key.serial, key.base):
+            self._made[key] = payload
+        self._live.let_go(key.serial)
+        self._live.let_go(key.base)
+        self._make_next()
+        self._on_made()
+
+    def forget_what_is_gone(self) -> None:
+        """After snapshots have ended. Whoever waits for a delta against one of them gets the bucket itself."""
+        there = {pair for pair in {(key.serial, key.base) for key in self._made} if self._is_possible(*pair)}
+        self._made = {key: payload for key, payload in self._made.items() if (key.serial, key.base) in there}
+        self._on_made()

@@ -15,8 +15,7 @@ from typing import Any
 import xxhash
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.transfer import BucketKey
+from torchtitan.weight_sync.manifest import BucketKey, Layout
 from torchtitan.weight_sync.weight_files import PackedRank, file_name, version_folder
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 

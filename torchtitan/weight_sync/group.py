@@ -7,23 +7,26 @@ again when all are there; what they hold counts only where it is the same everyw
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
-from torchtitan.weight_sync.manifest import Manifest
-from torchtitan.weight_sync.messages import SILENCE_SECONDS
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Puller, Served
 from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.shared_files import named
-from torchtitan.weight_sync.slots import anonymous_file
+from torchtitan.weight_sync.slots import anonymous_file, named
+from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.transfer import Transfer
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.staging import StagedVersion
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.group")
 
@@ -316,8 +319,11 @@ class Leader(Puller):
                 self._answered(worker, "")
         elif kind == "poisoned":
             worker.known, worker.poisoned, worker.held = True, True, None
-            if worker.ordered:
-                self._answered(worker, f"worker {number}: {message['reason']}")
+            reason = f"worker {number}: {message['reason']}"
+            if worker.ordered and message["version"] == worker.staged:
+                self._answered(worker, reason)
+            else:
+                self.found_torn(message["version"], reason)
         elif kind != "pulling":
             raise ProtocolError(f"a worker does not send {kind!r}")
 
@@ -331,3 +337,60 @@ def _together(figures: list[Message]) -> dict[str, float]:
     names = {name for one in received for name in one}
     found: dict[str, float] = {name: sum(one.get(name, 0) for one in received) for name in sorted(names)}
     return {**found, "worker_bytes": max(sum(one.values()) for one in received)}
+
+
+# While workers apply, it is looked so often whether somebody still hears of it.
+LOOK_SECONDS = 0.2
+
+ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
+
+
+class LeadingEngine:
+    """An engine whose workers stage their parts: nothing arrives here.
+
+    lives(): whether the actor's loop still runs, which orders what workers do.
+    """
+
+    def __init__(self, apply: ApplyFunction, runtime: SocketRuntime, lives: Callable[[], bool]):
+        self._apply, self._runtime, self._lives = apply, runtime, lives
+        self.leader: Leader | None = None
+
+    def prepare(self, layout: Layout) -> Collection[BucketKey]:
+        """See puller.Engine."""
+        return layout.bucket_keys()
+
+    def apply(self, manifest: Manifest) -> Mapping[str, float]:
+        """See puller.Engine."""
+        begun, outcomes = time.monotonic(), list[Outcome]()
+
+        def apply_on_workers() -> None:
+            outcomes.append(self._on_workers(manifest))
+            if outcomes[-1].error:
+                raise (WeightsRefused if outcomes[-1].refused else RuntimeError)(outcomes[-1].error)
+
+        staged = StagedVersion(manifest.epoch, manifest.version, manifest.digest, {}, apply_on_workers)
+        try:
+            cost = in_figures(self._apply(staged), begun)
+        except WeightsRefused as error:
+            if outcomes and not outcomes[-1].refused:
+                raise RuntimeError(f"the workers have applied what the engine refuses: {error}") from error
+            raise
+        if not outcomes or outcomes[-1].error:
+            raise RuntimeError("the engine did not have all workers apply the version")
+        return {**outcomes[-1].figures, **cost}
+
+    def _on_workers(self, manifest: Manifest) -> Outcome:
+        assert self.leader is not None
+        answered: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._runtime.post(partial(self.leader.order, manifest, answered.put))
+        while True:  # the leader answers within its deadline, as long as its loop runs
+            with contextlib.suppress(queue.Empty):
+                return answered.get(timeout=LOOK_SECONDS)
+            if not self._lives():
+                return Outcome("the connection to the trainer was closed meanwhile", False, {})
+
+
+def in_figures(cost: float | Mapping[str, float] | None, begun: float) -> dict[str, float]:
+    """What an engine returned, by name."""
+    named = cost if isinstance(cost, Mapping) else {} if cost is None else {"pause_s": cost}
+    return {"pause_s": time.monotonic() - begun, **{str(name): float(value) for name, value in named.items()}}

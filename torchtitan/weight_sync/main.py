@@ -1,4 +1,4 @@
-"""The processes of the registry and of a rank's shard server. No torch.
+"""The processes of the registry, with its journal, and of a rank's shard server. No torch.
 
 python -m torchtitan.weight_sync.main '{"part": "registry", ...}'      (started by a rank, see servers.py)
 """
@@ -8,23 +8,71 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import resource
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.catalogue import Catalogue
 from torchtitan.weight_sync.disk import SlotFiles
-from torchtitan.weight_sync.journal import Journal
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.shared_files import file_references
-from torchtitan.weight_sync.slots import SharedSlots, SlotWords
+from torchtitan.weight_sync.slots import SharedSlots, SlotWords, file_references
 from torchtitan.weight_sync.sockets import SocketRuntime
+
+# So many lines wait for a disk that hangs; those that come then are lost, and counted.
+MAXIMUM_WAITING = 10_000
+
+
+class Journal:
+    """Appends to `path`; write() never waits. A full disk costs lines, not the synchronisation."""
+
+    def __init__(self, path: Path, term: int, maximum_waiting: int = MAXIMUM_WAITING):
+        self._term = term
+        self._file = path.open("a", buffering=1)
+        self._lines: queue.Queue[str | None] = queue.Queue(maximum_waiting)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, fields: dict[str, Any]) -> None:
+        """Queue one line. For one thread."""
+        if self._lost and not self._lines.full():
+            lost, self._lost = self._lost, 0
+            self._queue("lost_lines", {"count": lost})
+        self._queue(event, fields)
+
+    def close(self, timeout: float) -> None:
+        """Write what waits, for at most `timeout` seconds."""
+        try:
+            self._lines.put(None, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    def _queue(self, event: str, fields: dict[str, Any]) -> None:
+        line = {"time": time.time(), "term": self._term, "event": event, **fields}
+        try:
+            self._lines.put_nowait(json.dumps(line) + "\n")
+        except queue.Full:
+            self._lost += int(fields["count"]) if event == "lost_lines" else 1
+            logger.error("the disk does not take the journal's lines; one about %s is lost", event)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._file.write(line)
+            except OSError as error:
+                logger.error("the journal lacks a line: %s: %s", error, line.rstrip())
+        self._file.close()
+
 
 logger = logging.getLogger("torchtitan.weight_sync.main")
 

@@ -18,6 +18,9 @@ from torchtitan.weight_sync.layout_tables import ParameterTable, ShardTable
 SHARD_ALIGNMENT = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+BucketKey = tuple[int, int]
+"""(rank, bucket)"""
+
 
 class LayoutError(Exception):
     """The ranks' shards do not make up the parameters exactly once."""

@@ -13,16 +13,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync import coverage, faults
-from torchtitan.weight_sync.arrivals import Arrivals, Engine
+from torchtitan.weight_sync.arrivals import Arrivals, Engine, Transfer
 from torchtitan.weight_sync.handshake import PEER, Identity
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, WeightsRefused
-from torchtitan.weight_sync.messages import HEARTBEAT_SECONDS
+from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused
 from torchtitan.weight_sync.registry_client import RegistryClient
 from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.runtime import Channel, Runtime, Timer
 from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.transfer import BucketKey, Transfer
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import HEARTBEAT_SECONDS, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -92,7 +90,7 @@ class Puller:
         name = identity.name
         self._arrivals = arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
         # See source.Wanted.
-        self.place, self.piece, self.bucket, self.lost = arrivals.place, arrivals.piece, arrivals.bucket, arrivals.lost
+        self.place, self.bucket, self.lost = arrivals.place, arrivals.bucket, arrivals.lost
         self._gone_in_a_row = 0
         self._pauses = 0
         self._pause_ends: Timer | None = None

@@ -19,11 +19,10 @@ from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.lanes import MOST_LOST_LANES, Lanes
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
-from torchtitan.weight_sync.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.registry_state import Actor, Gathering, Rank, Settings, relaying
 from torchtitan.weight_sync.relay import relay_sources
 from torchtitan.weight_sync.runtime import Channel, Runtime
-from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Encoded, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
 

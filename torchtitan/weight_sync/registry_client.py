@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 
 from torchtitan.weight_sync.handshake import Call, Identity
-from torchtitan.weight_sync.messages import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS
 from torchtitan.weight_sync.runtime import Channel, Runtime
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import HEARTBEAT_SECONDS, RETRY_SECONDS, SILENCE_SECONDS, Message
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.handshake import PEER, role_key
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.manifest import BucketKey, Layout
 from torchtitan.weight_sync.readers import Readers
 from torchtitan.weight_sync.runtime import Runtime
-from torchtitan.weight_sync.transfer import BucketKey, Transfer
 from torchtitan.weight_sync.wire import Message
 
 TICK_SECONDS = 1.0

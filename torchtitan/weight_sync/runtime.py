@@ -15,6 +15,10 @@ Done = Callable[[Any, BaseException | None], None]
 """Called with the result of a piece of work, or with what it raised."""
 
 
+Place = tuple[memoryview, Callable[[memoryview], None]]
+"""Memory of exactly as many bytes as arrive, and what is called with each piece of it that has been filled."""
+
+
 class Timer(Protocol):
     """A call in the future."""
 
@@ -26,16 +30,14 @@ class Channel:
     """Messages in both directions, any of which may carry bytes. Sending never blocks.
 
     Who uses a channel sets its callbacks: on_message(channel, message): a message has arrived, with the bytes that it
-    carries. place(channel, message): memory of exactly message["bytes"] bytes for what is about to arrive, or None to
-    drop it, message included. on_piece(channel, message, piece): the next piece is in that memory. on_close(channel,
-    reason): the channel is over; called once.
+    carries. place(channel, message): where what is about to arrive goes, or None to drop it, message included.
+    on_close(channel, reason): the channel is over; called once.
     """
 
     def __init__(self) -> None:
         self.on_message: Callable[[Channel, Message], None] = no_message
         self.on_close: Callable[[Channel, str], None] = lambda _channel, _reason: None
-        self.place: Callable[[Channel, Message], memoryview | None] = _no_payload
-        self.on_piece: Callable[[Channel, Message, memoryview], None] = lambda _channel, _message, _piece: None
+        self.place: Callable[[Channel, Message], Place | None] = _no_payload
         self.closed = False
         self.throttle: Callable[[], int] | None = None
         """Fault injection: how many payload bytes per second may leave, 0 for as many as can"""
@@ -60,7 +62,7 @@ def no_message(_channel: Channel, _message: Message) -> None:
     raise ProtocolError("a message came before the handshake was over")
 
 
-def _no_payload(_channel: Channel, message: Message) -> memoryview | None:
+def _no_payload(_channel: Channel, message: Message) -> Place | None:
     raise ProtocolError(f"a {message['type']!r} carries no bytes")
 
 

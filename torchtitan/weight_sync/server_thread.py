@@ -17,11 +17,10 @@ from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.device_memory import device_references
 from torchtitan.weight_sync.device_slots import DeviceSlots, slots_device
-from torchtitan.weight_sync.launch import Supervised
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.nccl import Chunks, SendingLink
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.servers import Where, listen
+from torchtitan.weight_sync.servers import Supervised, Where, listen
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Message

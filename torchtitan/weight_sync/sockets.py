@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.messages import payload_bytes, validate
-from torchtitan.weight_sync.runtime import Channel, Done
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.runtime import Channel, Done, Place
+from torchtitan.weight_sync.wire import Message, ProtocolError, payload_bytes, validate
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +51,8 @@ class SocketChannel(Channel):
         self._buffer = bytearray()
         self._payload: Message | None = None
         """The message whose bytes are arriving"""
-        self._target: memoryview | None = None
-        self._left = 0
+        self._place: Place | None = None
+        self._filled = self._size = 0
         self._unsent: deque[tuple[memoryview, Callable[[], None] | None, bool]] = deque()
         """(bytes, what to call when they have left, whether they are a payload)"""
         self._unsent_bytes = 0
@@ -93,7 +92,7 @@ class SocketChannel(Channel):
         self._loop.remove_writer(self._socket)
         self._socket.close()
         self._unsent.clear()
-        self._target = None
+        self._place = None
         self.on_close(self, reason)
 
     def _close_soon(self, reason: str) -> None:
@@ -159,8 +158,8 @@ class SocketChannel(Channel):
     def _read(self) -> None:
         budget = READ_BYTES
         while budget > 0 and not self.closed:
-            if self._payload is not None and self._target is not None:
-                count = self._socket.recv_into(self._target[: min(PIECE_BYTES, self._left)])
+            if self._payload is not None and self._place is not None:
+                count = self._socket.recv_into(self._place[0][self._filled : self._filled + PIECE_BYTES])
                 if count:
                     self._arrived(count)
             else:
@@ -175,9 +174,9 @@ class SocketChannel(Channel):
         self._buffer += data
         while self._buffer and not self.closed:
             if self._payload is not None:
-                count = min(len(self._buffer), self._left)
-                if self._target is not None:
-                    self._target[:count] = self._buffer[:count]
+                count = min(len(self._buffer), self._size - self._filled)
+                if self._place is not None:
+                    self._place[0][self._filled : self._filled + count] = self._buffer[:count]
                 del self._buffer[:count]
                 self._arrived(count)
             elif (message := self._next_message()) is None:
@@ -185,23 +184,22 @@ class SocketChannel(Channel):
             elif size := payload_bytes(message):
                 if self._limit == wire.MAXIMUM_HELLO_BYTES:
                     raise ProtocolError("bytes came before the handshake was over")
-                target = self.place(self, message)
-                if target is not None and len(target) != size:
-                    raise ProtocolError(f"{size} bytes arrive where {len(target)} belong")
-                self._payload, self._target, self._left = message, target, size
+                place = self.place(self, message)
+                if place is not None and len(place[0]) != size:
+                    raise ProtocolError(f"{size} bytes arrive where {len(place[0])} belong")
+                self._payload, self._place, self._filled, self._size = message, place, 0, size
             else:
                 self.on_message(self, message)
 
     def _arrived(self, count: int) -> None:
-        message, target = self._payload, self._target
+        message, place, begin = self._payload, self._place, self._filled
         assert message is not None
-        self._left -= count
-        if target is not None:
-            self._target = target[count:]
-            self.on_piece(self, message, target[:count])
-        if self._left == 0 and not self.closed:
-            self._payload = self._target = None
-            if target is not None:
+        self._filled = end = begin + count
+        if place is not None:
+            place[1](place[0][begin:end])
+        if end == self._size and not self.closed:
+            self._payload = self._place = None
+            if place is not None:
                 self.on_message(self, message)
 
     def _next_message(self) -> Message | None:

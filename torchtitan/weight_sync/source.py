@@ -6,9 +6,8 @@ import logging
 from typing import Protocol
 
 from torchtitan.weight_sync.handshake import Call, Identity
-from torchtitan.weight_sync.messages import RETRY_SECONDS
-from torchtitan.weight_sync.runtime import Channel, Runtime, Timer
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.runtime import Channel, Place, Runtime, Timer
+from torchtitan.weight_sync.wire import RETRY_SECONDS, Message, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +23,8 @@ class Wanted(Protocol):
     def gone(self, message: Message) -> None:
         """What the pull of this message was for does not live any more."""
 
-    def place(self, source: Source, message: Message) -> memoryview | None:
+    def place(self, source: Source, message: Message) -> Place | None:
         """Where a bucket's bytes go, None to drop them. May raise ProtocolError."""
-
-    def piece(self, message: Message, piece: memoryview) -> None:
-        """A part of a bucket is there."""
 
     def bucket(self, source: Source, message: Message) -> None:
         """A bucket is there, or a reference to it. May raise ProtocolError."""
@@ -105,7 +101,6 @@ class Source:
         self._channel = channel
         channel.on_message, channel.on_close = self._on_message, self._on_close
         channel.place = lambda _channel, message: self._wanted.place(self, message)
-        channel.on_piece = lambda _channel, message, piece: self._wanted.piece(message, piece)
         self.ask()
 
     def _failed(self, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""What the processes of the weight synchronisation have in common: messages as bytes, addresses, checked fields.
+"""What the processes of the weight synchronisation have in common: messages and their bytes, addresses, checked fields.
 
-Nothing that arrives is unpickled or evaluated. A connection starts with a challenge and response over a per-job token,
-in both directions, before any other message is read; sizes are limited before and after.
+Messages are JSON objects with a type, some of which carry bytes. Nothing that arrives is unpickled or evaluated. A
+connection starts with a challenge and response over a per-job token, in both directions, before any other message is
+read; sizes are limited before and after.
 """
 
 from __future__ import annotations
@@ -82,3 +83,98 @@ def field_of(fields: Any, name: str, kind: type) -> Any:
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
         raise ProtocolError(f"a reference needs field {name!r} of type {kind.__name__}")
     return value
+
+
+HEARTBEAT_SECONDS = 0.5
+# A peer that says nothing for this long is taken for dead.
+SILENCE_SECONDS = 3.0
+RETRY_SECONDS = 0.2
+
+_NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
+_MAYBE_NUMBER = (int, type(None))
+# What each message must hold; a field that may be None may be left out.
+SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # The handshake
+    "challenge": {"nonce": _TEXT},
+    "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
+    "welcome": {"proof": _TEXT},
+    "admitted": {"fields": _OBJECT},
+    "refuse": {"reason": _TEXT},
+    # Any client to the registry, and its answer
+    "ping": {},
+    "pong": {},
+    # Shard server -> registry. snapped may say which file holds it, failed why there is none
+    "layout": {"layout": _OBJECT},
+    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
+    "failed": {"serial": _NUMBER, "version": _NUMBER},
+    # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
+    # pulled; base: one that is kept for deltas; dropped: serials that will never be published
+    "live": {"newest": _NUMBER, "lanes": _LIST, "base": _MAYBE_NUMBER, "dropped": _LIST},
+    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; base: what deltas may be
+    # taken against; relay: from which key those of the actors follow that may pull from this one
+    "model": {"layout_id": _TEXT, "layout": _OBJECT},
+    "servers": {"servers": _LIST},
+    "newest": {
+        "serial": _NUMBER,
+        "version": _NUMBER,
+        "digest": _TEXT,
+        "checksums": _LIST,
+        "lanes": _LIST,
+        "room": bool,
+        "base": _MAYBE_NUMBER,
+    },
+    "lanes": {"lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER},
+    "pinned": {"version": _MAYBE_NUMBER},
+    "relay": {"key": _TEXT},
+    # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
+    "pulling": {"serial": _NUMBER, "version": _NUMBER},
+    "progress": {"bytes": _NUMBER},
+    "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
+    "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
+    "poisoned": {"version": _NUMBER, "reason": _TEXT},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
+    # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
+    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
+    "done": {"pull": _NUMBER},
+    # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
+    # the snapshot `base`
+    "granted": {"pull": _NUMBER},
+    "gone": {"pull": _NUMBER},
+    "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
+    # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
+    # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
+    "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
+    "credit": {"link": _TEXT},
+    # Leader -> worker: the version that all have staged
+    "apply": {"version": _NUMBER},
+    # Trainer (rank 0) <-> registry
+    "pin": {"version": _MAYBE_NUMBER},
+    "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
+}
+_NUMBER_LISTS = {"live": ("lanes", "dropped"), "lanes": ("lanes",), "newest": ("lanes",)}
+
+
+def validate(message: Any) -> Message:
+    """The message itself, once its type is known and its required fields are there. Raises ProtocolError."""
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ProtocolError("a message is not an object with a type")
+    kind = message["type"]
+    fields = SCHEMA.get(kind)
+    if fields is None:
+        raise ProtocolError(f"unknown message type {kind!r}")
+    for name, expected in fields.items():
+        value = message.get(name)
+        if not isinstance(value, expected) or (type(value) is bool and expected is not bool):
+            raise ProtocolError(f"message {kind!r} needs field {name!r} of type {expected}")
+    for name in _NUMBER_LISTS.get(kind, ()):
+        if any(type(element) is not int for element in message[name]):
+            raise ProtocolError(f"message {kind!r} needs a list of numbers as {name!r}")
+    size = message.get("bytes", 0) if kind == "bucket" else 0
+    if type(size) is not int or size < 0:
+        raise ProtocolError(f"a bucket of {size!r} bytes")
+    return message
+
+
+def payload_bytes(message: Message) -> int:
+    """How many bytes follow this message."""
+    return message.get("bytes", 0) if message["type"] == "bucket" else 0

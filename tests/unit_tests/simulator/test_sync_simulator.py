@@ -24,13 +24,12 @@ from simulator.engine import Engine, Work
 from simulator.figures import figures_of, simulate
 from simulator.measured import values_from_run
 from simulator.scenario import Scenario, slowest_of
-from simulator.split import best_split
 from simulator.world import World
-from torchtitan.errors import ConfigError, UserError
+from torchtitan.errors import UserError
 from torchtitan.weight_sync.arrivals import Arrivals
+from torchtitan.weight_sync.manifest import BucketKey
 from torchtitan.weight_sync.registry import STATUS_SECONDS
 from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.transfer import BucketKey
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,
@@ -282,20 +281,7 @@ def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate(small(corruption_probability=0.5))
 
 
-# Splits, runs, the command line
-
-
-def test_the_best_split_is_the_best_of_all() -> None:
-    scenario = small(**EVEN, hours=0.02, gigabytes=0.01, train_s=2.0, ranks=4, serial_share=0.0, tokens_per_s=200.0)
-    splits = best_split(scenario, 12)
-    everything = {
-        actors: simulate(scenario.split(12 - actors, actors))["tokens_per_s"] for actors in range(1, 12)
-    }  # fmt: skip
-    assert splits[0].ranks + splits[0].actors == 12
-    assert splits[0].figures["tokens_per_s"] >= 0.95 * max(everything.values())
-    assert len(splits) < 11
-    with pytest.raises(ConfigError, match="one rank and one actor need 3 GPUs"):
-        best_split(small(gpus_per_actor=2), 2)
+# Runs, the command line
 
 
 MEASURED = {

@@ -28,7 +28,7 @@ class Client:
         self.channel = channel
         channel.on_message = lambda _channel, message: self.heard.append(message)
         channel.on_close = lambda _channel, reason: self._closed(reason)
-        channel.place = lambda _channel, message: memoryview(bytearray(message["bytes"]))
+        channel.place = lambda _channel, message: (memoryview(bytearray(message["bytes"])), lambda _piece: None)
         self._beat()
 
     def _beat(self) -> None:

@@ -176,7 +176,7 @@ class Job:
         self.registry_beat = self.machine.now
 
     def watch(self, process: Process, beat_at: Any, start: Any) -> None:
-        """What launch.py does: kill a process that does not beat, start one anew that has ended."""
+        """What servers.py does: kill a process that does not beat, start one anew that has ended."""
         born = self.machine.now
 
         def look() -> None:

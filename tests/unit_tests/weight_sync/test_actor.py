@@ -12,14 +12,13 @@ import pytest
 from deterministic.machine import Machine, Process
 from deterministic.parts import whole_layout
 from tests.patience import PATIENCE_S, until
-from torchtitan.weight_sync import leading
+from torchtitan.weight_sync import group
 from torchtitan.weight_sync.actor import Actor, reachable_host
-from torchtitan.weight_sync.group import Outcome
-from torchtitan.weight_sync.leading import LeadingEngine, in_figures
+from torchtitan.weight_sync.arrivals import Transfer
+from torchtitan.weight_sync.group import LeadingEngine, Outcome, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.relay import Relay
 from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.transfer import Transfer
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")
 DONE, REFUSED, TORN = Outcome("", False, {"bytes_full": 7}), Outcome("not now", True, {}), Outcome("half", False, {})
@@ -106,7 +105,7 @@ def test_an_engine_is_as_it_was_only_where_all_its_workers_are(
 
 
 def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(group, "LOOK_SECONDS", 0.01)
     with pytest.raises(RuntimeError, match="closed meanwhile"):
         engine(on_workers, None, lives=False).apply(MANIFEST)
 

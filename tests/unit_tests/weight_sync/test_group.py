@@ -168,7 +168,7 @@ def disturb(group: Group) -> None:
     """One thing that can happen."""
     random = group.job.machine.random
     worker = random.choice(group.workers)
-    kind = random.choice(["kill", "freeze", "cut", "leader", "registry"])
+    kind = random.choice(["kill", "freeze", "cut", "leader", "registry", "torn"])
     if kind == "kill":
         worker.process.kill()
         worker.start()
@@ -178,8 +178,10 @@ def disturb(group: Group) -> None:
         worker.process.forget_connections()
     elif kind == "leader":
         group.replace_leader()
-    else:
+    elif kind == "registry":
         group.leader.registry.hang_up("cut")
+    elif worker.puller.serving is not None:
+        worker.puller.found_torn(worker.puller.serving.version, "flipped")
 
 
 @pytest.mark.parametrize("start", range(0, 200, 25))
@@ -205,6 +207,23 @@ def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
         assert group.leader.serving is not None and group.leader.serving.version == newest, seed
         assert job.registry.actors["a"].version == newest, seed
         group.close()
+
+
+def test_what_a_worker_finds_torn_is_served_by_none() -> None:
+    job = Job(Machine(0), SHAPE)
+    group = Group(job)
+    group.run(1.0)
+    job.train(1)
+    group.run(2.0)
+    applied = group.leader.applied
+    group.workers[1].puller.found_torn(0, "flipped")
+    group.run(0.02)
+    assert group.leader.poisoned and group.leader.serving is None
+    assert job.registry.actors["a"].state == "POISONED"
+    # It comes anew, for both.
+    group.run(5.0)
+    assert group.leader.applied == applied + 1 and job.registry.actors["a"].version == 0
+    group.close()
 
 
 def test_versions_of_other_numbers_are_not_applied() -> None:

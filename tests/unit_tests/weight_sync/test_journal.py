@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.patience import PATIENCE_S, until
-from torchtitan.weight_sync.journal import Journal
+from torchtitan.weight_sync.main import Journal
 
 
 def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchtitan.weight_sync.lanes import Lanes
-from torchtitan.weight_sync.live_slots import LiveSlots
-from torchtitan.weight_sync.slot_states import SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.slot_states import LiveSlots, SlotState, SlotView, SlotWriter
 
 
 def lanes_with(*pulls: str, limit: int = 1) -> Lanes:

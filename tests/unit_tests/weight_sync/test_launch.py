@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S, until
-from torchtitan.weight_sync import launch
-from torchtitan.weight_sync.launch import FROZEN_LOOKS, STARTING_LOOKS, Supervised, SupervisedProcess
+from torchtitan.weight_sync import servers
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, STARTING_LOOKS, Supervised, SupervisedProcess
 
 
 class Lives(Supervised):
@@ -54,12 +54,12 @@ class Lives(Supervised):
 def test_restarts_in_a_row_are_bounded_and_earned_back(
     healthy_s: float, lived: int, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "HEALTHY_SECONDS", healthy_s)
+    monkeypatch.setattr(servers, "HEALTHY_SECONDS", healthy_s)
     lives = Lives(count=8, max_restarts=3)
     lives._supervise()
     assert (lives.lived, lives.failure, lives.restarts) == (lived, failure, lived - 1)
     # The more often in a row, the longer before the next one.
-    assert lives.pauses == [launch.RESTART_SECONDS * (number if failure else 0) for number in range(1, lived)]
+    assert lives.pauses == [servers.RESTART_SECONDS * (number if failure else 0) for number in range(1, lived)]
 
 
 def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:

@@ -20,10 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.errors import UserError
-from torchtitan.weight_sync import launch, servers, wire
+from torchtitan.weight_sync import servers, wire
 from torchtitan.weight_sync.checksums import bucket_checksum
-from torchtitan.weight_sync.launch import SupervisedProcess
-from torchtitan.weight_sync.live_slots import LiveSlots
 from torchtitan.weight_sync.manifest import (
     LayoutError,
     Manifest,
@@ -32,7 +30,8 @@ from torchtitan.weight_sync.manifest import (
 from torchtitan.weight_sync.parameters import placed_parameters, unique_parameters
 from torchtitan.weight_sync.plan import Placed, Sharded
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.slot_states import SlotState
+from torchtitan.weight_sync.servers import SupervisedProcess
+from torchtitan.weight_sync.slot_states import LiveSlots, SlotState
 from torchtitan.weight_sync.slots import SharedSlots
 from torchtitan.weight_sync.staging import Staging
 
@@ -132,13 +131,13 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
     started = subprocess.Popen
 
     def start_once(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr("torchtitan.weight_sync.launch.subprocess.Popen", no_start)
+        monkeypatch.setattr("torchtitan.weight_sync.servers.subprocess.Popen", no_start)
         return started(*arguments, **options)
 
     def no_start(*_arguments: Any, **_options: Any) -> Any:
         raise OSError(errno.EAGAIN, "no more processes")
 
-    monkeypatch.setattr("torchtitan.weight_sync.launch.subprocess.Popen", start_once)
+    monkeypatch.setattr("torchtitan.weight_sync.servers.subprocess.Popen", start_once)
     process = SupervisedProcess("helper", "short_life", lambda _number: {}, [], "token", tmp_path / "log", 3)
     process._thread.join(PATIENCE_S)
     assert not process._thread.is_alive() and "no more processes" in process.failure
@@ -146,7 +145,7 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
 
 def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no sign of life before its modules are read; after the first one it is killed when there are no more."""
-    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "LOOK_SECONDS", 0.05)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)")
     beats, looks = [0], threading.Semaphore(0)

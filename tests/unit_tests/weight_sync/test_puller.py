@@ -8,7 +8,7 @@ import pytest
 
 from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import BUCKET_BYTES, Actor, Job, Shape
-from torchtitan.weight_sync import deltas
+from torchtitan.weight_sync import delta
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.registry import Registry
 
@@ -185,13 +185,13 @@ def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPat
     job = Job(machine, Shape(actor_seconds=(0.1,) * 4, delta=True))
     machine.run(0.2)
     made: list[memoryview] = []
-    encode = deltas.encode
+    encode = delta.encode
 
     def counted(new: memoryview, base: memoryview, size: int) -> memoryview | None:
         made.append(new)
         return encode(new, base, size)
 
-    monkeypatch.setattr(deltas, "encode", counted)
+    monkeypatch.setattr(delta, "encode", counted)
     for _ in range(3):
         publish(job)
     assert len(made) == 2 * job.shape.ranks * job.shape.buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,9 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
 from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
-from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
 from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.transfer import BucketKey
 from torchtitan.weight_sync.wire import Message
 
 BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
@@ -170,6 +170,30 @@ def test_poisoned_actor_says_so_to_each_registry() -> None:
     world.registry.channels[-1].close("killed")
     world.run(1.0)
     assert world.registry.count("poisoned") == 2 and world.registry.count("serving") == 1
+
+
+def test_server_out_of_reach_is_tried_less_and_less_often() -> None:
+    world, dials = World(), list[float]()
+    dial = world.puller._runtime.dial
+
+    def noted(*arguments: Any) -> Any:
+        dials.append(world.machine.now)
+        return dial(*arguments)
+
+    world.puller._runtime.dial = noted  # type: ignore[method-assign]
+    away = world.machine.listeners.pop(SERVER)
+    world.newest(1, 0)
+    world.run(4.5)
+    pauses = [after - before for before, after in itertools.pairwise(dials)]
+    assert pauses == pytest.approx([0.0, 0.2, 0.6, 1.4, 2.0], abs=0.02)
+    # What has brought a bucket is asked again at once.
+    world.machine.listeners[SERVER] = away
+    world.run(3.0)
+    world.send(0, 0)
+    tried = len(dials)
+    world.server.channels[-1].close("killed")
+    world.run(0.1)
+    assert len(dials) == tried + 1
 
 
 def test_superseded_pull_is_given_up_unless_it_has_a_lane() -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from torchtitan.weight_sync import device_memory
+from torchtitan.weight_sync.actor import Fetcher
 from torchtitan.weight_sync.device_memory import DeviceMemories
-from torchtitan.weight_sync.fetching import Fetcher
-from torchtitan.weight_sync.shared_files import file_references, named, open_shared
-from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.slots import SharedSlots, file_references, named, open_shared
 from torchtitan.weight_sync.wire import ProtocolError
 
 

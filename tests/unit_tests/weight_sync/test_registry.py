@@ -12,10 +12,9 @@ from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import registry as registry_module
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
-from torchtitan.weight_sync.messages import SILENCE_SECONDS
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Actor, Settings, relaying
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message
 
 SUMS = [["aa", "bb"], ["cc", "dd"]]
 

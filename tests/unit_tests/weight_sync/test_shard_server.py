@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,3 +267,13 @@ def test_server_that_ends_closes_everything() -> None:
     beat_at = world.rank.slots.beat_at
     world.run(2.0)
     assert world.rank.slots.beat_at == beat_at
+
+
+def test_link_ends_with_its_channel() -> None:
+    world, ended = World(), list[str]()
+    world.rank.server.readers._make_link = lambda _channel, actor: SimpleNamespace(close=lambda: ended.append(actor))
+    client = Client(world.machine, world.rank.address, ACTOR, "a", beats=False, rank=0)
+    assert client.channel is not None and not ended
+    client.channel.close("over")
+    world.run(0.1)
+    assert ended == ["a"]
