@@ -18,7 +18,7 @@ Noticed is what a run acts on: the load is refused, the actor is poisoned (weigh
 weights), or its log-probs of the probe differ by more than weight_sync.probe_tolerance, twice in a row. Then honest
 versions, each looked at in the same way.
 
-    missed         sabotages that nothing noticed; of vllm and sglang the probe sees what moves log-probs
+    missed         sabotages that nothing noticed; of sglang the probe sees what moves log-probs
     false_alarms   honest versions that looked wrong
 """
 
@@ -95,10 +95,18 @@ class Watch:
             if known is not None and known.serves and known.version == version:
                 if not self._digest:
                     return self._probe()
-                if self._actor.health()["verified"]["version"] == version:
+                if self._whole() == {str(version)}:
                     return ""
             time.sleep(0.02)
         raise AssertionError(f"version {version} was neither served nor refused:\n{trainer.journal_tail()}")
+
+    def _whole(self) -> set[str]:
+        """The versions that were last found whole, by all that hold weights."""
+        if self._actor.kind == "embedded":
+            return {str(self._actor.health()["verified"]["version"])}
+        self._actor.score(self._tokens)  # vLLM looks when it works
+        order = {"method": "torchtitan_whole", "kwargs": {}, "timeout": SECONDS}
+        return set(map(str, self._actor.engine.call("POST", "/collective_rpc", SECONDS, order)["results"]))
 
     def _probe(self) -> str:
         expected = self._trainer.log_probs(self._tokens)
@@ -127,7 +135,7 @@ def started(backend: str, model: Path, processes: Processes) -> Iterator[job.Act
     plugins = processes.folder / "plugins"
     saboteur.install_into_sglang(plugins)
     if backend == "vllm":
-        options += ["--", "--worker-extension-cls", "benchmarks.saboteur_vllm.WorkerExtension"]
+        options += ["--verify-every", "1", "--", "--worker-extension-cls", "benchmarks.saboteur_vllm.WorkerExtension"]
     environment = {"PYTHONPATH": f"{REPOSITORY}:{plugins}"}
     yield job.start_actor(processes, backend, python, model, *options, **environment)
 
@@ -175,7 +183,7 @@ def main() -> None:
         with started(backend, model, processes) as actor:
             with job.training(folder / "whole", model, dtype="bfloat16") as trainer:
                 actor.connect(trainer)
-                watch = Watch(actor, trainer, model, backend == "embedded")
+                watch = Watch(actor, trainer, model, backend != "sglang")
                 found = play(actor, trainer, watch, KINDS[backend], file)
                 for number in range(arguments.versions):
                     trainer.bring()

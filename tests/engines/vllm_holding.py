@@ -18,7 +18,9 @@ TENSORS_BEFORE = 10
 _load_weights = backend.load_weights
 
 
-def load_weights(model: torch.nn.Module, config: object, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    model: torch.nn.Module, config: object, weights: Iterable[tuple[str, torch.Tensor]], *_: object
+) -> None:
     def held() -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(weights):
             if number == TENSORS_BEFORE and HOLD.exists():

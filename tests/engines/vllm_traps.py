@@ -61,14 +61,14 @@ class Engine:
         given = zip(answers, PROBE[-SCORED:], strict=True)
         return [answer.outputs[0].logprobs[0][token].logprob for answer, token in given]
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]], notes: Any = None) -> None:
         """As our backend does."""
         from vllm.config import set_current_vllm_config
 
         from torchtitan.inference.vllm.loading import load_weights
 
         with set_current_vllm_config(self.worker.vllm_config):
-            load_weights(self.model, self.worker.model_config, weights)
+            load_weights(self.model, self.worker.model_config, weights, notes)
 
 
 def in_trainers_order(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def main(models: list[tuple[str, str, list[str]]]) -> None:
 
 def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     """What each case led to, in an engine that is gone then."""
-    from torchtitan.inference.vllm import adopting, loading
+    from torchtitan.inference.vllm import adopting, loading, looking
 
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model, dtype_of(old))
@@ -168,7 +168,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def packed() -> list[str]:
         layers = engine.model.named_modules()
-        return [name for name, layer in layers if layer.__dict__.get(loading.PACKED) is not None]
+        return [name for name, layer in layers if layer.__dict__.get(adopting.PACKED) is not None]
 
     def load_all() -> None:
         engine.load(iter(new.items()))
@@ -190,8 +190,17 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
         engine.llm.reset_prefix_cache()
 
     def load_copied() -> None:
-        with mock.patch.object(loading, "adopting_weights", contextlib.nullcontext):
+        with mock.patch.object(loading, "adopting_weights", lambda _: contextlib.nullcontext()):
             load_all()
+
+    def found(doubled: str = "") -> list[str]:
+        """What does not look like the new weights once they are loaded, one element of a parameter doubled."""
+        weights = {name: tensor.clone() for name, tensor in new.items()}
+        if doubled:
+            weights[doubled].view(-1)[13] *= 2
+        engine.load(iter(weights.items()), notes)
+        staged = received(in_trainers_order(new)).tensors
+        return sorted(set(looking.differences(engine.model, notes.loads.values(), staged)) - {""})
 
     adopted: list[bool] = []
     results["first"] = engine.log_probs()
@@ -205,6 +214,10 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     record("after_a_failure", load_after_a_failure)
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("loaded_again", load_all)
+    notes = looking.Notes()
+    parameters = ["self_attn.k_proj", "self_attn.q_norm", "mlp.down_proj"]
+    parameters = [f"model.layers.1.{name}.weight" for name in parameters] + ["model.embed_tokens.weight", ""]
+    results["found"] = {name: found(name) for name in parameters}
     engine.close()
     return results
 

@@ -141,12 +141,13 @@ def _check_embedded(check: Check) -> None:
 
 def _check_engine(check: Check) -> None:
     """What vLLM or SGLang can do, and what is only for the embedded engine."""
-    inference, sync, refuse = check.config.inference, check.config.weight_sync, check.refuse
-    backend = inference.backend
+    config, refuse = check.config, check.refuse
+    inference, sync, backend = config.inference, config.weight_sync, config.inference.backend
     for problem in wrong_options(inference.engine_args):
         check.say("inference.engine_args", f"inference.engine_args: {problem}")
-    text = f"inference.backend {backend} does not show its weights, take probe (or auto)"
-    refuse("weight_sync.verify", sync.verify == "digest", text)
+    shows = backend == "vllm" and sync.route in ("auto", "direct") and not config.lora.rank
+    text = f"inference.backend {backend} does not show its weights like this, take probe (or auto)"
+    refuse("weight_sync.verify", sync.verify == "digest" and not shows, text)
     refuse("inference.exact", inference.exact, "needs inference.backend = embedded")
     # SGLang's pause either stops at once or drops what runs.
     text = "inference.backend sglang cannot let running requests end first"

@@ -330,8 +330,10 @@ def test_a_layer_takes_what_lies_as_it_wants_it(monkeypatch: pytest.MonkeyPatch)
     area = torch.arange(32.0).view(8, 4)
     layer = Linear(8)
     info = waiting_for(layer, ("k", area[4:6]), ("v", area[6:]), ("q", area[:4]))
-    with adopting.adopting_weights():
+    noted = list[Any]()
+    with adopting.adopting_weights(lambda *load: noted.append(load)):
         layerwise.materialize_layer(layer, info)
+    assert noted == [(layer, info)]
     assert layerwise.materialize_layer is materialize_layer
     assert info.materialized and info.loaded_weights == [] and layer.weight.data_ptr() == area.data_ptr()
     assert torch.equal(layer.weight, area)
@@ -385,7 +387,7 @@ def test_a_vllm_that_loads_otherwise_is_left_as_it_is(
     adopting = adopting_in(modules, monkeypatch)
     with caplog.at_level("INFO"):
         for _ in range(2):
-            with adopting.adopting_weights():
+            with adopting.adopting_weights(lambda *_: None):
                 layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
                 assert getattr(layerwise, "materialize_layer", None) is materialize
     (record,) = caplog.records

@@ -51,7 +51,7 @@ oops | 'oops' belongs to no
 --inference.backend sglang --weight_sync.route direct | route = "direct" | it is auto or agent
 --inference.backend sglang --inference.mode colocate | mode = "colocate" | colocate is for vllm
 --inference.backend sglang --inference.update_mode drain | update_mode = "drain" | end first
---inference.backend vllm --weight_sync.verify digest | verify = "digest" | take probe
+--inference.backend vllm --weight_sync.route agent --weight_sync.verify digest | verify = "digest" | take probe
 --inference.backend vllm --inference.exact | inference.exact = true | backend = embedded
 --inference.backend vllm --inference.engine_python /no/python | "/no/python" | no such file
 --inference.backend vllm --inference.engine_args.tp 2 | tp = 2 | inference.tensor_parallel_size

@@ -117,8 +117,9 @@ class WeightSync:
     hands over whole verified versions (agent); auto is direct for vllm and agent for sglang"""
 
     verify: Literal["auto", "digest", "probe", "off"] = "auto"
-    """Proof that actors hold what the trainer sent: checksums over the engine's live weights (digest), log-probs of a
-    fixed prompt against the trainer's (probe), or none; auto is digest for embedded without adapters, else probe"""
+    """Proof that actors hold what the trainer sent: what the engine computes with against what came (digest: embedded,
+    and vllm by the direct route, without adapters), log-probs of a fixed prompt against the trainer's (probe), or none;
+    auto is digest for embedded without adapters, else probe"""
 
     verify_every: Count = 1
     """Versions from one such proof to the next"""

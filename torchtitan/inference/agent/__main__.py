@@ -47,6 +47,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         option = f"--{name}-timeout"
         parser.add_argument(option, dest=f"{name}_timeout_s", type=float, default=default, help=f"seconds {what}")
     parser.add_argument("--stage-on-device", action="store_true", help="direct: versions are staged on the device")
+    verify_help = "direct, vllm: versions from one look at the weights in use to the next; 0: none"
+    parser.add_argument("--verify-every", type=int, default=0, help=verify_help)
     parser.add_argument("--disk-path", default="", help="folder for versions on their way; default: in memory")
     parser.add_argument("--engine-arguments", default="[]", help="the engine's own command line, as a JSON list")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)

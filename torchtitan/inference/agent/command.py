@@ -13,6 +13,7 @@ from torchtitan.config.derived import (
     drain_seconds,
     shares_devices,
     sleeps_between_batches,
+    verification,
     world_size,
 )
 from torchtitan.config.engines import command_line
@@ -70,6 +71,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
         "--startup-timeout", str(inference.startup_timeout_s),
         # These bring a version from device to device.
         *(["--stage-on-device"] if sync.transport in ON_DEVICE else []),
+        *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
         *(["--disk-path", sync.disk_path] if sync.disk_path else []),
         "--engine-arguments", json.dumps(command_line(theirs)),
     ]  # fmt: skip

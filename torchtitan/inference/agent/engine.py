@@ -53,6 +53,8 @@ class EngineOptions:
     """Deadline of each order that an apply gives to the engine"""
     stage_on_device: bool = False
     """Where the engine itself stages versions: on its device, for transports between devices, instead of on the host"""
+    verify_every: int = 0
+    """Where the engine itself stages versions: from one look at its weights in use to the next, 0 for none"""
     disk_path: str = ""
     """Folder for versions on their way into the engine; empty: memory-backed files of this machine"""
     arguments: tuple[str, ...] = ()

@@ -6,15 +6,16 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan.weight_sync.pieced import PiecedTensor
+from torchtitan.weight_sync.staging import PiecedTensor
 
 logger = logging.getLogger(__name__)
+METHODS: tuple[type, ...] = ()
 
 try:
     # Names of vLLM 0.32 and 0.33, not all public: without them weights are loaded all the same, with one copy more.
@@ -44,21 +45,24 @@ else:
         RowParallelLinear,
         VocabParallelEmbedding,
     )
-    METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    METHODS += (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+# The attribute of vLLM's layers that holds on to the packed weights on a CPU: what computes with them.
+PACKED = "cpu_linear"
 POSITIONS = {None: 0, "q": 0, "k": 1, "v": 2}
 
 
 @contextlib.contextmanager
-def adopting_weights() -> Iterator[None]:
+def adopting_weights(note: Callable[[nn.Module, Any], None]) -> Iterator[None]:
     """Inside, a layer that is materialized to be loaded takes the tensors that wait for it as its own, where they lie
     in memory as it wants them; what vLLM does next with it copies them. Elsewhere, and in a vLLM that loads otherwise,
-    nothing changes.
+    nothing changes. note(layer, info): called before, with what vLLM knows of the load.
     """
     if not _can_adopt():
         yield
         return
 
     def materialize_and_adopt(layer: nn.Module, info: Any) -> None:
+        note(layer, info)
         materialize_layer(layer, info)
         _adopt(layer, info)
 

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.vllm.loading import load_weights
+from torchtitan.inference.vllm.looking import Looker
 from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor import Worker
@@ -49,6 +50,8 @@ class Joining(WeightTransferInitInfo):
     stage_on_device: bool = False
     """Where there is one worker; transports between devices need it, elsewhere the host's memory is the cheaper one"""
     load_timeout_s: float = 60.0
+    verify_every: int = 0
+    """Versions from one look at the weights in use to the next, 0 for none"""
 
 
 @dataclass
@@ -83,6 +86,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         # Now: loading from files makes their folder the model's.
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
+        self._looker: Looker | None = None
         self._holds: Served | None = None
         """What the model holds since the last load; None: its checkpoint, or half a version"""
 
@@ -115,6 +119,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             served=holds,
             where=str(self.device) if own else "cpu",
         )
+        if init_info.verify_every:
+            self._looker = Looker(self.model, init_info.verify_every, self._worker.found_torn)
         self._worker.start()
 
     def start_weight_update(self) -> None:
@@ -139,7 +145,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             keep_freed_memory(large=True)
         error: str | None = None
         try:
-            load_weights(self.model, self.model_config, to_copy(staged.tensors))
+            notes = None if self._looker is None else self._looker.notes
+            load_weights(self.model, self.model_config, to_copy(staged.tensors), notes)
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)
@@ -147,6 +154,8 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         # Too late is as good as failed: the agent has given the version up, and must not be told that it is held.
         if self._mailbox.finish(error) and error is None:
             self._holds = Served(update_info.epoch, update_info.version, update_info.digest)
+            if self._looker is not None:
+                self._looker.applied(staged)
         if error is not None:
             raise RuntimeError(error)
 
@@ -161,3 +170,11 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        looker, self._looker = self._looker, None
+        if looker is not None:
+            looker.close()
+
+    @property
+    def whole(self) -> int | None:
+        """The last version that was looked at, and found whole."""
+        return None if self._looker is None else self._looker.whole

@@ -24,7 +24,7 @@ NEEDED = {
 
 class VLLMControl(EngineControl):
     """kept_tokens, sleeps, repacks_heads: it runs with --return-sampling-mask, with --enable-sleep-mode (its routes do
-    not tell, and without free nothing), with our worker extension."""
+    not tell, and without free nothing), with our worker extension. looks: its workers look at their weights."""
 
     label_route = "/weight_info"
 
@@ -37,9 +37,10 @@ class VLLMControl(EngineControl):
         kept_tokens: bool = False,
         sleeps: bool = False,
         repacks_heads: bool = False,
+        looks: bool = False,
     ):
         super().__init__(url, token, timeout_s, in_flight_kv)
-        self._kept_tokens, self._sleeps, self._repacks_heads = kept_tokens, sleeps, repacks_heads
+        self._kept_tokens, self._sleeps, self._repacks_heads, self._looks = kept_tokens, sleeps, repacks_heads, looks
         self.version = ""
         """What it says it is, after describe()"""
 
@@ -51,8 +52,9 @@ class VLLMControl(EngineControl):
                 raise EngineError(f"vLLM {version} has no route {route}: it needs {how}")
         world_size = int(self.ask("/get_world_size")["world_size"])
         capabilities = Capabilities(
-            "vllm", version, score=True, kept_tokens=self._kept_tokens, sleep=self._sleeps and "/sleep" in routes
-        )
+            "vllm", version, score=True, kept_tokens=self._kept_tokens, digest=self._looks,
+            sleep=self._sleeps and "/sleep" in routes,
+        )  # fmt: skip
         return EngineFacts(capabilities, world_size)
 
     def check_health(self, timeout_s: float) -> None:

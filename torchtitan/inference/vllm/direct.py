@@ -45,11 +45,15 @@ logger = logging.getLogger(__name__)
 
 
 class DirectLoader(WeightLoader):
-    """workers: of the engine; timeout_s: of a load; on_device: the only one stages versions on its device."""
+    """workers: of the engine; timeout_s: of a load; on_device: the only one stages versions on its device;
+    verify_every: versions from one look at the weights in use to the next, 0 for none."""
 
-    def __init__(self, control: VLLMControl, workers: int, timeout_s: float, on_device: bool = False):
+    def __init__(
+        self, control: VLLMControl, workers: int, timeout_s: float, on_device: bool = False, verify_every: int = 0
+    ):
         self.workers = workers
-        self._control, self._timeout_s, self._on_device = control, timeout_s, on_device
+        self._control, self._timeout_s = control, timeout_s
+        self._options = {"stage_on_device": on_device, "load_timeout_s": timeout_s, "verify_every": verify_every}
 
     def connected(self, weights: Actor) -> None:
         joining = {
@@ -57,8 +61,7 @@ class DirectLoader(WeightLoader):
             "actor": weights.name,
             "epoch": weights.epoch,
             "key": weights.key,
-            "stage_on_device": self._on_device,
-            "load_timeout_s": self._timeout_s,
+            **self._options,
         }
         self._control.order("/init_weight_transfer_engine", {"init_info": joining})
 

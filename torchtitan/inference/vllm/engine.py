@@ -80,13 +80,15 @@ class VLLM(ForeignEngine):
             kept_tokens="--return-sampling-mask" in options.arguments,
             sleeps=options.sleep_level > 0 or SLEEP_MODE in options.arguments,
             repacks_heads=bool(options.python),
+            looks=options.verify_every > 0 and options.route == "direct",
         )  # fmt: skip
 
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
         from torchtitan.inference.vllm.direct import DirectLoader
 
         assert isinstance(control, VLLMControl)
-        return DirectLoader(control, options.tensor_parallel_size, options.update_timeout_s, options.stage_on_device)
+        timeout_s, on_device = options.update_timeout_s, options.stage_on_device
+        return DirectLoader(control, options.tensor_parallel_size, timeout_s, on_device, options.verify_every)
 
 
 def default_memory_gb() -> float:

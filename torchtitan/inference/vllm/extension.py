@@ -15,6 +15,10 @@ class WorkerExtension:
         """By /collective_rpc: every worker that answers is neither dead nor frozen."""
         return True
 
+    def torchtitan_whole(self) -> int | None:
+        """By /collective_rpc: the last version that this worker has looked at, and found whole; see looking.py."""
+        return self.weight_transfer_engine.whole  # type: ignore[attr-defined]
+
     def torchtitan_repack(self) -> None:
         """By /collective_rpc, after weights were loaded by vLLM itself; see loading.py."""
         from torchtitan.inference.vllm.loading import repack_what_reloading_leaves

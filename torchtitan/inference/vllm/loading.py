@@ -14,11 +14,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.inference.vllm.adopting import adopting_weights
+from torchtitan.inference.vllm.adopting import PACKED, adopting_weights
+from torchtitan.inference.vllm.looking import Notes
 
 NAMES_SHOWN = 5
-# The attribute of vLLM's layers that holds on to the packed weights on a CPU: what computes with them.
-PACKED = "cpu_linear"
 # Stacks of gpt-oss's experts, each a tensor in files.
 STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 # Said at every load of layers that have nothing to load; what is really missing is found below.
@@ -32,9 +31,15 @@ class IncompleteVersion(RuntimeError):
     """Parameters of the model got nothing: it holds parts of two versions now."""
 
 
-def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    model: nn.Module,
+    model_config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    notes: Notes | None = None,
+) -> None:
     """Replace all weights of `model` by `weights`: (checkpoint name, whole tensor), which must stay as they are until
     this returns. The engine must stand still. After an exception the model is half loaded, until a later call returns.
+    notes: get how the parameters were loaded.
 
     Raises:
         IncompleteVersion: something is missing in `weights`.
@@ -43,9 +48,9 @@ def load_weights(model: nn.Module, model_config: ModelConfig, weights: Iterable[
     expected = {name for name, _ in model.named_parameters()}
     emptied = _drop_packed_weights(model)
     initialize_layerwise_reload(model)
-    with adopting_weights():
-        sinks: list[tuple[str, torch.Tensor]] = []
-        loaded = model.load_weights(_through_loaders(weights, sinks))  # type: ignore[operator]
+    notes, sinks = notes or Notes(), list[tuple[str, torch.Tensor]]()
+    with adopting_weights(notes.note):
+        loaded = model.load_weights(notes.named(_through_loaders(weights, sinks)))  # type: ignore[operator]
         finalize_layerwise_reload(model, model_config)
     _copy_sinks(model, sinks)
     repack_what_reloading_leaves(model)
@@ -84,7 +89,13 @@ def _copy_sinks(model: nn.Module, sinks: list[tuple[str, torch.Tensor]]) -> None
 
 def _drop_packed_weights(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name that compute with a packed copy, as on CPUs, which is freed here. All of them first: the new
-    ones take their memory then, and none beside it."""
+    ones take their memory then, and none beside it. That of an embedding beside a head goes for good: it is only looked
+    up, and nothing computes with the copy."""
+    if any(isinstance(layer, ParallelLMHead) for layer in model.modules()):
+        for layer in model.modules():
+            if type(layer) is VocabParallelEmbedding and layer.__dict__.pop(PACKED, None) is not None:
+                method: Any = layer.quant_method
+                method.process_weights_after_loading = lambda _layer: None
     # Also those that have none since a load that failed.
     packed = {name: layer for name, layer in model.named_modules() if PACKED in layer.__dict__}
     for layer in packed.values():

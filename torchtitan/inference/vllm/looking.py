@@ -1,0 +1,150 @@
+"""Does vLLM compute with what was sent? Looked at when a step begins, a few milliseconds at a time. Runs inside vLLM.
+
+Many of its layers compute with a packed copy of their weight, which cannot be read. But a linear layer that is given
+rows of the identity matrix answers with its weight, and exactly: each of its sums has one product that is not zero.
+What that weight should be is made once more, by the layer's own loader from the version in staging memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+from torchtitan.inference.vllm.adopting import METHODS, PACKED
+from torchtitan.weight_sync.digest import differing_parameters
+from torchtitan.weight_sync.staging import StagedTensors, StagedVersion
+
+logger = logging.getLogger(__name__)
+
+# Of a step; the next one goes on.
+LOOK_SECONDS = 5e-3
+# Of the identity matrix at a time.
+ROWS = 64
+
+
+class Noted(NamedTuple):
+    """How a layer's parameter is loaded. empty: the parameter, without memory; calls: (name in checkpoints, what else
+    the loader is told)."""
+
+    layer: nn.Module
+    parameter: str
+    empty: torch.Tensor
+    loader: Callable[..., None]
+    calls: list[tuple[str, dict[str, Any]]]
+
+
+class Notes:
+    """How a model's parameters are loaded."""
+
+    def __init__(self) -> None:
+        self.loads: dict[tuple[nn.Module, str], Noted] = {}
+        self._names: dict[int, str] = {}
+        """By a tensor's id(), right for as long as the tensor is there"""
+
+    def named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, whose names are known to note()."""
+        for name, tensor in weights:
+            self._names[id(tensor)] = name
+            yield name, tensor
+
+    def note(self, layer: nn.Module, info: Any) -> None:
+        """vLLM is about to load a layer, always in the same way."""
+        for parameter in {parameter for parameter, _ in info.loaded_weights if (layer, parameter) not in self.loads}:
+            empty, calls = getattr(layer, parameter), list[tuple[str, dict[str, Any]]]()
+            for arguments in (dict(call.arguments) for name, call in info.loaded_weights if name == parameter):
+                arguments.pop("param", None)
+                calls.append((self._names.get(id(arguments.pop("loaded_weight", None)), ""), arguments))
+            self.loads[layer, parameter] = Noted(layer, parameter, empty, _get_original_loader(empty), calls)
+
+
+class Looker:
+    """every: versions from one look to the next. torn(version, reason): called where the model does not
+    hold a version. All of it on the engine's thread."""
+
+    def __init__(self, model: nn.Module, every: int, torn: Callable[[int, str], None]):
+        self._model, self._every, self._torn = model, every, torn
+        self._versions = 0
+        self.notes = Notes()
+        self._look: tuple[StagedVersion, Iterator[str]] | None = None
+        self.whole: int | None = None
+        """The last version that was found whole"""
+        self._hook = model.register_forward_pre_hook(lambda *_: self.look())
+
+    def close(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def applied(self, staged: StagedVersion) -> None:
+        """The model holds this version, as far as is known. Adapters are not what weights are: nothing is looked at."""
+        due, tensors = self._versions % self._every == 0, staged.tensors
+        self._versions, self._look = self._versions + 1, None
+        if due and self.notes.loads and isinstance(tensors, StagedTensors):
+            self._look = staged, differences(self._model, list(self.notes.loads.values()), tensors)
+
+    def look(self) -> None:
+        """Go on for a moment."""
+        end = time.monotonic() + LOOK_SECONDS
+        try:
+            while self._look is not None and time.monotonic() < end:
+                self._go_on(*self._look)
+        except Exception:
+            # It is no fault of the requests that this step is for.
+            logger.exception("the weights in use cannot be looked at")
+            self._look = None
+
+    def _go_on(self, staged: StagedVersion, found: Iterator[str]) -> None:
+        wrong = next(found, None)
+        if wrong is None:
+            self._look, self.whole = None, staged.version
+        elif wrong:
+            self._look = None
+            # Or has staging memory been given to the next version meanwhile?
+            if staged.proof is not None and not differing_parameters(staged.proof, staged.tensors, {}):
+                self._torn(staged.version, f"it does not compute with {wrong} as it was sent")
+
+
+def differences(model: nn.Module, loads: Iterable[Noted], tensors: StagedTensors) -> Iterator[str]:
+    """Names of parameters that are not what they should be; empty ones after other pieces of work."""
+    for load in loads:
+        if any(name not in tensors for name, _ in load.calls):
+            continue
+        live = getattr(load.layer, load.parameter)
+        with live.device:
+            wanted = materialize_meta_tensor(load.empty).fill_(torch.nan)
+        for name, arguments in load.calls:
+            load.loader(wanted, tensors.to_copy(name), **arguments)
+            yield ""
+        said = ", ".join(name for name, _ in load.calls)
+        if live.shape == wanted.shape:
+            yield "" if _same(live, wanted) else said
+        # A tied head has the embedding's parameter, and perhaps a packed copy of its own.
+        for layer in model.modules():
+            looked_up = type(layer) is VocabParallelEmbedding and PACKED not in layer.__dict__
+            multiplies = type(getattr(layer, "quant_method", None)) in METHODS and not looked_up
+            if multiplies and layer._parameters.get(load.parameter) is live:
+                yield from ("" if same else said for same in _answers(layer, wanted))
+
+
+def _answers(layer: Any, wanted: torch.Tensor) -> Iterator[bool]:
+    """Whether the layer answers with rows of its weight."""
+    for columns in torch.arange(wanted.shape[1], device=wanted.device).split(ROWS):
+        units = wanted.new_zeros(len(columns), wanted.shape[1])
+        units[torch.arange(len(columns)), columns] = 1
+        yield _same(layer.quant_method.apply(layer, units), wanted[:, columns].T)
+
+
+def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether all are equal, but for those that products round to zero. What no loader has filled, or does not multiply
+    to zero, cannot be told."""
+    if torch.equal(found, wanted):
+        return True
+    near = (found - wanted).abs() < torch.finfo(wanted.dtype).tiny
+    return bool(near.all() or not wanted.isfinite().all())
