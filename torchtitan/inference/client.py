@@ -65,18 +65,6 @@ class Capabilities:
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Capabilities:
-        """Unknown keys of a newer actor are passed over. Raises ValueError where a value is of the wrong type."""
-        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
-        for name, value in known.items():
-            wanted = type(getattr(cls, name, ""))
-            if type(value) is not wanted:
-                raise ValueError(f"capability {name} is {value!r}")
-        if "engine" not in known:
-            raise ValueError("capabilities name no engine")
-        return cls(**known)
-
 
 @dataclass(frozen=True)
 class ScoredTokens:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from torchtitan.inference.client import (
     TOKEN_VARIABLE,
     ActorClient,
@@ -26,6 +28,8 @@ from torchtitan.inference.client import (
 )
 from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, Routes, VersionSpan, parse_label
 
+# Keys of a newer agent are passed over.
+CAPABILITIES = TypeAdapter(Capabilities)
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -164,7 +168,7 @@ class AgentClient(ActorClient):
     async def _note_engine(self, data: Any) -> None:
         try:
             url = reachable_url(str(data["url"]), self.url)
-            capabilities = Capabilities.from_json(data["capabilities"])
+            capabilities = CAPABILITIES.validate_python(data["capabilities"])
             variable = data.get("token_env")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ActorError("health", f"the agent says nothing usable of its engine: {error!r}") from error
