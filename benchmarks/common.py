@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = ("-m", "torchtitan.grpo_train")
@@ -185,6 +185,28 @@ def train(
     options = [word for key, value in settings.items() for word in (f"--{key}", value)]
     run([python, *program, *words, *options], seconds, **variables)
     return read_json_lines(Path(str(settings["job.dump_folder"])) / "latest" / "metrics.jsonl")
+
+
+def embedded_server(
+    folder: Path, model: Path, token: str, *words: object, said: IO[bytes] | None = None
+) -> tuple[subprocess.Popen[bytes], str]:
+    """(the embedded engine as a process of one thread that ends with this one, its URL). Its port is noted in folder;
+    words: further ones of its command line; said: where it writes, or else only errors where ours go."""
+    from torchtitan.utils.child_process import child_environment
+
+    port = folder / "port"
+    command = (
+        sys.executable, "-m", "torchtitan.inference.embedded", "--model", model, "--port-file", port,
+        "--token-env", "BENCHMARK_TOKEN", "--threads", 1, "--parent-pid", os.getpid(), *words,
+    )  # fmt: skip
+    environment = child_environment(1, BENCHMARK_TOKEN=token)
+    process = subprocess.Popen(
+        [str(word) for word in command], env=environment, stdout=said or subprocess.DEVNULL, stderr=said
+    )
+    wait_for(lambda: port.exists() or process.poll() is not None, 120, "the engine's port")
+    if process.poll() is not None:
+        raise SystemExit("the engine did not start")
+    return process, f"http://127.0.0.1:{port.read_text().strip()}"
 
 
 def debug_checkpoint() -> Path:

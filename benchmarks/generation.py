@@ -15,10 +15,8 @@ import itertools
 import os
 import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 # Read when numpy and torch are first imported.
@@ -37,7 +35,6 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import load_policy
 
-START_SECONDS = 120.0
 REQUEST_SECONDS = 120.0
 
 
@@ -88,23 +85,6 @@ def requests(prompts: torch.Tensor, samples: int, tokens: int, turn: int) -> lis
     ]
 
 
-def start_server(directory: Path, core: int | None, max_sequences: int) -> tuple[subprocess.Popen[bytes], str, str]:
-    """The engine as a process -> (process, URL, token)."""
-    port_file, token = directory / "port", secrets.token_urlsafe(16)
-    command = [sys.executable, "-m", "torchtitan.inference.embedded", "--model", str(directory), "--threads", "1"]
-    command += ["--port-file", str(port_file), "--token-env", "BENCHMARK_TOKEN", "--parent-pid", str(os.getpid())]
-    command += ["--max-sequences", str(max_sequences)] + ([] if core is None else ["--cores", str(core)])
-    environment = {**os.environ, "BENCHMARK_TOKEN": token}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + START_SECONDS
-    while not port_file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise SystemExit("the server did not start")
-        time.sleep(0.05)
-    return process, f"http://127.0.0.1:{port_file.read_text().strip()}", token
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
@@ -128,7 +108,8 @@ def main() -> None:
         model = make_model(directory)
         prompts = torch.randint(1, 64, (arguments.prompts, arguments.prompt_length))
         engine = Engine(load_policy(directory), sequences, arguments.prompt_length + arguments.new_tokens)
-        process, url, token = start_server(directory, cores[-1] if cores else None, sequences)
+        token, pinned = secrets.token_urlsafe(16), ("--cores", cores[-1]) if cores else ()
+        process, url = common.embedded_server(directory, directory, token, "--max-sequences", sequences, *pinned)
         loop = asyncio.new_event_loop()
         handler = EmbeddedClient(url, token)
 

@@ -47,28 +47,24 @@ class Run:
 
     def __init__(self, folder: Path, model: Path, steps: int, interval: int, restarts: int, options: list[str]):
         self.folder, self.latest = folder, folder / "runs" / "latest"
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_VARIABLE: secrets.token_urlsafe(16)}
-        port = folder / "port"
-        self.server = self._start(
-            "server", environment, "torchtitan.inference.embedded", "--model", model, "--port-file", port,
-            "--token-env", TOKEN_VARIABLE, "--require-version", "--threads", 1, "--max-length", 32,
-            "--parent-pid", os.getpid(),
-        )  # fmt: skip
-        common.wait_for(port.exists, 120, "the server")
-        self.process = self._start(
-            "run", environment, "torchtitan.utils.launch", "--standalone", "--nproc-per-node", 2,
+        token = secrets.token_urlsafe(16)
+        with (folder / "server.log").open("ab") as log:
+            words = ("--require-version", "--max-length", 32)
+            self.server, url = common.embedded_server(folder, model, token, *words, said=log)
+        command = (
+            sys.executable, "-m", "torchtitan.utils.launch", "--standalone", "--nproc-per-node", 2,
             "--max-restarts", restarts, "-m", "torchtitan.grpo_train",
             "--job.config_file", REPOSITORY / "train_configs" / "debug_cpu.toml", "--job.dump_folder", folder / "runs",
             "--model.hf_assets_path", model, "--training.steps", steps, "--training.threads", 1,
             "--checkpoint.interval", interval, "--comm.train_timeout_seconds", 10,
-            "--inference.servers", f"http://127.0.0.1:{port.read_text().strip()}", "--inference.launch", "false",
+            "--inference.servers", url, "--inference.launch", "false",
             "--eval.interval", 0, "--metrics.log_freq", 10, *options,
         )  # fmt: skip
-
-    def _start(self, name: str, environment: dict[str, str], *module: object) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", *(str(word) for word in module)]
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=REPOSITORY)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), TOKEN_VARIABLE: token}
+        with (folder / "run.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(word) for word in command], stdout=log, stderr=log, env=environment, cwd=REPOSITORY
+            )
 
     def rows(self) -> list[dict[str, Any]]:
         return read_json_lines(self.latest / "metrics.jsonl")
