@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ipaddress
 import math
 import os
 
@@ -110,14 +109,6 @@ def drain_seconds(config: JobConfig) -> float:
 def lease(sync: WeightSync, version_bytes: int) -> float:
     """Seconds of weight_sync.lease_s; where it is 0, what a version of so many bytes may take."""
     return sync.lease_s or 60.0 + version_bytes / PULLED_PER_SECOND
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def trains_only_adapters(config: JobConfig) -> bool:

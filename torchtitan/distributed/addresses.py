@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import psutil
 
 from torchtitan.errors import UserError
+from torchtitan.utils.machine import is_loopback
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
@@ -37,7 +38,7 @@ def choose_interface(wanted: str, leader: str) -> str:
     if not name:
         own = _address_towards(leader)
         name = next((other for other, address in here.items() if address == own), "lo")
-        if ipaddress.ip_address(here.get(name, own)).is_loopback and not _is_loopback(leader):
+        if ipaddress.ip_address(here.get(name, own)).is_loopback and not is_loopback(leader):
             raise UserError(
                 f"rank 0's address {leader!r} is {own} on {socket.gethostname()} itself (see /etc/hosts), where other "
                 f"machines reach nothing: set comm.interface to one of: {listed}"
@@ -68,11 +69,3 @@ def _address_towards(leader: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(f"rank 0's address {leader!r} cannot be found from {socket.gethostname()}: {error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether it says so itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

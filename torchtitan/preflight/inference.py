@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from torchtitan.config.derived import has_engines, is_loopback, shares_devices
+from torchtitan.config.derived import has_engines, shares_devices
 from torchtitan.config.device_defaults import trains_on_gpu
 from torchtitan.config.engines import SCHEME, slurm_urls, wrong_options
 from torchtitan.config.job_config import JobConfig
@@ -15,7 +15,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import find_python
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
-from torchtitan.utils.machine import has_gpu
+from torchtitan.utils.machine import has_gpu, is_loopback
 
 
 def nccl_version(python: str) -> str | None:

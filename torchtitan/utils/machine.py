@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import ipaddress
 import logging
 import os
 import shutil
@@ -90,3 +91,11 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -18,9 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derived import is_loopback
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import child_environment
+from torchtitan.utils.machine import is_loopback
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.registry_state import Settings

@@ -27,6 +27,7 @@ from torchtitan.inference.client import (
     parse_health,
 )
 from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, Routes, VersionSpan, parse_label
+from torchtitan.utils.machine import is_loopback
 
 # Keys of a newer agent are passed over.
 CAPABILITIES = TypeAdapter(Capabilities)
@@ -114,7 +115,7 @@ def reachable_url(engine: str, agent: str) -> str:
     """The engine's address for a caller that has the agent's: what is this machine to the agent may be another to us.
     Raises ValueError where `engine` is no address."""
     theirs, ours = urlsplit(engine), urlsplit(agent)
-    if theirs.hostname not in LOOPBACK or ours.hostname in LOOPBACK or ours.hostname is None:
+    if not is_loopback(theirs.hostname or "") or ours.hostname is None or is_loopback(ours.hostname):
         return engine
     host = f"[{ours.hostname}]" if ":" in ours.hostname else ours.hostname
     return theirs._replace(netloc=host if theirs.port is None else f"{host}:{theirs.port}").geturl()

@@ -9,11 +9,10 @@ import secrets
 import sys
 from pathlib import Path
 
-from torchtitan.config.derived import is_loopback
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
-from torchtitan.utils.machine import usable_cores
+from torchtitan.utils.machine import is_loopback, usable_cores
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
