@@ -16,6 +16,19 @@ SCHEME = "slurm:"
 # More is a slip of the pen, and would fill the memory.
 MOST_SERVERS = 4096
 HOW = "slurm:NODES:PORT such as slurm:gpu[01-04,7]:8000 or slurm:gpu1,gpu2:8000-8003"
+PREFIX = "inference.engine_args."
+# Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
+OURS = {
+    "model": "model.hf_assets_path",
+    "model-path": "model.hf_assets_path",
+    "host": "inference.host",
+    "port": "inference.host, a free port is taken",
+    "dtype": "inference.dtype",
+    "tensor-parallel-size": "inference.tensor_parallel_size",
+    "tp-size": "inference.tensor_parallel_size",
+    "tp": "inference.tensor_parallel_size",
+    "api-key": "nothing, the run makes up a token",
+}
 
 
 def expand_servers(servers: Sequence[str]) -> list[str]:
@@ -67,22 +80,6 @@ def _numbers(text: str) -> list[str]:
             raise ValueError(f"[{text}]: {first} to {last} is no range, or one of more than {MOST_SERVERS}")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found
-
-
-PREFIX = "inference.engine_args."
-
-# Options that a run gives the engine itself, and where to say it instead. Two values of one option would be a riddle.
-OURS = {
-    "model": "model.hf_assets_path",
-    "model-path": "model.hf_assets_path",
-    "host": "inference.host",
-    "port": "inference.host, a free port is taken",
-    "dtype": "inference.dtype",
-    "tensor-parallel-size": "inference.tensor_parallel_size",
-    "tp-size": "inference.tensor_parallel_size",
-    "tp": "inference.tensor_parallel_size",
-    "api-key": "nothing, the run makes up a token",
-}
 
 
 def option_name(key: str) -> str:

@@ -12,6 +12,9 @@ from torchtitan.grpo import off_policy
 from torchtitan.grpo.objectives import ClipRange, Objective, ObjectiveOptions, Sequences
 from torchtitan.grpo.off_policy import CorrectionOptions
 
+# Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
+LARGEST_LOG_RATIO = 20.0
+
 
 def k1(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """log π - log π_ref [N]: unbiased for KL(π ‖ π_ref), of any sign; its gradient alone has mean zero."""
@@ -44,10 +47,6 @@ def corrected(
     """
     slope = k2(log_probs, reference)
     return ratio * (estimate.detach() + (slope - slope.detach()))
-
-
-# Log-ratios are bounded before exp: a ratio of inf times a mask of 0 would be NaN. e^20 is far outside any clip range.
-LARGEST_LOG_RATIO = 20.0
 
 
 class TrainedTokens(Protocol):

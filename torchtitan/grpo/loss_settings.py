@@ -13,6 +13,9 @@ from torchtitan.grpo.loss import LossSettings
 from torchtitan.grpo.objectives import NORMALIZERS, ClipRange, Objective, ObjectiveOptions, TokenLoss, load_objective
 from torchtitan.grpo.off_policy import CorrectionOptions, load_correction
 
+# Figures of a batch that compare the policy with the one that has sampled: of demonstrations there is none.
+OF_SAMPLES = ("clip/", "ratio/", "masked_fraction", "mismatch_kl", "reference_kl")
+
 
 def loss_settings(grpo: GRPO) -> LossSettings:
     """Raises UserError where loss_type, advantage or off_policy_correction name a function that cannot be loaded."""
@@ -43,10 +46,6 @@ def loss_settings(grpo: GRPO) -> LossSettings:
         kl_ratio_correction=grpo.kl_ratio_correction,
         entropy_coefficient=grpo.entropy_coefficient,
     )
-
-
-# Figures of a batch that compare the policy with the one that has sampled: of demonstrations there is none.
-OF_SAMPLES = ("clip/", "ratio/", "masked_fraction", "mismatch_kl", "reference_kl")
 
 
 def likelihood(

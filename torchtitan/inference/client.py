@@ -17,6 +17,11 @@ from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
 # States of an actor's weights with a version on its way; the registry has deadlines for them.
 UPDATING = ("PULLING", "APPLYING")
+WRONG_REQUEST = 400
+UNAUTHORIZED = 401
+NOT_READY = 503
+KEEP_ALIVE_S = 60.0
+LONGEST_REASON = 500
 
 
 class ActorError(Exception):
@@ -103,13 +108,6 @@ class ActorHealth:
 def base_url(host: str, port: int) -> str:
     """URL of a server; IPv6 addresses stand in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-WRONG_REQUEST = 400
-UNAUTHORIZED = 401
-NOT_READY = 503
-KEEP_ALIVE_S = 60.0
-LONGEST_REASON = 500
 
 
 def wrong_request(status: int, _reason: str) -> bool:

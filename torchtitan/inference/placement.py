@@ -18,6 +18,15 @@ from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, hides_gpus, usable_cores
 
+GIB = 2**30
+# What no formula gives: contexts, communicators, captured graphs, fragments.
+DEVICE_RESERVE = 2 * GIB
+# Tokens that vLLM computes in one step at most, unless engine_args say it.
+STEP_TOKENS = 8192
+# KV blocks are taken whole; the CPU's are the largest.
+BLOCK_TOKENS = 128
+SMALLEST_KV = 64 * 2**20
+
 
 def threads_per_actor(config: Inference) -> int:
     """inference.threads_per_actor, or else an equal share of this process's cores."""
@@ -73,16 +82,6 @@ def engine_devices(config: JobConfig, number: int) -> dict[str, str]:
             f"{len(devices)} ({CUDA_VARIABLE}): lower NGPU, inference.num_actors or inference.tensor_parallel_size"
         )
     return {CUDA_VARIABLE: ",".join(devices[first : first + size])}
-
-
-GIB = 2**30
-# What no formula gives: contexts, communicators, captured graphs, fragments.
-DEVICE_RESERVE = 2 * GIB
-# Tokens that vLLM computes in one step at most, unless engine_args say it.
-STEP_TOKENS = 8192
-# KV blocks are taken whole; the CPU's are the largest.
-BLOCK_TOKENS = 128
-SMALLEST_KV = 64 * 2**20
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from typing_extensions import Self
 
+FinishReason = Literal["stop", "length", "abort"]
+Tag = Literal["weights", "kv_cache"]
+"""A part of an engine's memory that goes when it sleeps, and comes back when it wakes"""
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+"""In the order in which they wake"""
+# Of a request: so many are told.
+MOST_MISTAKES = 5
+
 
 @dataclass(frozen=True, eq=False)
 class Routes:
@@ -49,13 +57,6 @@ def check_routes(routes: Routes, tokens: int) -> None:
     if len(shape) != 3 or not 0 <= routes.first <= tokens - 1 or shape[0] != tokens - 1 - routes.first:
         text = f"{list(shape)} numbers of experts from token {routes.first} on came for {tokens} tokens"
         raise ValueError(f"{text}: one row is needed for each but the last")
-
-
-FinishReason = Literal["stop", "length", "abort"]
-Tag = Literal["weights", "kv_cache"]
-"""A part of an engine's memory that goes when it sleeps, and comes back when it wakes"""
-TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
-"""In the order in which they wake"""
 
 
 @dataclass
@@ -156,10 +157,6 @@ def parse_label(label: object) -> tuple[str, int] | None:
         return None
     epoch, slash, version = label.rpartition("/")
     return (epoch, int(version)) if slash and epoch and version.isascii() and version.isdigit() else None
-
-
-# Of a request: so many are told.
-MOST_MISTAKES = 5
 
 
 class Body(BaseModel):

@@ -11,6 +11,9 @@ from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.inference.client import UPDATING, ActorClient, ActorHealth
 from torchtitan.inference.types import Tag
 
+# After so many fruitless connections in a row a process is started anew.
+ATTEMPTS = 3
+
 
 class ActorMemory:
     """Which parts of its memory one actor is to have, and the calls that see to it. Belongs to one asyncio loop.
@@ -76,10 +79,6 @@ class ActorMemory:
         elif not await client.sleep(level, timeout_s):
             self.stay_awake("its engine still works on something")
         return await client.health(self._config.health_timeout_s), True
-
-
-# After so many fruitless connections in a row a process is started anew.
-ATTEMPTS = 3
 
 
 class WeightConnection:

@@ -50,6 +50,9 @@ ROWS = 128
 
 Play = list[tuple[str, bool]]
 """Texts, and whether the player wrote them"""
+# The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
+TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
+RUN_TIMEOUT_S = 500.0
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,6 @@ def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
         optimizer.step()
         optimizer.zero_grad()
     return how.steps, likely
-
-
-# The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
-TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
-RUN_TIMEOUT_S = 500.0
 
 
 def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:

@@ -17,6 +17,14 @@ from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu, is_loopback
 
+# Per backend the routes of weights that there are.
+ROUTES = {
+    "embedded": ("auto",),
+    "vllm": ("auto", "direct", "agent"),
+    "sglang": ("auto", "agent"),
+}
+ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
+
 
 def nccl_version(python: str) -> str | None:
     """The version of NCCL's wheel in the environment of an interpreter; None where there is none."""
@@ -49,15 +57,6 @@ def differing_nccl(config: JobConfig) -> str | None:
         f"the trainer's NCCL is {ours} and {inference.backend}'s {theirs}: weights can only go by tcp or disk "
         "(weight_sync.transport); for nccl install a torch with that NCCL (TORCH_BACKEND)"
     )
-
-
-# Per backend the routes of weights that there are.
-ROUTES = {
-    "embedded": ("auto",),
-    "vllm": ("auto", "direct", "agent"),
-    "sglang": ("auto", "agent"),
-}
-ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
 def check_inference(check: Check) -> None:

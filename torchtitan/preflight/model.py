@@ -22,6 +22,8 @@ from torchtitan.models.shape import (
 )
 from torchtitan.preflight.check import Check
 
+KEY = "model.hf_assets_path"
+
 
 def check_lora(check: Check) -> None:
     """Problems of [lora]; none where it is off."""
@@ -59,9 +61,6 @@ def check_lora(check: Check) -> None:
         refuse("lora.base_bits", lora.base_bits == 4, text)
     missing = lora.adapter_path and not (Path(lora.adapter_path) / "adapter_config.json").is_file()
     refuse("lora.adapter_path", missing, f"there is no adapter_config.json in it (looked in {Path.cwd()})")
-
-
-KEY = "model.hf_assets_path"
 
 
 def check_model(check: Check) -> None:

@@ -26,6 +26,10 @@ from torchtitan.preflight.inference import differing_nccl
 # Of an H100 (SXM): dense bf16 operations and bytes of memory per second, by its data sheet, and what is often reached.
 OPERATIONS, REACHED_OPERATIONS = 989e12, 0.4
 BANDWIDTH, REACHED_BANDWIDTH = 3.35e12, 0.6
+# Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
+PLANNED_DEVICE = 80 * GIB
+# Of a GPU's memory for weights, at most: the rest is the KV cache's and the engine's work.
+WEIGHTS_SHARE = 0.4
 
 
 def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
@@ -83,10 +87,6 @@ def describe_step_time(config: JobConfig, args: ModelArgs, ranks: int) -> list[s
     parts = f"training {training:,.1f} s and generation {generation:,.1f} s"
     parts += " one after the other" if in_turn else " at the same time"
     return [f"step time at most: {both:,.1f} s, {parts} ({assumed})"]
-
-
-# Where there is no GPU to ask, a run whose engines share devices with it is planned for one of this size.
-PLANNED_DEVICE = 80 * GIB
 
 
 @dataclass(frozen=True)
@@ -271,10 +271,6 @@ def _size(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.2f} GiB"
-
-
-# Of a GPU's memory for weights, at most: the rest is the KV cache's and the engine's work.
-WEIGHTS_SHARE = 0.4
 
 
 def plan_servers(config: JobConfig, gpus: int) -> tuple[int, list[str]]:

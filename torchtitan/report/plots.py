@@ -29,6 +29,24 @@ TIMES = (
 )
 # More points than this only make the page heavy.
 _MAX_POINTS = 800
+STEPS = 12
+MOST_RANKS = 2
+MOST_ACTORS = 6
+# Height of a process in the plot, without the space between two.
+LANE = 1.6
+# Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
+TIMELINE_COLORS = {label: color for _, label, color in TIMES} | {
+    "rollout": "#b7d3f2", "commit": "#5b2a86", "evaluation": "#8a97a8", "wake": "#e8c468", "checkpoint": "#b9c0c9",
+    "transfer": "#d9622b", "apply": "#2e8b57", "drain": "#9fd3b4", "pause": "#10151c", "failed": "#c03955",
+}  # fmt: skip
+_FAILED = ("aborted", "refused", "poisoned", "evicted")
+_TINTS = ("#b7d3f2", "#d6e6f7")
+# Incidents of the synchronisation and events of the run that are drawn.
+_SHAPES = {
+    "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
+    "shard server lost": "s", "registry restarted": "s", "fault injected": "*",
+}  # fmt: skip
+_THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 
 
 @dataclass(frozen=True)
@@ -212,27 +230,6 @@ def save_figure(figure: Figure, target: Any, salt: str = "figure", **options: An
     # A salt of its own per plot: ids must not collide where several SVGs stand in one page.
     with matplotlib.rc_context({"svg.hashsalt": salt, "svg.fonttype": "none"}):
         figure.savefig(target, metadata=None if str(target).endswith(".png") else {"Date": None}, **options)
-
-
-STEPS = 12
-MOST_RANKS = 2
-MOST_ACTORS = 6
-# Height of a process in the plot, without the space between two.
-LANE = 1.6
-
-# Kinds of spans that are drawn, in the order of the legend. Generation has a tint per version.
-TIMELINE_COLORS = {label: color for _, label, color in TIMES} | {
-    "rollout": "#b7d3f2", "commit": "#5b2a86", "evaluation": "#8a97a8", "wake": "#e8c468", "checkpoint": "#b9c0c9",
-    "transfer": "#d9622b", "apply": "#2e8b57", "drain": "#9fd3b4", "pause": "#10151c", "failed": "#c03955",
-}  # fmt: skip
-_FAILED = ("aborted", "refused", "poisoned", "evicted")
-_TINTS = ("#b7d3f2", "#d6e6f7")
-# Incidents of the synchronisation and events of the run that are drawn.
-_SHAPES = {
-    "lost a lane": "v", "evicted": "X", "poisoned": "P", "actor_evicted": "d", "actor_restarting": "^",
-    "shard server lost": "s", "registry restarted": "s", "fault injected": "*",
-}  # fmt: skip
-_THIN = {"snapshot", "transfer", "apply", "drain", "failed"}
 
 
 def plot_timeline(timeline: Timeline, steps: int = STEPS, last_step: int | None = None) -> Figure | None:

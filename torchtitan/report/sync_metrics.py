@@ -22,6 +22,23 @@ Record = Mapping[str, Any]
 SECONDS = ("transfer_s", "apply_s", "drain_s", "pause_s")
 BYTES = ("bytes_full", "bytes_delta", "bytes_relayed")
 FIGURES = (*SECONDS, "gigabytes_per_s", *BYTES, "source")
+# Events that are incidents as well, and what those are called.
+_INCIDENTS = {
+    "poisoned": "poisoned", "lost": "evicted", "lost_lane": "lost a lane", "server_lost": "shard server lost",
+}  # fmt: skip
+Row = dict[str, Any]
+Snapshot = tuple[int, float, float]
+FOLDER = "weight_sync"
+JOURNAL_FILE = "registry.jsonl"
+VERSIONS_FILE = "versions.jsonl"
+# Figures of one version that only the trainer knows: rank 0's snapshot, from its order to its fence, and the time that
+# the trainer thread spent on the synchronisation in the step that made the version.
+TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
+_STALLS = ("time/snapshot_s", "time/sync_stall_s")
+MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
+_COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
+# A delivery ends long before so many newer versions are trained.
+_REMEMBERED_VERSIONS = 1024
 
 
 class Outcome(enum.Enum):
@@ -129,10 +146,6 @@ Entry = Delivery | Publication | Incident
 """What the journal says happened; a delivery is among it when it cannot change any more"""
 
 
-# Events that are incidents as well, and what those are called.
-_INCIDENTS = {
-    "poisoned": "poisoned", "lost": "evicted", "lost_lane": "lost a lane", "server_lost": "shard server lost",
-}  # fmt: skip
 # How a pull ends that brings nothing.
 _ENDS = {"gone": Outcome.ABORTED, "lost": Outcome.ABORTED, "refused": Outcome.REFUSED}
 
@@ -277,22 +290,6 @@ class DeliveryBook:
         tried = [delivery for delivery in deliveries.values() if delivery.attempts]
         for delivery in (tried or list(deliveries.values()))[-1:]:
             delivery.evicted_in = phase
-
-
-Row = dict[str, Any]
-Snapshot = tuple[int, float, float]
-
-FOLDER = "weight_sync"
-JOURNAL_FILE = "registry.jsonl"
-VERSIONS_FILE = "versions.jsonl"
-# Figures of one version that only the trainer knows: rank 0's snapshot, from its order to its fence, and the time that
-# the trainer thread spent on the synchronisation in the step that made the version.
-TRAINER_FIGURES = ("snapshot_s", "sync_stall_s")
-_STALLS = ("time/snapshot_s", "time/sync_stall_s")
-MEANS = ("queue_wait_s", *SECONDS, "gigabytes_per_s")
-_COUNTS = ("pulls", "applied", "superseded", "aborted", "refused", "poisoned", "evicted")
-# A delivery ends long before so many newer versions are trained.
-_REMEMBERED_VERSIONS = 1024
 
 
 class Sums:

@@ -29,6 +29,11 @@ MOST_RECORDS = 50_000
 JOURNAL_BYTES = 32 * 2**20
 # Files of the run folder that hold strikes of injected faults (weight_sync/faults.py).
 FAULT_FILES = "*.struck/*.json"
+TRACE_FILE = "trace.json"
+LAST_MINUTES = 15.0
+# Viewers take some hundred megabytes; this is about fifty.
+MOST_EVENTS = 200_000
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -206,14 +211,6 @@ def _faults(run_dir: Path) -> Iterator[Moment]:
         phase, version, actor, *_ = strike["where"]
         details = {"fault": strike["fault"], "phase": phase, "version": version}
         yield Moment(strike["time"], "fault injected", actor or SYNC, details)
-
-
-TRACE_FILE = "trace.json"
-LAST_MINUTES = 15.0
-# Viewers take some hundred megabytes; this is about fifty.
-MOST_EVENTS = 200_000
-
-Event = dict[str, Any]
 
 
 def write_trace(run_dir: str | Path, minutes: float = LAST_MINUTES) -> Path:

@@ -25,7 +25,17 @@ from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 from torchtitan.utils.loading import load_object
 
+logger = logging.getLogger(__name__)
+
 GateOn = Literal["oldest", "mean"]
+# Fewest samples of a group that still give an advantage.
+SMALLEST_GROUP = 2
+# Rewards closer together than this count as equal.
+EQUAL_REWARDS = 1e-9
+# Where most groups are dropped for equal rewards, at most this many times as many are generated at once.
+MOST_SPARES = 8.0
+# The run stops when this many batches' worth of groups in a row got no reward at all.
+BATCHES_WITHOUT_REWARD = 4
 
 
 def sample_version(spans: Sequence[VersionSpan], gate_on: GateOn = "oldest") -> float:
@@ -152,18 +162,6 @@ class RolloutStatistics:
             figures[f"reward/{name}/mean"] = fmean(values)
             figures[f"reward/{name}/std"] = pstdev(values)
         return figures
-
-
-logger = logging.getLogger(__name__)
-
-# Fewest samples of a group that still give an advantage.
-SMALLEST_GROUP = 2
-# Rewards closer together than this count as equal.
-EQUAL_REWARDS = 1e-9
-# Where most groups are dropped for equal rewards, at most this many times as many are generated at once.
-MOST_SPARES = 8.0
-# The run stops when this many batches' worth of groups in a row got no reward at all.
-BATCHES_WITHOUT_REWARD = 4
 
 
 class RolloutFlow:

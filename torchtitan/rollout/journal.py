@@ -20,6 +20,9 @@ from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.json_lines import JsonLines
 
 FORMAT = 2
+JOURNAL_NAME = "journal.jsonl"
+# Batches that are to be trained on again, because ranks were lost after them.
+KEPT_NAME = "journal-kept.jsonl"
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -174,11 +177,6 @@ def _unpack_kept(data: list[Any] | None) -> list[list[int]] | None:
         return None
     ids = iter(_unpack(data[1], "<i4"))
     return [list(itertools.islice(ids, length)) for length in data[0]]
-
-
-JOURNAL_NAME = "journal.jsonl"
-# Batches that are to be trained on again, because ranks were lost after them.
-KEPT_NAME = "journal-kept.jsonl"
 
 
 class Journal:

@@ -26,6 +26,9 @@ from torchtitan.errors import UserError
 SHIELD = ("\U0010fffe", "\U0010ffff")
 SHIELDS = re.compile(f"{SHIELD[0]}(.*?){SHIELD[1]}", re.DOTALL)
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+Messages = Sequence[dict[str, Any]]
+# Roles whose text comes from outside: where it spells the name of a special token, that stays text.
+FOREIGN = ("user", "system", "developer", "tool", "function", "ipython")
 
 
 class _GenerationBlock(Extension):
@@ -234,12 +237,6 @@ class Tokenizer:
         if isinstance(template, list):  # several named templates
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return template
-
-
-Messages = Sequence[dict[str, Any]]
-
-# Roles whose text comes from outside: where it spells the name of a special token, that stays text.
-FOREIGN = ("user", "system", "developer", "tool", "function", "ipython")
 
 
 class ChatRenderer:

@@ -32,8 +32,12 @@ from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.optimizer import BatchLRScheduler
 
+logger = logging.getLogger(__name__)
+
 # Parts of parameter names that wrappers add (activation checkpointing, torch.compile).
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+# A save that takes longer than this has lost a rank or its disk.
+SAVE_TIMEOUT_S = 1800.0
 
 
 def collect(
@@ -134,12 +138,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _enumeration_member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-
-
-logger = logging.getLogger(__name__)
-
-# A save that takes longer than this has lost a rank or its disk.
-SAVE_TIMEOUT_S = 1800.0
 
 
 @dataclass

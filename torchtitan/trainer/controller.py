@@ -40,6 +40,18 @@ from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot
 
+logger = logging.getLogger(__name__)
+
+# How long rank 0 looks for a batch before it looks at signals and at a pending version again.
+POLL_S = 0.05
+# While a version is pending, a batch that is ready is taken, and one that is not is barely waited for.
+PENDING_POLL_S = 0.01
+# Without free slots a pending version is not tried again for this long.
+SNAPSHOT_PAUSE_S = 0.25
+# How long prompts may go on to an actor that the weight synchronisation has lost, however long a training step is.
+EVICTION_LOOK_S = 0.1
+SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
+
 
 class Kind(enum.Enum):
     """One byte on the wire."""
@@ -86,20 +98,6 @@ def share_command(command: Command | None) -> Command:
         content = command.generation.encode()
     broadcast_bytes(command.kind.value + content)
     return command
-
-
-logger = logging.getLogger(__name__)
-
-
-# How long rank 0 looks for a batch before it looks at signals and at a pending version again.
-POLL_S = 0.05
-# While a version is pending, a batch that is ready is taken, and one that is not is barely waited for.
-PENDING_POLL_S = 0.01
-# Without free slots a pending version is not tried again for this long.
-SNAPSHOT_PAUSE_S = 0.25
-# How long prompts may go on to an actor that the weight synchronisation has lost, however long a training step is.
-EVICTION_LOOK_S = 0.1
-SLEEP_TIMES = ("time/sleep_s", "time/wake_s")
 
 
 class Controller:

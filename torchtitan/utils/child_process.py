@@ -36,6 +36,9 @@ TORCHRUN_VARIABLES = (
 LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"
+PARENT_CHECK_SECONDS = 1.0
+# After SIGTERM the process ends by itself within this time, or is ended.
+EXIT_SECONDS = 5.0
 
 
 def child_environment(threads: int, **extra: str) -> dict[str, str]:
@@ -204,11 +207,6 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-PARENT_CHECK_SECONDS = 1.0
-# After SIGTERM the process ends by itself within this time, or is ended.
-EXIT_SECONDS = 5.0
 
 
 def end_with_parent(parent: int, whole_group: bool = False) -> None:

@@ -14,6 +14,14 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "timeline"
 MOST_BYTES = 4 * 2**20
+Span = tuple[str, float, float]
+# A step that waits for data for hours would note a span per order.
+MOST_SPANS = 64
+# Steps that lie closer together than this are one interval, which is written when it has lasted so long.
+GAP_SECONDS = 0.02
+LONGEST_SECONDS = 1.0
+# An engine that falls idle writes what it has if that is worth a line.
+WORTH_SECONDS = 0.1
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
@@ -55,12 +63,6 @@ class TimelineFile(JsonLines):
         os.replace(temporary, self.path)
 
 
-Span = tuple[str, float, float]
-
-# A step that waits for data for hours would note a span per order.
-MOST_SPANS = 64
-
-
 class StepRecorder:
     """What one trainer rank did when. Costs its thread a few calls of time.time() and one small write per step.
 
@@ -91,13 +93,6 @@ class StepRecorder:
 
     def close(self) -> None:
         self._file.close()
-
-
-# Steps that lie closer together than this are one interval, which is written when it has lasted so long.
-GAP_SECONDS = 0.02
-LONGEST_SECONDS = 1.0
-# An engine that falls idle writes what it has if that is worth a line.
-WORTH_SECONDS = 0.1
 
 
 class ActivityLog:

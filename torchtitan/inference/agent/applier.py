@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torchtitan.inference.agent.engine import EngineOptions
     from torchtitan.weight_sync.actor import Actor
 
+logger = logging.getLogger(__name__)
+
 MEMORY = Path("/dev/shm")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # In each agent's folder: the process and the machine that it belongs to.
@@ -140,9 +142,6 @@ def remove_abandoned(parent: Path) -> None:
                 os.kill(int(process), 0)
             except ProcessLookupError:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-logger = logging.getLogger(__name__)
 
 
 class Applier:

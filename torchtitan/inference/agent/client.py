@@ -32,6 +32,7 @@ from torchtitan.utils.machine import is_loopback
 # Keys of a newer agent are passed over.
 CAPABILITIES = TypeAdapter(Capabilities)
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,6 @@ def make_completion(
 def aborted() -> Completion:
     """The caller has to ask again: what there is of an answer that was broken off means nothing."""
     return Completion([], [], "abort", [])
-
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def reachable_url(engine: str, agent: str) -> str:

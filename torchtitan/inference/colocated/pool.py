@@ -18,6 +18,14 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, GenerateRequest, make_label
 
+logger = logging.getLogger(__name__)
+
+# A round is as many engine steps as take about so long: finished completions are scored between two rounds, and the
+# trainer looks for a batch then.
+ROUND_S = 0.25
+FIRST_STEPS = 4
+MOST_STEPS = 256
+
 
 @dataclass
 class Round:
@@ -69,15 +77,6 @@ def decode_answers(data: bytes) -> list[Answer]:
         Answer(row["request_id"], [Completion.from_json(one) for one in row["completions"]], row["refused"])
         for row in json.loads(data)
     ]
-
-
-logger = logging.getLogger(__name__)
-
-# A round is as many engine steps as take about so long: finished completions are scored between two rounds, and the
-# trainer looks for a batch then.
-ROUND_S = 0.25
-FIRST_STEPS = 4
-MOST_STEPS = 256
 
 
 @dataclass

@@ -26,6 +26,8 @@ from torchtitan.weight_sync.facade import ActorStatus
 if TYPE_CHECKING:
     from torchtitan.inference.colocated.vllm_engine import VllmEngine
 
+logger = logging.getLogger(__name__)
+
 
 class OptimizerOffload:
     """The optimizer's state in host memory while the engine generates, and back before the next batch is trained on.
@@ -83,9 +85,6 @@ class OptimizerOffload:
                     if local.untyped_storage().nbytes() == local.numel() * local.element_size() > 0:
                         states.append(local)
         return states
-
-
-logger = logging.getLogger(__name__)
 
 
 class SampleRefused(Exception):

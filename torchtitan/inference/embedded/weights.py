@@ -28,8 +28,14 @@ from torchtitan.models.nf4 import rounded
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
 
+logger = logging.getLogger(__name__)
+
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
+# An update waits for so long. What is not looked at by then is not looked at: the next version will be.
+FINISH_SECONDS = 4.0
+# So many torn versions in a row are the fault of this process, or of its memory.
+MOST_TORN = 3
 
 
 def _live(policy: Decoder) -> dict[str, torch.Tensor]:
@@ -181,14 +187,6 @@ class EngineWeights:
             text = f"{name}: the weight in use differs from base + adapter by {difference:.3g} on a probe"
             raise AdapterNotApplied(f"{text}, at most {float(allowed):.3g} is rounding")
         return float(change.norm())
-
-
-logger = logging.getLogger(__name__)
-
-# An update waits for so long. What is not looked at by then is not looked at: the next version will be.
-FINISH_SECONDS = 4.0
-# So many torn versions in a row are the fault of this process, or of its memory.
-MOST_TORN = 3
 
 
 @dataclass

@@ -18,6 +18,22 @@ from torchtitan.inference.engine_server import PREFIX_KEYS
 from torchtitan.inference.types import TAGS, Tag
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 
+# The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
+CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
+NO_OVERLAP = "--disable-overlap-schedule"
+# Logits of the head are fp32, as the trainer's are.
+EXACT_HEAD = "--enable-fp32-lm-head"
+# Arguments with a meaning of their own to us, which the engine's own may still override.
+CPU_ARGUMENTS = (
+    "--device", "cpu",
+    "--attention-backend", "torch_native",
+    "--sampling-backend", "pytorch",
+    NO_OVERLAP,
+    "--mem-fraction-static", "0.2",
+    # Its schedulers would spin on the cores that the trainer computes with.
+    "--sleep-on-idle",
+)  # fmt: skip
+
 
 class SGLangControl(EngineControl):
     """SGLang tells neither whether it is paused nor what sleeps; this is what it was last told."""
@@ -142,23 +158,6 @@ class SGLangControl(EngineControl):
         """
         for _ in range((self._workers - 1).bit_length()):
             self.ask("/server_info")
-
-
-# The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
-CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
-NO_OVERLAP = "--disable-overlap-schedule"
-# Logits of the head are fp32, as the trainer's are.
-EXACT_HEAD = "--enable-fp32-lm-head"
-# Arguments with a meaning of their own to us, which the engine's own may still override.
-CPU_ARGUMENTS = (
-    "--device", "cpu",
-    "--attention-backend", "torch_native",
-    "--sampling-backend", "pytorch",
-    NO_OVERLAP,
-    "--mem-fraction-static", "0.2",
-    # Its schedulers would spin on the cores that the trainer computes with.
-    "--sleep-on-idle",
-)  # fmt: skip
 
 
 class SGLang(ForeignEngine):

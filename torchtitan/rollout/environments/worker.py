@@ -38,6 +38,10 @@ from torchtitan.utils.loading import load_object
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
 # An argument in a docstring of Google's style: `    name (type): what it is`.
 ARGUMENT = re.compile(r"^\s+(?P<name>\w+)\s*(?:\([^)]*\))?:\s*(?P<text>.+)$")
+# The stack of a thread: ordinary Python code needs far less.
+STACK_BYTES = 4 << 20
+# What reward functions get to see of an environment, as JSON.
+LARGEST_ATTRIBUTE = 1 << 16
 
 
 @dataclass
@@ -107,12 +111,6 @@ def public_methods(kind: Any) -> list[Callable[..., Any]]:
     found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
     names = [name for name in found if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [getattr(kind, name) for name in names if inspect.isfunction(getattr(kind, name))]
-
-
-# The stack of a thread: ordinary Python code needs far less.
-STACK_BYTES = 4 << 20
-# What reward functions get to see of an environment, as JSON.
-LARGEST_ATTRIBUTE = 1 << 16
 
 
 class Program:

@@ -34,6 +34,14 @@ from torchtitan.rollout.gateway.wire import (
 )
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
+logger = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 64 * 1024 * 1024
+# So many keys of episodes that have ended are remembered: a late call with one of them is told of the end.
+MOST_ENDED = 65536
+SESSION_HEADER = "X-Session-ID"
+SESSION_ENDED = "session_ended"
+
 
 class NoAnswer(Exception):
     """The system could not answer a call of the policy. The message is why."""
@@ -101,15 +109,6 @@ class Engines:
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
-
-
-logger = logging.getLogger(__name__)
-
-MOST_BODY_BYTES = 64 * 1024 * 1024
-# So many keys of episodes that have ended are remembered: a late call with one of them is told of the end.
-MOST_ENDED = 65536
-SESSION_HEADER = "X-Session-ID"
-SESSION_ENDED = "session_ended"
 
 
 @dataclass(frozen=True)
