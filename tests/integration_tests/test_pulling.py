@@ -11,13 +11,11 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,7 +31,6 @@ from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.weight_files import read_weights
 
-REPOSITORY = Path(__file__).parents[2]
 EPOCH = "e1-test"
 
 
@@ -256,27 +253,6 @@ def test_actor_costs_the_others_nothing(start: Callable[..., Job], how: signal.S
         job.served_by(victim)
     else:
         job.served_by(job.actor("actor-1"))
-
-
-def test_everything_ends_with_the_trainer(start: Callable[..., Job], tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
-        "job = Job(Path(sys.argv[1])); job.publish()\n"
-        "print(job.registry.process.pid, job.publication.shard_server.process.pid, flush=True)\n"
-        "sys.stdin.read()"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "job")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
-    assert trainer.stdout is not None
-    numbers = list(map(int, trainer.stdout.readline().split()))
-    assert len(numbers) == 2
-    trainer.kill()
-    trainer.wait()
-    wait_for(lambda: not any(psutil.pid_exists(number) for number in numbers), "registry and shard server end")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "nccl"])

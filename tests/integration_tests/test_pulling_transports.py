@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from tests.integration_tests.test_pulling import EPOCH, REPOSITORY, ActorProcess, Job, start, wait_for
+from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start, wait_for
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
-from tests.processes import free_ports
+from tests.processes import ROOT, free_ports
 from torchtitan.weight_sync import device_memory, device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
@@ -125,7 +125,7 @@ def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, t
         [sys.executable, "-c", script, str(tmp_path / "dying")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env={**os.environ, FAULTS: "kill:phase=send,version=1,bucket=5" if transport == "nccl" else ""},
     )
     assert dying.stdout is not None and dying.stdin is not None

@@ -171,9 +171,8 @@ def foreign(tmp_path: Path, level: int) -> contextlib.AbstractContextManager[Sle
     return sleeping(config, policy, tmp_path / "run", level)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_foreign_engine_sleeps_and_wakes_with_every_version(tmp_path: Path, level: int) -> None:
-    with foreign(tmp_path, level) as run:
+def test_a_foreign_engine_sleeps_and_wakes_with_every_version(tmp_path: Path) -> None:
+    with foreign(tmp_path, level=2) as run:
         for _ in range(3):
             run.step()
         engine = engine_of(tmp_path)
@@ -188,7 +187,7 @@ def test_a_foreign_engine_sleeps_and_wakes_with_every_version(tmp_path: Path, le
 
 
 def test_a_foreign_engine_that_does_not_fall_asleep_is_started_anew(tmp_path: Path) -> None:
-    with foreign(tmp_path, 1) as run:
+    with foreign(tmp_path, level=1) as run:
         until(lambda: states(run)["actor-0"] == "ready")
         first = engine_of(tmp_path)
         (tmp_path / "no_release").touch()
