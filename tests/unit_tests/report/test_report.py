@@ -118,11 +118,6 @@ def test_little_or_nothing_logged(tmp_path: Path, rows: list[dict]) -> None:
     assert "No step has been logged yet" in text
 
 
-def test_one_step(tmp_path: Path) -> None:
-    _, page = check(write_report(write_run(tmp_path / "run", steps=1)))
-    assert page.tags.count("svg") == 10
-
-
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         str(write_run(tmp_path / name, steps=150, offset=offset)) for name, offset in (("async", 0.0), ("sync", 0.1))

@@ -153,13 +153,6 @@ def test_replay_needs_a_record(tmp_path: Path) -> None:
         ReplaySource(tmp_path).next_batch(0)
 
 
-def test_every_record_is_out_before_the_process_can_die(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.append_batch(make_batch(0))
-    assert summary(tmp_path) == [("batch", 0)]  # read while the writer's file is still open
-    journal.close()
-
-
 @given(st.integers(0, 400))
 @settings(max_examples=40, deadline=None)
 def test_a_kill_in_the_middle_of_a_line_costs_that_line_alone(tmp_path_factory: Any, cut: int) -> None:

@@ -171,14 +171,6 @@ def test_a_hang_with_a_forked_child_ends_too(text: str) -> None:
     assert statistics == {"failures": 1, "timeouts": 1, "worker_restarts": 1}
 
 
-def test_slow_wrong_answers_do_not_vanish() -> None:
-    """Review: three towers of powers took 18 s and four workers, and their rewards were None."""
-    texts = [r"\boxed{9^{9^{9^{9}}}}"] * 3 + [r"so \boxed{4}"] * 5
-    results, statistics = score(make_config("accuracy", timeout_s=60.0), (PROMPT, completions_of(*texts)))
-    assert totals(results[0]) == [0.0] * 3 + [1.0] * 5
-    assert statistics == {"failures": 0, "timeouts": 0, "worker_restarts": 0}
-
-
 def test_rewards_that_compare_a_group_do_so_after_a_failure() -> None:
     """Review: samples that were tried alone got the reward of a group of one."""
     results, statistics = score(make_config("rank"), (PROMPT, completions_of("1", "bad", "3", "2")))
