@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_iter
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.context_parallel import ContextParallel
-from torchtitan.distributed.expert_parallel import ExpertExchange, _AllToAll
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import attention_kernels, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.expert_parallel import ExpertExchange, _AllToAll
 from torchtitan.models.parallelize import DTYPES, parallelize
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.loading import load_config

@@ -32,7 +32,7 @@ def test_a_wheel_holds_every_module_and_every_shipped_configuration(tmp_path: Pa
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtitan").rglob("*.py")}
     configs = {f"torchtitan/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
     assert "torchtitan/train_configs/debug_cpu.toml" in configs
-    page = {"torchtitan/report/live.html", "torchtitan/report/style.css"}
+    page = {f"torchtitan/report/{name}" for name in ("live.html", "report_page.html", "style.css")}
     assert packed == modules | configs | page
     assert "torchtitan-grpo = torchtitan.grpo_train:entry_point" in scripts
 
