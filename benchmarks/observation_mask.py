@@ -83,7 +83,7 @@ def run(folder: Path, task: str, masked: bool, seed: int, steps: int) -> float:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--task", choices=("calculator", "guess"), default="calculator")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     seeds = range(1 if arguments.quick else arguments.seeds)
