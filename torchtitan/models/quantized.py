@@ -63,20 +63,12 @@ class QuantizedLinear(nn.Module):
 
 # These are operators and no autograd.Function, of which torch.compile makes one graph, forward and backward, that may
 # keep the weight made of the bits from the one to the other.
-@torch.library.custom_op(
-    "torchtitan::quantized_linear",
-    mutates_args=(),
-    schema="(Tensor x, Tensor packed, Tensor absmax, Tensor? bias) -> Tensor",
-)
+@torch.library.custom_op("torchtitan::quantized_linear", mutates_args=())
 def _product(x: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, dequantize(packed, absmax, x.dtype), bias)
 
 
-@torch.library.custom_op(
-    "torchtitan::quantized_linear_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor packed, Tensor absmax) -> Tensor",
-)
+@torch.library.custom_op("torchtitan::quantized_linear_backward", mutates_args=())
 def _product_backward(gradient: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     return gradient @ dequantize(packed, absmax, gradient.dtype)
 

@@ -13,11 +13,10 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.decoder import MLP
-from torchtitan.models.expert_args import MISSING, ExpertArgs
+from torchtitan.models.expert_args import MISSING
 from torchtitan.models.hf_checkpoint import read_model_args
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.moe import MoE, Routing, grouped_linear, grouped_outer, places_of
+from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank
 
@@ -78,6 +77,8 @@ def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_
     assert read_model_args(tmp_path / "exported") == policy.args
     assert (_their_logits(_theirs(tmp_path / "exported"), tokens) - expected).abs().max() == 0
     assert policy.args.num_parameters() == sum(tensor.numel() for tensor in original.values())
+    # A router's bias moves in steps too small for half precision.
+    assert all(buffer.dtype == torch.float32 for buffer in policy.half().buffers())
 
 
 def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> None:
@@ -167,35 +168,3 @@ def test_grouped_products_against_a_loop(dtype: torch.dtype, step: int) -> None:
     ends = torch.tensor([2, 4, 4, 9], dtype=torch.int32)
     torch.library.opcheck(grouped_linear, (x, weight, ends))
     torch.library.opcheck(grouped_outer, (gradient, x.detach(), ends))
-
-
-def test_a_block_with_groups_bias_and_shared_experts_against_transformers() -> None:
-    """Sigmoid scores, of which a bias that does not weigh chooses the best experts of the best groups."""
-    import transformers
-    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
-
-    config = transformers.Glm4MoeConfig(
-        hidden_size=32, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
-        n_shared_experts=2, norm_topk_prob=True, routed_scaling_factor=1.7,
-    )  # fmt: skip
-    theirs = Glm4MoeMoE(config)
-    args = ExpertArgs(8, 3, 16, "sigmoid", True, 1.7, True, 4, 2, 32)
-    ours = MoE(args, 32, 0, MLP(32, 32))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for tensor in [*theirs.parameters(), *theirs.buffers()]:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
-        gate, up = theirs.experts.gate_up_proj.chunk(2, dim=1)
-        stacks = {"gate": gate, "up": up, "down": theirs.experts.down_proj}
-        stacks = {f"experts.{name}_proj.weight": stack for name, stack in stacks.items()}
-        others = {name: one for name, one in theirs.state_dict().items() if not name.startswith("experts.")}
-        ours.load_state_dict(stacks | others)
-    x = torch.randn(50, 32, generator=generator, requires_grad=True)
-    expected, made = theirs(x[None])[0], ours(x, Routing(None, 4))
-    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
-    gradient = torch.randn(made.shape, generator=generator)
-    wanted = torch.autograd.grad(expected, [x, theirs.gate.weight, theirs.experts.down_proj], gradient)
-    got = torch.autograd.grad(made, [x, ours.gate.weight, ours.experts.down_proj.weight], gradient)
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert ours.half().gate.e_score_correction_bias.dtype == torch.float32
