@@ -22,6 +22,7 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
+from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -86,6 +87,8 @@ class Job:
         for actor in self._actors:
             actor.close()
         self.sync.close()
+        servers = self.sync._publication.registry, self.sync._publication.shard_server
+        assert all(server.process.poll() is not None for server in servers if isinstance(server, ServerProcess))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,8 @@ from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
+logger = logging.getLogger(__name__)
+
 
 class Fetcher:
     """post(): has a function run on the loop's thread."""
@@ -92,9 +94,6 @@ class Fetcher:
             self._shared.copy(reference, target)
         else:
             raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -16,6 +16,8 @@ from torchtitan.weight_sync.runtime import Channel, Place, Runtime
 from torchtitan.weight_sync.source import Source
 from torchtitan.weight_sync.wire import Message, ProtocolError
 
+logger = logging.getLogger("torchtitan.weight_sync.arrivals")
+
 
 @dataclass
 class Transfer:
@@ -92,9 +94,6 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
         else:
             ranges.append([number, number + 1])
     return ranges
-
-
-logger = logging.getLogger("torchtitan.weight_sync.arrivals")
 
 
 class Engine(Protocol):

@@ -31,6 +31,10 @@ KEEP_VERSIONS = 2
 # Everything that a rank of any job, however it ended, may have written into a version's folder.
 _FILES = ("rank-*.safetensors", "rank-*.json", "model.safetensors", MANIFEST, ".*.tmp")
 
+OWNER = "owner"
+# Of file systems that have no locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
 
 class Catalogue:
     """folder: [weight_sync] disk_path. Only one job may write to it (FolderOwner)."""
@@ -104,11 +108,6 @@ class Catalogue:
 def _remove_if_empty(folder: Path) -> None:
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
-
-
-OWNER = "owner"
-# Of file systems that have no locks.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class FolderOwner:

@@ -47,6 +47,9 @@ _RAW_DEFLATE = -15
 # 256 kB, for longer blocks.
 _MOST_MEMORY = 9
 
+# Each does about a gigabyte of new weights per second where few of them have changed.
+THREADS = 2
+
 
 def element_bytes(layout: Layout) -> int:
     """Bytes of the elements that deltas of this layout consist of: the smallest dtype's, so that with several dtypes
@@ -138,10 +141,6 @@ def _length(data: memoryview) -> tuple[int, memoryview]:
     if len(data) < _LENGTH.size:
         raise ProtocolError("a delta that ends too early")
     return _LENGTH.unpack_from(data)[0], data[_LENGTH.size :]
-
-
-# Each does about a gigabyte of new weights per second where few of them have changed.
-THREADS = 2
 
 
 class _Key(NamedTuple):

@@ -35,6 +35,10 @@ LEADER_TERM = 1
 NOTHING = -1
 """The version of a worker that holds none"""
 
+# While workers apply, it is looked so often whether somebody still hears of it.
+LOOK_SECONDS = 0.2
+ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
+
 
 class LedPuller(Puller):
     """A worker's part: pulls what its leader names, and applies when the leader says so."""
@@ -337,12 +341,6 @@ def _together(figures: list[Message]) -> dict[str, float]:
     names = {name for one in received for name in one}
     found: dict[str, float] = {name: sum(one.get(name, 0) for one in received) for name in sorted(names)}
     return {**found, "worker_bytes": max(sum(one.values()) for one in received)}
-
-
-# While workers apply, it is looked so often whether somebody still hears of it.
-LOOK_SECONDS = 0.2
-
-ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 
 
 class LeadingEngine:

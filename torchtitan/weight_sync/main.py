@@ -30,6 +30,11 @@ from torchtitan.weight_sync.sockets import SocketRuntime
 # So many lines wait for a disk that hangs; those that come then are lost, and counted.
 MAXIMUM_WAITING = 10_000
 
+logger = logging.getLogger("torchtitan.weight_sync.main")
+PARENT_CHECK_SECONDS = 0.5
+# At the end, for lines of the journal that still wait for the disk.
+JOURNAL_SECONDS = 1.0
+
 
 class Journal:
     """Appends to `path`; write() never waits. A full disk costs lines, not the synchronisation."""
@@ -72,13 +77,6 @@ class Journal:
             except OSError as error:
                 logger.error("the journal lacks a line: %s: %s", error, line.rstrip())
         self._file.close()
-
-
-logger = logging.getLogger("torchtitan.weight_sync.main")
-
-PARENT_CHECK_SECONDS = 0.5
-# At the end, for lines of the journal that still wait for the disk.
-JOURNAL_SECONDS = 1.0
 
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:

@@ -28,6 +28,10 @@ from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.weight_files import PackedRank
 from torchtitan.weight_sync.wire import Message
 
+logger = logging.getLogger(__name__)
+# A condition may look at more than the status, such as whether the registry was given up.
+LOOK_SECONDS = 1.0
+
 
 class Publication:
     """parameters: checkpoint name -> parameter, in the same order on every rank. config: where and how it is sent;
@@ -110,12 +114,6 @@ class Publication:
         self.publisher.close()
         if self._owner is not None:
             self._owner.close()
-
-
-logger = logging.getLogger(__name__)
-
-# A condition may look at more than the status, such as whether the registry was given up.
-LOOK_SECONDS = 1.0
 
 
 class Watcher:

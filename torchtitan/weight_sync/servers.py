@@ -38,6 +38,13 @@ FROZEN_LOOKS = 3
 # What has shown none yet is still starting: from a cold network disk that takes a while.
 STARTING_LOOKS = 60
 
+MODULE = "torchtitan.weight_sync.main"
+BACKLOG = 1024
+Where = tuple[str, int, int]
+"""Host and port to listen at, and how often in a row a process is started again"""
+# A rank that has no connection to the registry by then has no way to it.
+REACH_SECONDS = 10.0
+
 
 class Supervised:
     """Lives again up to `max_restarts` times in a row. A subclass says what a life is; one has begun before
@@ -160,14 +167,6 @@ class SupervisedProcess(Supervised):
             self.process.kill()
             self.process.wait(1.0)
         self._thread.join(max(0.1, deadline - time.monotonic()))
-
-
-MODULE = "torchtitan.weight_sync.main"
-BACKLOG = 1024
-Where = tuple[str, int, int]
-"""Host and port to listen at, and how often in a row a process is started again"""
-# A rank that has no connection to the registry by then has no way to it.
-REACH_SECONDS = 10.0
 
 
 def numeric(host: str) -> str:

@@ -23,6 +23,8 @@ _WORD_BYTES = 8
 _FAILURES = 64
 _EXTRA_WORDS = _FAILURES + 1
 
+NAMES = ("process", "descriptor", "device", "inode")
+
 
 def anonymous_file(name: str, size: int) -> int:
     """A descriptor of `size` zero bytes."""
@@ -106,9 +108,6 @@ class SharedSlots(SlotWords):
 
 def _stride(slot_bytes: int) -> int:
     return max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
-
-
-NAMES = ("process", "descriptor", "device", "inode")
 
 
 def file_references(slots: SharedSlots) -> Callable[[int, int, int], Message]:

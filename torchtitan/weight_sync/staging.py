@@ -25,6 +25,9 @@ Area = memoryview | torch.Tensor
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+logger = logging.getLogger(__name__)
+aten: Any = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -141,11 +144,6 @@ def _new_area(size: int, where: str) -> tuple[torch.Tensor, Area]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # fewer faults for the first version, 5 to 10 % less work for the others
     return torch.frombuffer(area, dtype=torch.uint8), memoryview(area)[:size]
-
-
-logger = logging.getLogger(__name__)
-
-aten: Any = torch.ops.aten
 
 
 class PiecedTensor(torch.Tensor):

@@ -20,6 +20,73 @@ MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 
+HEARTBEAT_SECONDS = 0.5
+# A peer that says nothing for this long is taken for dead.
+SILENCE_SECONDS = 3.0
+RETRY_SECONDS = 0.2
+_NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
+_MAYBE_NUMBER = (int, type(None))
+# What each message must hold; a field that may be None may be left out.
+SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+    # The handshake
+    "challenge": {"nonce": _TEXT},
+    "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
+    "welcome": {"proof": _TEXT},
+    "admitted": {"fields": _OBJECT},
+    "refuse": {"reason": _TEXT},
+    # Any client to the registry, and its answer
+    "ping": {},
+    "pong": {},
+    # Shard server -> registry. snapped may say which file holds it, failed why there is none
+    "layout": {"layout": _OBJECT},
+    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
+    "failed": {"serial": _NUMBER, "version": _NUMBER},
+    # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
+    # pulled; base: one that is kept for deltas; dropped: serials that will never be published
+    "live": {"newest": _NUMBER, "lanes": _LIST, "base": _MAYBE_NUMBER, "dropped": _LIST},
+    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; base: what deltas may be
+    # taken against; relay: from which key those of the actors follow that may pull from this one
+    "model": {"layout_id": _TEXT, "layout": _OBJECT},
+    "servers": {"servers": _LIST},
+    "newest": {
+        "serial": _NUMBER,
+        "version": _NUMBER,
+        "digest": _TEXT,
+        "checksums": _LIST,
+        "lanes": _LIST,
+        "room": bool,
+        "base": _MAYBE_NUMBER,
+    },
+    "lanes": {"lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER},
+    "pinned": {"version": _MAYBE_NUMBER},
+    "relay": {"key": _TEXT},
+    # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
+    "pulling": {"serial": _NUMBER, "version": _NUMBER},
+    "progress": {"bytes": _NUMBER},
+    "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
+    "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
+    "poisoned": {"version": _NUMBER, "reason": _TEXT},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
+    # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
+    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
+    "done": {"pull": _NUMBER},
+    # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
+    # the snapshot `base`
+    "granted": {"pull": _NUMBER},
+    "gone": {"pull": _NUMBER},
+    "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
+    # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
+    # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
+    "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
+    "credit": {"link": _TEXT},
+    # Leader -> worker: the version that all have staged
+    "apply": {"version": _NUMBER},
+    # Trainer (rank 0) <-> registry
+    "pin": {"version": _MAYBE_NUMBER},
+    "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
+}
+_NUMBER_LISTS = {"live": ("lanes", "dropped"), "lanes": ("lanes",), "newest": ("lanes",)}
+
 
 class ProtocolError(Exception):
     """A peer sent something that the protocol does not allow: its connection is closed."""
@@ -83,75 +150,6 @@ def field_of(fields: Any, name: str, kind: type) -> Any:
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
         raise ProtocolError(f"a reference needs field {name!r} of type {kind.__name__}")
     return value
-
-
-HEARTBEAT_SECONDS = 0.5
-# A peer that says nothing for this long is taken for dead.
-SILENCE_SECONDS = 3.0
-RETRY_SECONDS = 0.2
-
-_NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
-_MAYBE_NUMBER = (int, type(None))
-# What each message must hold; a field that may be None may be left out.
-SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
-    # The handshake
-    "challenge": {"nonce": _TEXT},
-    "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
-    "welcome": {"proof": _TEXT},
-    "admitted": {"fields": _OBJECT},
-    "refuse": {"reason": _TEXT},
-    # Any client to the registry, and its answer
-    "ping": {},
-    "pong": {},
-    # Shard server -> registry. snapped may say which file holds it, failed why there is none
-    "layout": {"layout": _OBJECT},
-    "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
-    "failed": {"serial": _NUMBER, "version": _NUMBER},
-    # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
-    # pulled; base: one that is kept for deltas; dropped: serials that will never be published
-    "live": {"newest": _NUMBER, "lanes": _LIST, "base": _MAYBE_NUMBER, "dropped": _LIST},
-    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; base: what deltas may be
-    # taken against; relay: from which key those of the actors follow that may pull from this one
-    "model": {"layout_id": _TEXT, "layout": _OBJECT},
-    "servers": {"servers": _LIST},
-    "newest": {
-        "serial": _NUMBER,
-        "version": _NUMBER,
-        "digest": _TEXT,
-        "checksums": _LIST,
-        "lanes": _LIST,
-        "room": bool,
-        "base": _MAYBE_NUMBER,
-    },
-    "lanes": {"lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER},
-    "pinned": {"version": _MAYBE_NUMBER},
-    "relay": {"key": _TEXT},
-    # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
-    "pulling": {"serial": _NUMBER, "version": _NUMBER},
-    "progress": {"bytes": _NUMBER},
-    "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
-    "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
-    "poisoned": {"version": _NUMBER, "reason": _TEXT},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
-    # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
-    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
-    "done": {"pull": _NUMBER},
-    # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
-    # the snapshot `base`
-    "granted": {"pull": _NUMBER},
-    "gone": {"pull": _NUMBER},
-    "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
-    # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
-    # hexadecimal), and the actor's word that it has posted the receive of another chunk. link: of which communicator
-    "entry": {"link": _TEXT, "key": _TEXT, "value": _TEXT},
-    "credit": {"link": _TEXT},
-    # Leader -> worker: the version that all have staged
-    "apply": {"version": _NUMBER},
-    # Trainer (rank 0) <-> registry
-    "pin": {"version": _MAYBE_NUMBER},
-    "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
-}
-_NUMBER_LISTS = {"live": ("lanes", "dropped"), "lanes": ("lanes",), "newest": ("lanes",)}
 
 
 def validate(message: Any) -> Message:
