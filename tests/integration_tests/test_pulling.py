@@ -287,8 +287,8 @@ def test_deltas_are_small_and_damaged_ones_are_replaced_by_the_bucket(
     assert all(0 < figures["bytes_delta"] < 0.02 * size for figures in received[1:])
     # A new process holds nothing, and gets everything.
     actor.close()
-    actor = job.actor("actor-0")
     job.publish()
+    actor = job.actor("actor-0")
     job.served_by(actor)
     assert job.figures("actor-0")["bytes_full"] >= size
     assert [line["announced"] for line in actor.lines()][-2:] == [3, 4]
