@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +75,7 @@ class Actors:
     """What was asked and sampled, by request, as the engine has said it"""
     asked: int = 0
     dies_at: int = 40
-    """Requests until one of them dies, as soon as it works on several"""
+    """Requests until one of them dies"""
     redone: int = 0
 
     def __post_init__(self) -> None:
@@ -102,11 +101,12 @@ class Actors:
     async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
         """As the pool does it: a request that is lost with its actor is redone on another one."""
         self.asked += 1
-        dying = self.loops[0]
-        if self.asked >= self.dies_at and dying.engine.running > 3 and not dying._closing:
-            threading.Thread(target=dying.close, args=(10,)).start()
+        # An actor is chosen, and dies with all that it works on before it has the request.
         loops = [loop for loop in self.loops if not loop._closing]
-        for loop in sorted(loops, key=lambda one: hash((request.request_id, id(one)))):
+        loops.sort(key=lambda one: hash((request.request_id, id(one))))
+        if self.asked >= self.dies_at and loops[0] is self.loops[0]:
+            loops[0].close(10)
+        for loop in loops:
             try:
                 completions = await loop.generate(request)
             except Unavailable:
