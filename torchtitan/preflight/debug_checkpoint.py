@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,14 +53,6 @@ Play = list[tuple[str, bool]]
 # The warm start ends at the target; a checkpoint above the limit would leave GRPO too little to show.
 TARGET_ACCURACY, ACCURACY_LIMIT = 0.10, 0.25
 RUN_TIMEOUT_S = 500.0
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """How a task's policy is made: so many steps on such plays."""
-
-    play: Callable[[random.Random], Play]
-    steps: int
 
 
 def debug_model_args(mixture: bool = False) -> ModelArgs:
@@ -123,10 +115,8 @@ def _sums() -> list[dict[str, str]]:
     return calculator.rows()[: calculator.ROWS // 2]
 
 
-WARM_STARTS = {
-    "guess": WarmStart(guess_play, steps=450),
-    "calculator": WarmStart(calculator_play, steps=450),
-}
+WARM_STARTS: dict[str, Callable[[random.Random], Play]] = {"guess": guess_play, "calculator": calculator_play}
+WARM_START_STEPS = 450
 
 
 def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,12 +134,11 @@ def batches(play: Callable[[random.Random], Play], seed: int) -> Iterator[tuple[
         yield pad(rows, batch_first=True, padding_value=PAD), pad(written, batch_first=True, padding_value=False)
 
 
-def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
-    """Supervised steps; returns how many, and the average probability of a whole play."""
-    how = WARM_STARTS[task]
+def warm_start(policy: Decoder, task: str, seed: int) -> float:
+    """WARM_START_STEPS supervised steps; returns the average probability of a whole play."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     likely = 0.0
-    for tokens, written in itertools.islice(batches(how.play, seed), how.steps):
+    for tokens, written in itertools.islice(batches(WARM_STARTS[task], seed), WARM_START_STEPS):
         logits = policy.logits(tokens[:, :-1])
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none") * written[:, 1:]
         likely = 0.9 * likely + 0.1 * loss.detach().sum(1).neg().exp().mean().item()
@@ -157,7 +146,7 @@ def warm_start(policy: Decoder, task: str, seed: int) -> tuple[int, float]:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return how.steps, likely
+    return likely
 
 
 def write_tokenizer(directory: Path, symbols: Sequence[str] = SYMBOLS) -> None:
@@ -215,7 +204,7 @@ def main() -> None:
     symbols = PLAY_SYMBOLS if agent else SYMBOLS
     steps, accuracy, what = 0, 0.0, "sampled at temperature 1, held-out accuracy"
     if agent:
-        steps, accuracy = warm_start(policy, task, arguments.seed)
+        steps, accuracy = WARM_START_STEPS, warm_start(policy, task, arguments.seed)
         what = "a play as imitated has probability"
     if agent or task == "random":
         export_policy(policy, arguments.output)

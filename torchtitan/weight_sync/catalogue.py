@@ -1,7 +1,7 @@
 """disk: what is in the shared folder, and which job writes to it. The registry writes each version's manifest, leads
 `latest` to it, and clears up.
 
-All of that on a thread, so that a slow disk keeps nobody from the newest version. No torch.
+All of that on a thread, so that a slow disk keeps no actor from the newest version. No torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class FolderOwner:
         path = folder / OWNER
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Never deleted: whoever locked a deleted file would hold nothing.
+            # Never deleted: a process that locked a deleted file would hold nothing.
             self._file = path.open("a+")
         except OSError as error:
             raise UserError(f"weight_sync.disk_path: {path} cannot be opened: {error.strerror or error}") from error

@@ -218,7 +218,7 @@ class Deltas:
         self._on_made()
 
     def forget_what_is_gone(self) -> None:
-        """After snapshots have ended. Whoever waits for a delta against one of them gets the bucket itself."""
+        """After snapshots have ended. An actor that waits for a delta against one of them gets the bucket itself."""
         there = {pair for pair in {(key.serial, key.base) for key in self._made} if self._is_possible(*pair)}
         self._made = {key: payload for key, payload in self._made.items() if (key.serial, key.base) in there}
         self._on_made()

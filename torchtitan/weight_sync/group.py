@@ -35,7 +35,7 @@ LEADER_TERM = 1
 NOTHING = -1
 """The version of a worker that holds none"""
 
-# While workers apply, it is looked so often whether somebody still hears of it.
+# While workers apply, it is asked so often whether the actor's loop still runs.
 LOOK_SECONDS = 0.2
 ApplyFunction = Callable[[StagedVersion], "float | Mapping[str, float] | None"]
 

@@ -81,7 +81,7 @@ async def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
     await finished([task])
     command = shared.begin_round(0)
     assert command.cancelled == [mine[0].request_id]
-    # Its answer was on the way: nobody minds, and the place is free for another.
+    # Its answer was on the way: it is passed over, and the place is free for another.
     shared.finish_round([Answer(mine[0].request_id), Answer(mine[1].request_id, [completion("b.0")])])
     assert len(await other) == 1
     assert not shared.wanted(0)

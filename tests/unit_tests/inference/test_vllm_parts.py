@@ -176,7 +176,7 @@ def test_a_load_that_does_not_end_is_no_refusal() -> None:
     mailbox.take("e1", 3, "d3", 10.0)
     thread.join(PATIENCE_S)
     assert isinstance(ends[0], RuntimeError) and not isinstance(ends[0], WeightsRefused)
-    assert not mailbox.finish(None)  # too late: nobody waits
+    assert not mailbox.finish(None)  # too late: no caller waits
 
 
 def test_a_load_that_ends_late_is_not_the_end_of_the_next_offer() -> None:

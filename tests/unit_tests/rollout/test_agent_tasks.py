@@ -67,7 +67,7 @@ def test_a_sum_must_be_copied() -> None:
 
 @pytest.mark.parametrize("task", sorted(WARM_STARTS))
 def test_warm_starts_imitate_only_what_a_player_writes(task: str) -> None:
-    tokens, written = next(batches(WARM_STARTS[task].play, 0))
+    tokens, written = next(batches(WARM_STARTS[task], 0))
     read = {INDEX[symbol] for symbol in ("<>?" if task == "guess" else "=")}
     assert not read & set(tokens[written].tolist()) and tokens.shape[1] <= 33
     assert read <= set(tokens[~written].tolist())

@@ -209,12 +209,18 @@ def test_all_workers_hold_what_their_actor_serves(start: int) -> None:
         group.close()
 
 
-def test_what_a_worker_finds_torn_is_served_by_none() -> None:
+def serving() -> tuple[Job, Group]:
+    """A group whose workers hold the first version."""
     job = Job(Machine(0), SHAPE)
     group = Group(job)
     group.run(1.0)
     job.train(1)
     group.run(2.0)
+    return job, group
+
+
+def test_what_a_worker_finds_torn_is_served_by_none() -> None:
+    job, group = serving()
     applied = group.leader.applied
     group.workers[1].puller.found_torn(0, "flipped")
     group.run(0.02)
@@ -228,11 +234,7 @@ def test_what_a_worker_finds_torn_is_served_by_none() -> None:
 
 def test_versions_of_other_numbers_are_not_applied() -> None:
     """An order for what is not staged here is refused, and nothing is applied by itself."""
-    job = Job(Machine(0), SHAPE)
-    group = Group(job)
-    group.run(1.0)
-    job.train(1)
-    group.run(2.0)
+    job, group = serving()
     worker = group.workers[0]
     before = worker.holds
     worker.puller._on_message({"type": "apply", "version": 1})

@@ -27,7 +27,7 @@ PROBE_S = 5.0
 class Watch:
     """Whether the engine lives, answers, and still holds what was put into it: asked every second.
 
-    lost(reason) is called, from the thread, when the engine holds other weights than it was given: whoever runs it has
+    lost(reason) is called, from the thread, when the engine holds other weights than it was given: its owner has
     started it anew, or changed them.
     """
 
