@@ -172,7 +172,7 @@ def main() -> None:
             for who, runs in found.items()
         },
     }
-    bars = {"step_ratio": ("<=", 0.7), "reward_difference": ("<=", 0.1)}
+    bars = {"step_ratio": ("<=", 0.8), "reward_difference": ("<=", 0.1)}
     conditions = {"seeds": seeds, "steps": steps, "core": arguments.core, "mode": "blocking, one embedded actor"}
     common.report("step_vs_trl", figures, bars, conditions, arguments.json)
 
