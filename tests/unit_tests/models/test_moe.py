@@ -32,10 +32,12 @@ def _tokens(seed: int = 5) -> torch.Tensor:
     return torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
 
 
-def _theirs(directory: Path) -> torch.nn.Module:
+def _theirs(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    # torch's grouped product takes no float64.
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **experts)
 
 
 def _their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -54,21 +56,25 @@ def _stacked(family: str, name: str, gradient: torch.Tensor) -> dict[str, torch.
 
 
 def test_logits_gradients_and_export_agree_with_transformers(mixture: Path, tmp_path: Path) -> None:
-    tokens, theirs, policy = _tokens(), _theirs(mixture), load_policy(mixture)
-    expected = _their_logits(theirs, tokens)
+    """To 1e-5, or where transformers itself is farther from what it computes in float64, as near as that: some of
+    these models multiply rounding, and more of it with the kernels of some processors."""
+    tokens, theirs, exact, policy = _tokens(), _theirs(mixture), _theirs(mixture, torch.float64), load_policy(mixture)
+    expected, exactly = _their_logits(theirs, tokens), _their_logits(exact, tokens)
     logits = policy(tokens, PackedLayout(LENGTHS))
     assert expected.abs().max() > 3
-    # DeepSeek's scores are multiplied by the temperature of yarn twice: transformers itself is farther from float64.
-    bound = 1e-5 * (float(expected.abs().max()) if mixture.name == "deepseek_v3" else 1.0)
-    assert (logits - expected).abs().max() <= bound
+    assert (logits - expected).abs().max() <= max(1e-5, (expected - exactly).abs().max())
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
-    (expected.log_softmax(-1) * weights).sum().backward()
-    (logits.log_softmax(-1) * weights).sum().backward()
-    wanted = {n: g for name, p in theirs.named_parameters() for n, g in _stacked(mixture.name, name, p.grad).items()}
+    for one in (expected, exactly, logits):
+        (one.log_softmax(-1) * weights).sum().backward()
+    wanted, true = (
+        {n: g for name, p in model.named_parameters() for n, g in _stacked(mixture.name, name, p.grad).items()}
+        for model in (theirs, exact)
+    )
     ours = {name: p.grad for name, p in policy.named_parameters()}
     assert ours.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        assert (ours[name] - gradient).abs().max() <= 1e-5 * max(1.0, gradient.abs().max()), name
+        bound = max(1e-5 * max(1.0, gradient.abs().max()), (gradient - true[name]).abs().max())
+        assert (ours[name] - gradient).abs().max() <= bound, name
 
     export_policy(policy, tmp_path / "exported")
     original, written = (load_file(folder / "model.safetensors") for folder in (mixture, tmp_path / "exported"))

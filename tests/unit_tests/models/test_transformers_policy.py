@@ -86,23 +86,31 @@ def test_log_probs_gradients_and_files_are_those_of_transformers(foreign: Path, 
 
     tokens = torch.randint(2, 128, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     targets = tokens.roll(-1)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        foreign, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    logits = torch.cat([theirs(one[None], use_cache=False).logits[0] for one in tokens.split(LENGTHS)])
-    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    theirs, exact = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            foreign, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        for dtype in (torch.float32, torch.float64)
+    )
+    logits, exactly = (
+        torch.cat([model(one[None], use_cache=False).logits[0] for one in tokens.split(LENGTHS)])
+        for model in (theirs, exact)
+    )
+    expected, true = (one.log_softmax(-1).gather(-1, targets[:, None])[:, 0] for one in (logits, exactly))
     policy = load_foreign(foreign)
     found, _ = policy(tokens, PackedLayout(LENGTHS), targets)
     assert expected.std() > 0.3
     assert (found - expected).abs().max() <= 2e-5
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / len(tokens)
-    (expected * weights).sum().backward()
-    (found * weights).sum().backward()
-    ours, wanted = dict(policy.named_parameters()), dict(theirs.named_parameters())
+    for one in (expected, true, found):
+        (one * weights).sum().backward()
+    ours, wanted, precise = (dict(model.named_parameters()) for model in (policy, theirs, exact))
     assert ours.keys() == wanted.keys()
     for name, parameter in ours.items():
         by = wanted[name].grad if wanted[name].grad is not None else torch.zeros_like(parameter)
-        assert (parameter.grad - by).abs().max() <= 1e-5 * max(1.0, by.abs().max().item()), name
+        # Some processors' kernels round so that transformers itself is farther from float64.
+        rounding = 0.0 if precise[name].grad is None else (by - precise[name].grad).abs().max().item()
+        assert (parameter.grad - by).abs().max() <= max(1e-5 * max(1.0, by.abs().max().item()), rounding), name
     check_packing(policy, 1e-4)
 
     export_policy(policy, tmp_path / "export")
