@@ -235,17 +235,19 @@ def main() -> None:
                     for name, way in ways.items()
                 )
                 common.progress(f"turn {turn}: no token for {parts}")
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
-        two = Ours(folder / "model", folder, stack, arguments.transport, workers=2)
-        two.join()
-        share = two.worker_share()
+    shares = {}
+    if not arguments.quick:  # a server of two workers takes a minute to start; the tests have one of their own
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            make_model(folder / "model", arguments.layers, arguments.hidden, arguments.vocabulary)
+            two = Ours(folder / "model", folder, stack, arguments.transport, workers=2)
+            two.join()
+            shares["tp2_bytes_share"] = two.worker_share()
     medians = {name: [statistics.median(values) for values in (way.pause, way.total)] for name, way in ways.items()}
     figures = {
         "pause_ratio": common.median_ratio(ways["ours"].pause, ways["theirs"].pause),
         "total_ratio": common.median_ratio(ways["ours"].total, ways["theirs"].total),
-        "tp2_bytes_share": share,
+        **shares,
         **{f"pause_ms_{name}": 1e3 * pause for name, (pause, _) in medians.items()},
         **{f"total_ms_{name}": 1e3 * total for name, (_, total) in medians.items()},
         **{f"{name}_ours": statistics.median(values) for name, values in ours.parts.items()},

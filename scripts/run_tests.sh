@@ -15,10 +15,11 @@ say "ruff check"
 "$PYTHON" -m ruff check .
 say "ruff format --check"
 "$PYTHON" -m ruff format --check .
-say "mypy"
-"$PYTHON" -m mypy
-say "lint-imports"
+say "mypy and lint-imports"
+"$PYTHON" -m mypy &
+types=$!
 "$(dirname "$PYTHON")/lint-imports"
+wait "$types"
 say "pytest"
 # Hundreds of processes are started: compiling our modules and the engines' in each would double their start.
 unset PYTHONDONTWRITEBYTECODE

@@ -16,7 +16,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.colocated.pool import Answer, Round
 from torchtitan.inference.colocated.replica import Replica
-from torchtitan.inference.colocated.vllm_engine import open_replica, own_sockets
+from torchtitan.inference.colocated.vllm_engine import _import_vllm, open_replica, own_sockets
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
@@ -24,6 +24,8 @@ from torchtitan.preflight.loading import load_config
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.weight_path import open_weight_path
 
+# Here, and so once for all ranks: it takes most of an engine's start.
+_import_vllm("v1.engine.llm_engine")
 EPOCH = "e1-test"
 ROUND_SECONDS = 120.0
 THREADS = 2
@@ -132,7 +134,7 @@ def as_json(answers: list[Answer]) -> dict[str, Any]:
 
 
 def told(folder: str, parts: list[dict[str, Any]]) -> list[Any]:
-    """What happens in each part, one engine after the other in the same process, as importing vLLM takes longest."""
+    """What happens in each part, one engine after the other in the same process."""
     results = []
     with own_sockets():
         for number, part in enumerate(parts):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "TORCHTITAN_TEST_HOLD"
+GROUP, FUNCTION = "sglang.srt.plugins", "tests.engines.sglang_holding:plug_in"
 
 
 def plug_in() -> None:
@@ -25,11 +26,3 @@ def plug_in() -> None:
         return update(self, *arguments, **named)
 
     WeightUpdater.update_weights_from_disk = held
-
-
-def install(folder: Path) -> None:
-    """Have SGLang find it where this folder is on the path."""
-    about = folder / "torchtitan_test_holding-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan-test-holding\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nholding = tests.engines.sglang_holding:plug_in\n")

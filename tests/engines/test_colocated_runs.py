@@ -15,7 +15,7 @@ from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.engine_folder import PREFIX
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
-STEPS = 50
+STEPS = 40
 # In a batch of that configuration.
 SAMPLES = 512
 SAME_SAMPLES = ("reward/mean", "reward/std", "completion/length_mean")
@@ -33,7 +33,7 @@ def start(
 def one_rank(
     vllm_python: Path, debug_checkpoint: Path, module_processes: Processes, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    options = ["--training.steps", str(STEPS), "--eval.interval", str(STEPS), "--eval.num_prompts", "500"]
+    options = ["--training.steps", str(STEPS), "--eval.interval", str(STEPS), "--eval.num_prompts", "300"]
     dump = tmp_path_factory.mktemp("one-rank")
     run = start(module_processes, vllm_python, debug_checkpoint, dump, *options, "--eval.greedy", "false")
     run.end()

@@ -30,6 +30,7 @@ from tests.engines.job import (
     training,
 )
 from tests.engines.models import END, FP32_TOLERANCE
+from tests.engines.plugins import install
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, Processes
 from tests.runs import RUN_SECONDS, Run
@@ -53,9 +54,7 @@ def agent(sglang_python: Path, model: Path, module_processes: Processes) -> Acto
 @pytest.fixture(scope="module")
 def two_workers(sglang_python: Path, model: Path, module_processes: Processes) -> Actor:
     """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists."""
-    plugins = module_processes.folder / "plugins"
-    plugins.mkdir()
-    sglang_holding.install(plugins)
+    plugins = install(module_processes.folder / "plugins", sglang_holding.GROUP, sglang_holding.FUNCTION)
     environment = {
         "PYTHONPATH": f"{ROOT}:{plugins}",
         sglang_holding.VARIABLE: str(module_processes.folder / "hold"),
@@ -289,16 +288,17 @@ def test_a_run_trains_through_an_update_that_is_killed(
     # comes near 0.1 by itself, and it grows with the square.
     run = Run(
         processes, "debug_cpu_sglang", debug_checkpoint, tmp_path,
-        "--training.steps", "10", "--optimizer.lr", "1e-4", "--training.global_batch_size", "128",
-        "--checkpoint.enable", "false", "--inference.engine_python", sglang_python, "--metrics.console", "plain",
+        "--training.steps", "8", "--optimizer.lr", "1e-4", "--training.global_batch_size", "128",
+        "--checkpoint.enable", "false", "--eval.enable", "false", "--metrics.console", "plain",
+        "--inference.engine_python", sglang_python,
     )  # fmt: skip
-    run.wait(lambda: len(run.rows()) >= 4)
+    run.wait(lambda: len(run.steps()) >= 3)
     kill_in_an_update(run.process, run.folder / "logs" / "actor-0.log")
     run.wait(lambda: bool(run.events("actor_evicted")))
     run.wait(lambda: len(run.events("actor_ready")) >= 2)
     run.end()
     steps = run.steps()
-    assert len(steps) == 10
+    assert len(steps) == 8
     # Where the trainer still had the weights that sampled, both give the same log-probs.
     assert all(row["mismatch_kl"] < 1e-6 for row in steps if row["staleness/max"] == 0)
     mismatches = [(row["staleness/max"], row["mismatch_kl"]) for row in steps]

@@ -82,7 +82,7 @@ async def test_agents_good_and_bad(model: Path, tmp_path: Path) -> None:
             assert not played and player.statistics["episodes_lost"] == 2, name
             if reason:
                 assert any(reason in event["reason"] for event in behind.events("environment_failed")), name
-        config.environment.episode_timeout_s = 3.0
+        config.environment.episode_timeout_s = 1.0
         for name in ("hangs", "hangs_in_a_loop"):
             player, played = await play(behind, f"{HERE}:{name}", 1)
             assert not played and player.counts()["timeouts"] == 2, name

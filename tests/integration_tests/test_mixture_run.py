@@ -27,6 +27,7 @@ def run(processes: Processes, checkpoint: Path, dump: Path, steps: int, ranks: i
         "--optimizer.lr", "1e-3",
         "--rewards.functions", "tests.unit_tests.rollout.reward_examples:share_of_digits",
         "--eval.enable", "false",
+        "--inference.num_actors", "1",
         "--inference.threads_per_actor", "1",
         "--checkpoint.last_save_in_hf", "true",
         *options,

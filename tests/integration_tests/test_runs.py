@@ -83,7 +83,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     before = run.steps()
     killed_at = whole_steps(folder)[-1]
     unused = groups_in(folder / f"step-{killed_at}" / "rollout.bin")
-    steps = killed_at + 15
+    steps = killed_at + 8
     start(module_processes, debug_checkpoint, dump, steps, "--checkpoint.resume", str(run_dir)).end()
     replay = start(module_processes, debug_checkpoint, dump / "replay", steps, "--rollout.replay", str(run_dir))
     replay.end()
@@ -223,6 +223,8 @@ def test_actors_sleep_while_the_trainer_trains(
         assert row["time/sleep_s"] + row["time/wake_s"] < row["time/step_s"]
         assert row["weight_sync/versions_skipped"] == 0
         assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
+        # Sampled right after waking, with the weights that the trainer still had.
+        assert row["mismatch_kl/same_version"] < 1e-6
     assert [row["eval/version"] for row in run.rows() if "eval/version" in row] == [0, 2, 4]
     for kind in ("actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"):
         assert not run.events(kind)

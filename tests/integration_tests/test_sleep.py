@@ -20,7 +20,6 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import ActorNotReady
 from torchtitan.inference.embedded.client import EmbeddedClient
-from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch
@@ -71,33 +70,6 @@ def sleeping(config: JobConfig, policy: Decoder, run_dir: Path, level: int = 1) 
 def states(run: Run) -> dict[str, str]:
     actors: dict[str, str] = run.pool.actors
     return actors
-
-
-@pytest.mark.slow
-def test_real_actors_sleep_in_turns_with_the_trainer(tmp_path: Path) -> None:
-    config, policy = make_config(tmp_path / "checkpoint")
-    seen: list[dict[str, str]] = []
-
-    def look() -> None:
-        seen.append(states(run))
-        # Sampled right after waking, with the weights that the trainer still has.
-        for sample in run.batches[-1].samples[:3]:
-            assert {span.version for span in sample.spans} == {run.version}
-            expected = score(run.policy, sample.prompt_ids + sample.completion_ids)[len(sample.prompt_ids) - 1 :]
-            assert sample.log_probs == pytest.approx(expected, abs=1e-4)
-
-    with sleeping(config, policy, tmp_path / "run", level=2) as run:
-        run.while_asleep = look  # type: ignore[method-assign]
-        for _ in range(4):
-            run.step()
-            assert set(states(run).values()) <= {"ready", "starting", "joining"}
-        until(lambda: set(states(run).values()) == {"ready"})
-        run.step()
-        assert set(seen[-1].values()) == {"asleep"}
-        # Who was started late has no share in the first steps, and was put to sleep as it came.
-        assert not run.events("actor_stays_awake", "actor-0") and not run.events("actor_evicted", "actor-0")
-    versions = [{span.version for sample in batch.samples for span in sample.spans} for batch in run.batches]
-    assert versions == [{version} for version in range(5)], "every batch from the version before it alone"
 
 
 @pytest.mark.slow
