@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.weight_sync_gpu import LateStream
 from tests.checksums import sum_checksum_numpy
 from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S
-from torchtitan.distributed import device
-from torchtitan.distributed.device import Fence
 from torchtitan.weight_sync import snapshot
 from torchtitan.weight_sync.device_slots import sum_checksum
 from torchtitan.weight_sync.publisher import Publisher
@@ -28,30 +26,6 @@ needs_two = pytest.mark.skipif(
     torch.cuda.device_count() < 2,
     reason=f"needs two GPUs (NCCL has one per member of a communicator), torch sees {torch.cuda.device_count()}",
 )
-SLEEP_CYCLES = 200_000_000
-
-
-class LateStream:
-    """The real side stream, on which every copy is late; drops_hold: its fences hold nothing back."""
-
-    def __init__(self, where: torch.device, drops_hold: bool):
-        self._stream, self._drops_hold = device.side_stream(where), drops_hold
-
-    def run(self, work: Callable[[], None]) -> Fence:
-        def late() -> None:
-            torch.cuda._sleep(SLEEP_CYCLES)
-            work()
-
-        fence = self._stream.run(late)
-        return Unheld(fence) if self._drops_hold else fence
-
-
-class Unheld:
-    def __init__(self, fence: Fence):
-        self.done, self.wait = fence.done, fence.wait
-
-    def hold(self) -> None:
-        """Nothing waits."""
 
 
 def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Callable
@@ -12,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Lora
-from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import copy_full_, full_tensor, held_part
+from torchtitan.distributed.placement import copy_full_, held_part
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.weights import AdapterNotApplied
@@ -155,100 +151,20 @@ def test_gradients_of_the_factors_follow_from_the_merged_weights(any_base: Path)
 
 def counted(directory: Path) -> int:
     """Elements of adapters that a configuration says there are."""
-    config = _config(str(directory), {"lora.target_modules": EVERYTHING})
+    config = config_of(str(directory), {"lora.target_modules": EVERYTHING})
     return trained_parameters(config, read_model_args(directory))[1]
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {"parallelism.tensor_parallel_degree": 2},
-    {"parallelism.tensor_parallel_degree": 2, "activation_checkpoint.mode": "full", "compile.enable": True},
-    {"activation_checkpoint.mode": "full", "training.dtype": "bfloat16", "compile.enable": True},
-    {"parallelism.expert_parallel_degree": 2},
-]
-
-
-# AdamW with an epsilon of the size of the gradients: its first step is lr · g / (|g| + epsilon), whose slope is at most
-# lr / epsilon. With a small epsilon an element whose gradient is nothing but rounding would go either way by lr.
-LR, EPSILON = 1e-2, 1.0
-# Of the log-probs in `step`.
-LARGEST_LOG_PROB = 25
-
-
-def _config(directory: str, layout: dict[str, Any]) -> JobConfig:
+def config_of(directory: str, settings: dict[str, Any]) -> JobConfig:
+    """Of a run with adapters for that checkpoint; settings by `table.key`."""
     config = JobConfig()
     config.model.hf_assets_path = directory
     config.compile.backend = "aot_eager"
     config.lora.rank, config.lora.target_modules = 3, [*Lora().target_modules, "lm_head"]
-    for key, value in layout.items():
+    for key, value in settings.items():
         section, name = key.split(".")
         setattr(getattr(config, section), name, value)
     return config
-
-
-def step(directory: str, layout: dict[str, Any], scratch: str) -> dict[str, Any]:
-    """Loss and norm of the gradient, of a policy laid out over the ranks there are.
-
-    Its exports after a step lie in `scratch`, and the gradient's largest element is written there.
-    """
-    config = _config(directory, layout)
-    dims = ParallelDims.from_config(config.parallelism, device.world_size(), device.rank())
-    policy = build_policy(config, dims)
-    assert {p.dtype for n, p in policy.named_parameters() if is_factor(n)} == {torch.float32}
-    fill(policy)
-    optimizer = build_optimizer(policy, config.optimizer)
-    rows = [0, 1] if dims.dp_size == 1 else [dims.dp_rank]
-    tokens = torch.cat([torch.arange(3, 17) + 14 * row for row in rows])
-    targets = tokens.view(-1, 14).roll(-1, 1).flatten()
-    loss = -policy(tokens, PackedLayout([14] * len(rows)), targets)[0].sum() / 28
-    loss.backward()
-    total = collectives.all_reduce_sum(loss.detach()) / dims.tp
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    norm, _ = collectives.gradient_norm_and_votes(trained, torch.zeros(1))
-    largest = max(full_tensor(parameter.grad).abs().max().item() for parameter in trained if parameter.grad is not None)
-    for group in optimizer.param_groups:
-        group.update(lr=LR, eps=EPSILON)
-    optimizer.step()
-    folder = Path(scratch)
-    export_policy(policy, folder / "merged")
-    save_adapter(policy, folder / "adapter")
-    (folder / "largest").write_text(str(largest))
-    return {"loss": total.item(), "norm": norm.item()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=["fsdp", "tp", "tp, full, compiled", "fsdp, full, compiled, bfloat16", "ep"]
-)
-def test_layouts_agree(untied: Path, mixture: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
-    directory = mixture if "parallelism.expert_parallel_degree" in layout else untied
-    alone = {key: value for key, value in layout.items() if key == "training.dtype"}
-    expected = step(str(directory), alone, str(tmp_path / "alone"))
-    assert expected["norm"] > 0.1
-    results = run_distributed(
-        "tests.unit_tests.models.test_lora:step",
-        2,
-        directory=str(directory),
-        layout=layout,
-        scratch=str(tmp_path / "two"),
-    )
-    tolerance = 2e-2 if alone else 1e-4
-    for result in results:
-        assert result == pytest.approx(expected, rel=tolerance)
-    # What rounding adds to a logit changes its gradient by that share, and a step by lr / epsilon times as much.
-    share = tolerance if alone else forward_rounding(read_model_args(directory), LARGEST_LOG_PROB)
-    factor = LR / EPSILON * share * float((tmp_path / "alone" / "largest").read_text())
-    # An element of scale · B A has 2 · rank products with an element that is off.
-    saved = load_file(tmp_path / "alone" / "adapter" / "adapter_model.safetensors")
-    lora = _config(str(directory), layout).lora
-    products = lora.alpha / lora.rank * math.sqrt(2 * lora.rank) * max(one.abs().max().item() for one in saved.values())
-    of_merged = min(products * factor, 3e-2)
-    files = {"adapter/adapter_model.safetensors": factor, "merged/model.safetensors": of_merged}
-    for file, rounding in files.items():
-        ours, theirs = load_file(tmp_path / "two" / file), load_file(tmp_path / "alone" / file)
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance if alone else 0, atol=rounding)
 
 
 # PEFT
@@ -470,7 +386,7 @@ def test_bfloat16_carries_alpha_and_merges(untied: Path) -> None:
 
 
 def test_reference_is_the_base_model(untied: Path) -> None:
-    config = _config(str(untied), {})
+    config = config_of(str(untied), {})
     policy = build_policy(config, ALONE)
     fill(policy)
     ours = log_probs(policy)
@@ -506,7 +422,7 @@ def test_configuration(tmp_path: Path, changes: dict[str, Any], said: str | None
     directory = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint("qwen3", True), directory)
     (directory / "tokenizer.json").touch()
-    config = _config(str(directory), {"lora.target_modules": ["q_proj"]} | changes)
+    config = config_of(str(directory), {"lora.target_modules": ["q_proj"]} | changes)
     texts = [problem.text for problem in validate(config)]
     about = [text for text in texts if "lora" in text or "reference_ema" in text]
     if said is None:

@@ -23,7 +23,7 @@ from tests.unit_tests.models.test_lora import (
     ALONE,
     LENGTHS,
     TOKENS,
-    _config,
+    config_of,
     fill,
     hidden_states,
     log_probs,
@@ -73,7 +73,7 @@ def checkpoint_bf16(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 def quantized(directory: Path, **changes: Any) -> Decoder:
     """A policy with adapters that change something on a base of four bits."""
     layout = {"lora.base_bits": 4, "lora.alpha": 4.5, "lora.target_modules": Lora().target_modules}
-    policy = build_policy(_config(str(directory), layout | changes), ALONE)
+    policy = build_policy(config_of(str(directory), layout | changes), ALONE)
     fill(policy)
     return policy
 
@@ -289,7 +289,7 @@ def test_export_is_base_of_four_bits_and_adapter(checkpoint: Path, tmp_path: Pat
 @pytest.mark.parametrize("saved", [[], ["v_proj", "norm"]])
 def test_reference_has_the_base_of_four_bits(checkpoint: Path, saved: list[str]) -> None:
     layout = {"lora.base_bits": 4, "lora.target_modules": ["q_proj", "up_proj"], "lora.modules_to_save": saved}
-    config = _config(str(checkpoint), layout)
+    config = config_of(str(checkpoint), layout)
     policy = build_policy(config, ALONE)
     before = log_probs(policy)
     fill(policy)
@@ -316,7 +316,7 @@ def test_layouts_agree(checkpoint: Path, tmp_path: Path, layout: dict[str, Any])
     layout = {"lora.base_bits": 4} | layout
     # The same types: rounding moves the gradients of this checkpoint's large weights a lot.
     alone = {key: value for key, value in layout.items() if key.partition(".")[0] in ("training", "lora")}
-    function = "tests.unit_tests.models.test_lora:step"
+    function = "tests.unit_tests.distributed.test_adapter_layouts:step"
     (expected,) = run_distributed(function, 1, directory=str(checkpoint), layout=alone, scratch=str(tmp_path / "alone"))
     assert expected["norm"] > 0.1
     results = run_distributed(function, 2, directory=str(checkpoint), layout=layout, scratch=str(tmp_path / "two"))
@@ -434,11 +434,11 @@ def test_configuration(
     (directory / "tokenizer.json").touch()
     if "model.flavor" in changes:
         (directory / "model.safetensors").unlink()
-    config = _config(str(directory), {"lora.base_bits": 4} | changes)
+    config = config_of(str(directory), {"lora.base_bits": 4} | changes)
     about = [problem.text for problem in validate(config) if "base_bits" in problem.text]
     assert (not about) if said is None else any(re.search(said, text) for text in about), about
     # Rows of 96 are not made of whole blocks, unless their matrix is trained whole.
-    config = _config(str(tiny_checkpoint("qwen3", True)), {"lora.base_bits": 4, "lora.target_modules": ["q_proj"]})
+    config = config_of(str(tiny_checkpoint("qwen3", True)), {"lora.base_bits": 4, "lora.target_modules": ["q_proj"]})
     (tmp_path / "tokenizer.json").touch()
     shutil.copytree(config.model.hf_assets_path, tmp_path, dirs_exist_ok=True)
     config.model.hf_assets_path = str(tmp_path)
@@ -449,7 +449,7 @@ def test_configuration(
 
 
 def test_plan(checkpoint: Path) -> None:
-    config = _config(str(checkpoint), {"lora.base_bits": 4, "lora.target_modules": ["q_proj", "down_proj"]})
+    config = config_of(str(checkpoint), {"lora.base_bits": 4, "lora.target_modules": ["q_proj", "down_proj"]})
     config.training.dtype = "bfloat16"
     policy, plan = build_policy(config, ALONE), make_plan(config, 1)
     assert plan.memory is not None

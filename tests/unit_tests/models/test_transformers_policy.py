@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from tests.distributed_launcher import run_distributed
 from tests.tiny_models import make_tiny
-from tests.unit_tests.distributed.test_expert_parallel import check_layouts
-from tests.unit_tests.distributed.test_parallel import Layout, _reference
+from tests.unit_tests.distributed.test_parallel import Layout, _reference, check_layouts
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
