@@ -211,7 +211,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         assert (await behind.gateway.end("faults")).failed == 1
 
         # The gateway itself.
-        (child,) = [one for one in psutil.Process().children() if "torchtitan.rollout.gateway" in one.cmdline()]
+        (child,) = [one for one in psutil.Process().children() if "torchtitan.rollout.gateway.server" in one.cmdline()]
         child.kill()
         with pytest.raises(GatewayLost):
             await behind.gateway.end("again")

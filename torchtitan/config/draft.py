@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan.config.device_defaults import device_defaults
+from torchtitan.config.derived import device_defaults
 from torchtitan.config.engines import PREFIX, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.toml import read_toml, show

@@ -5,6 +5,7 @@ What stands behind it is an engine in this process (embedded/server.py) or anoth
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import hmac
@@ -13,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import Field
@@ -68,11 +69,35 @@ class ConnectBody(Body):
     """Pass versions on to other actors"""
 
 
-class ActorServer:
-    """The routes that all actors have. A subclass says what they do to its engine; those methods may block, each is
-    called in a thread.
+class Orders(Protocol):
+    """What routes do to an engine. All of it may block, each is called in a thread."""
+
+    @property
+    def holds(self) -> tuple[str, int] | None:
+        """(epoch, version) that the engine certainly holds whole."""
+
+    def pause(self, abort: bool, /) -> None:
+        """Have the engine stand still; `abort` drops what runs."""
+
+    def resume(self) -> None: ...
+
+    def sleep(self, level: int, finish_s: float, /) -> object:
+        """Give memory back once nothing runs, within `finish_s` seconds; else change nothing."""
+
+    def wake(self, tags: list[Tag], /) -> None: ...
+
+    def new_connection(self) -> int:
+        """A number for a connection to a trainer: what `apply` gets from older ones is refused from here on."""
+
+    def apply(self, connection: int, staged: StagedVersion, /) -> dict[str, float]:
+        """Called for this connection in a thread of its own; returns what it cost, in seconds."""
+
+
+class ActorServer(abc.ABC):
+    """The routes that all actors have.
 
     Args:
+        orders: what they do to the engine.
         token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         relay_host: address on which versions are passed on to other actors, where the trainer wants that.
     """
@@ -81,7 +106,8 @@ class ActorServer:
     statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400, OtherJob: 409}
     """The HTTP status of what a request may raise; anything else is a defect and 500"""
 
-    def __init__(self, token: str | None, relay_host: str):
+    def __init__(self, orders: Orders, token: str | None, relay_host: str):
+        self._orders = orders
         self._token, self._relay_host = token, relay_host
         self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
@@ -93,47 +119,20 @@ class ActorServer:
 
     # What a subclass says
 
-    def pause(self, abort: bool) -> None:
-        """Have the engine stand still; `abort` drops what runs."""
-        raise NotImplementedError
-
-    def resume(self) -> None:
-        raise NotImplementedError
-
-    def sleep(self, level: int, finish_s: float) -> None:
-        """Give memory back once nothing runs, within `finish_s` seconds; else change nothing."""
-        raise NotImplementedError
-
-    def wake(self, tags: list[Tag]) -> None:
-        raise NotImplementedError
-
-    def new_connection(self) -> int:
-        """A number for a connection to a trainer: what `apply` gets from older ones is refused from here on."""
-        raise NotImplementedError
-
-    @property
-    def holds(self) -> tuple[str, int] | None:
-        """(epoch, version) that the engine certainly holds whole."""
-        raise NotImplementedError
-
-    def apply(self, connection: int, staged: StagedVersion) -> dict[str, float]:
-        """Called for this connection in a thread of its own; returns what it cost, in seconds."""
-        raise NotImplementedError
-
     def weights_options(self) -> dict[str, Any]:
         """Of the Actor that brings the weights."""
         return {}
 
-    def connected(self, weights: Actor) -> None:
+    def connected(self, weights: Actor) -> None:  # noqa: B027 nothing, unless a subclass has to know
         """A connection has begun."""
 
+    @abc.abstractmethod
     def status(self) -> tuple[str, str | None]:
         """One word, ok or why nothing is served, and the reason as a sentence."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def details(self) -> dict[str, Any]:
         """What /health says besides: epoch and version that are served, engine_age_s, asleep, …"""
-        raise NotImplementedError
 
     # Server
 
@@ -202,21 +201,21 @@ class ActorServer:
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await parse_body(request, PauseBody)
-        await asyncio.to_thread(self.pause, body.mode == "abort")
+        await asyncio.to_thread(self._orders.pause, body.mode == "abort")
         return answer(self.state())
 
     async def _resume(self, _request: web.Request) -> web.Response:
-        await asyncio.to_thread(self.resume)
+        await asyncio.to_thread(self._orders.resume)
         return answer(self.state())
 
     async def _sleep(self, request: web.Request) -> web.Response:
         body = await parse_body(request, SleepBody)
-        await asyncio.to_thread(self.sleep, body.level, body.finish_s)
+        await asyncio.to_thread(self._orders.sleep, body.level, body.finish_s)
         return answer(self.state())
 
     async def _wake(self, request: web.Request) -> web.Response:
         body = await parse_body(request, WakeBody)
-        await asyncio.to_thread(self.wake, body.tags)
+        await asyncio.to_thread(self._orders.wake, body.tags)
         return answer(self.state())
 
     async def _connect(self, request: web.Request) -> web.Response:
@@ -239,12 +238,12 @@ class ActorServer:
                     theirs = f"job {old.epoch}, whose registry is at {old.registry}"
                     raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
                 old.close()
-            number = self.new_connection()
+            number = self._orders.new_connection()
             served = None if old is None else old.served
-            if served is not None and (served.epoch, served.version) != self.holds:
+            if served is not None and (served.epoch, served.version) != self._orders.holds:
                 # An apply outlasted the old connection: it does not know what the engine holds now.
                 served = None
-            apply = functools.partial(self.apply, number)
+            apply = functools.partial(self._orders.apply, number)
             options = {"relay_host": self._relay_host if body.relay else "", **self.weights_options()}
             weights = Actor(body.registry, body.actor, body.epoch, body.key, apply, served=served, **options)
             self._weights, self._lost = weights, None

@@ -100,7 +100,7 @@ class TokenMiddleware:
         if scope["type"] == "lifespan" or self._knows_token(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await _unauthorized(send)
+            await _refuse(send, 401, "the bearer token is missing or wrong")
         else:
             await receive()
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
@@ -108,10 +108,6 @@ class TokenMiddleware:
     def _knows_token(self, scope: Message) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
-
-
-async def _unauthorized(send: Send) -> None:
-    await _refuse(send, 401, "the bearer token is missing or wrong")
 
 
 async def _refuse(send: Send, status: int, reason: str) -> None:

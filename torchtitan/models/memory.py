@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, trains_only_adapters
-from torchtitan.config.device_defaults import trains_on_gpu
+from torchtitan.config.derived import ON_DEVICE, has_reference, is_colocated, trains_on_gpu, trains_only_adapters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import QUANTIZED_BITS, quantized_projections, read_teacher_shape, trained_parameters

@@ -6,8 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from torchtitan.config.derived import has_engines, shares_devices
-from torchtitan.config.device_defaults import trains_on_gpu
+from torchtitan.config.derived import has_engines, shares_devices, trains_on_gpu
 from torchtitan.config.engines import SCHEME, slurm_urls, wrong_options
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show

@@ -11,8 +11,9 @@ from torchtitan.config.derived import (
     is_colocated,
     shard_degree,
     shares_devices,
+    trains_on_gpu,
+    without_masters,
 )
-from torchtitan.config.device_defaults import trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError

@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from torchtitan.config.derived import has_engines, sleeps_between_batches
-from torchtitan.config.device_defaults import trains_on_gpu, without_masters
+from torchtitan.config.derived import has_engines, sleeps_between_batches, trains_on_gpu, without_masters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes

@@ -23,8 +23,7 @@ from torchtitan.distributed.device import device, peak_flops
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3
-from torchtitan.grpo.loss_settings import stage_figures, stage_settings
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figures, stage_settings
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder

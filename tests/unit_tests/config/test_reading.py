@@ -20,7 +20,7 @@ from torchtitan.config.tables.grpo import LOSS_TYPES
 from torchtitan.config.toml import config_to_toml
 from torchtitan.config.values import Names, Range
 from torchtitan.errors import ConfigError
-from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange
 from torchtitan.preflight.loading import load_config
 

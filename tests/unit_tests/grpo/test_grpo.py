@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import GRPO
 from torchtitan.grpo.advantages import group_advantages
-from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
-from torchtitan.grpo.loss_settings import loss_settings
+from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss, loss_settings
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, TokenLoss
 from torchtitan.grpo.off_policy import CorrectionOptions
 from torchtitan.inference.trajectory import Branch, Given

@@ -16,11 +16,10 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.inference.agent import running
+from torchtitan.inference.agent import server
 from torchtitan.inference.agent.control import AdminClient, EngineError, EngineFacts, EngineNotListening
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.agent.running import RunningAgent
-from torchtitan.inference.agent.server import AgentServer, Watch
+from torchtitan.inference.agent.server import AgentServer, RunningAgent, Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
@@ -53,8 +52,8 @@ class Server:
 def test_an_engine_that_has_closed_its_port_and_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "ENDING_S", 0.5)
-    monkeypatch.setattr(running, "LOOK_S", 0.02)
+    monkeypatch.setattr(server, "ENDING_S", 0.5)
+    monkeypatch.setattr(server, "LOOK_S", 0.02)
     port_file = tmp_path / "port"
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config import device_defaults
+from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.preflight.__main__ import main
@@ -130,10 +130,10 @@ def test_defaults_are_those_of_the_device_where_no_value_is_given(
 
 def test_a_gpu_is_what_the_driver_lists_and_nobody_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHTITAN_DEVICE", raising=False)
-    monkeypatch.setattr(device_defaults.shutil, "which", lambda program: f"/bin/{program}")
-    monkeypatch.setattr(device_defaults, "count_gpus", lambda: 8)
+    monkeypatch.setattr(derived.shutil, "which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(derived, "count_gpus", lambda: 8)
     for listed, hidden in ((0, None), (2, None), (2, "")):
-        monkeypatch.setattr(device_defaults, "gpus_of_driver", lambda listed=listed: listed)
+        monkeypatch.setattr(derived, "gpus_of_driver", lambda listed=listed: listed)
         if hidden is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert device_defaults.trains_on_gpu() is (listed > 0 and hidden is None)
+        assert derived.trains_on_gpu() is (listed > 0 and hidden is None)

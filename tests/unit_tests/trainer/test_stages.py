@@ -17,8 +17,7 @@ from torchtitan import train
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss
-from torchtitan.grpo.loss_settings import stage_settings
+from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, stage_settings
 from torchtitan.models.attention import PackedLayout
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.rollout.demonstrations import Demonstrations

@@ -87,7 +87,7 @@ def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env
 
 async def serve(arguments: argparse.Namespace, folder: Path) -> int:
     """Run engine and agent until SIGTERM, SIGINT or the engine's end; returns the exit code."""
-    from torchtitan.inference.agent.running import RunningAgent
+    from torchtitan.inference.agent.server import RunningAgent
 
     stopped = asyncio.Event()
     set_on_signal(stopped)

@@ -32,7 +32,6 @@ from torchtitan.utils.machine import is_loopback
 # Keys of a newer agent are passed over.
 CAPABILITIES = TypeAdapter(Capabilities)
 FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)

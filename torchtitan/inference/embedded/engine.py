@@ -17,11 +17,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan.inference.embedded.cache import KeyValueCache
-from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, RouteRecorder, packs
-from torchtitan.inference.embedded.prefixes import Prefix
+from torchtitan.inference.embedded.cache import KeyValueCache, Prefix
+from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, RouteRecorder, packs, rescore
 from torchtitan.inference.embedded.requests import TooLong, check_request
-from torchtitan.inference.embedded.rescore import rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
 from torchtitan.inference.embedded.sequences import Rows, Running, Sequence
 from torchtitan.inference.embedded.weights import EngineWeights

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from torchtitan.inference.embedded.cache import KeyValueCache
-from torchtitan.inference.embedded.prefixes import Prefix, PrefixStore
+from torchtitan.inference.embedded.cache import KeyValueCache, Prefix, PrefixStore
 from torchtitan.inference.embedded.sampler import stream_keys
 from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, Routes, VersionSpan
 

@@ -15,9 +15,9 @@ from aiohttp import web
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_object
 from torchtitan.inference.embedded import requests
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
+from torchtitan.inference.embedded.forwards import score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
-from torchtitan.inference.embedded.rescore import score
 from torchtitan.inference.embedded.weights import MOST_TORN, Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.utils.timeline_files import ActivityLog
@@ -56,7 +56,7 @@ class EngineServer(ActorServer):
         activity_file: Path | None = None,
         verify_every: int = 1,
     ):
-        super().__init__(token, relay_host)
+        super().__init__(self, token, relay_host)
         self.engine, self.model = engine, model
         self._event_loop = asyncio.get_running_loop()
         self.stopped = asyncio.Event()

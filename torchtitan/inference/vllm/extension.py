@@ -11,10 +11,6 @@ from torchtitan.utils.child_process import end_with_parent
 class WorkerExtension:
     """Becomes a base class of vLLM's worker."""
 
-    def torchtitan_alive(self) -> bool:
-        """By /collective_rpc: every worker that answers is neither dead nor frozen."""
-        return True
-
     def torchtitan_whole(self) -> int | None:
         """By /collective_rpc: the last version that this worker has looked at, and found whole; see looking.py."""
         return self.weight_transfer_engine.whole  # type: ignore[attr-defined]

@@ -154,7 +154,7 @@ class Gateway:
         await self.close()
         self._port_file.unlink(missing_ok=True)
         command = [
-            sys.executable, "-m", "torchtitan.rollout.gateway",
+            sys.executable, "-m", "torchtitan.rollout.gateway.server",
             "--host", HOST,
             "--port-file", str(self._port_file),
             "--token-env", TOKEN_ENV,

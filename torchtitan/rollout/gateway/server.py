@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hmac
 import itertools
 import json
 import logging
+import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from torchtitan.errors import UserError
 from torchtitan.inference.client import ActorClient, ActorError
+from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer, PeerFailed
@@ -33,6 +38,7 @@ from torchtitan.rollout.gateway.wire import (
     tokens_answer,
 )
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
+from torchtitan.utils.child_process import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -366,3 +372,33 @@ def _ended() -> WrongCall:
 
 def _error(message: str, status: int, kind: str, code: str | None) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
+
+
+async def serve(host: str, port_file: Path, token: str) -> None:
+    """Serve until the run has gone."""
+    server = GatewayServer(token)
+    # A program that has hung up is not sampled for.
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, host, 0)
+    await site.start()
+    write_port_file(port_file, runner.addresses[0][1])
+    await server.gone.wait()
+    await runner.cleanup()
+
+
+def main(argv: list[str]) -> None:
+    """A run starts it (process.py)."""
+    parser = argparse.ArgumentParser(prog="python -m torchtitan.rollout.gateway.server", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port-file", type=Path, required=True)
+    parser.add_argument("--token-env", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    end_with_parent(arguments.parent_pid)
+    asyncio.run(serve(arguments.host, arguments.port_file, os.environ[arguments.token_env]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

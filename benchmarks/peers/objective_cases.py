@@ -1,0 +1,275 @@
+"""What objectives_vs_peers.py compares: settings of ours, and what TRL and Liger call the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchtitan.grpo.advantages import group_advantages, normalized_each
+
+# Samples of a group, and the most tokens of one.
+GENERATIONS, LONGEST = 4, 9
+Batch = dict[str, Any]
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+# Ours differs by default: a range for gspo by its paper, a bound of the ratio where the advantage is negative. TRL's
+# torch.where rounds sapo's 1.05 to single precision, whatever the ratios are in.
+AS_THEIRS = {
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "delta": 0.0,
+    "sapo_temperature_negative": float(np.float32(1.05)),
+}
+SEQUENCE = {"importance_sampling_level": "sequence"}
+DECOUPLED = {"recompute_old_log_probs": True}
+# TRL's name of an option that Liger has too -> Liger's.
+LIGER_NAMES = {"epsilon": "epsilon_low"} | {
+    name: name
+    for name in (
+        "loss_type",
+        "epsilon_high",
+        "delta",
+        "beta",
+        "importance_sampling_level",
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
+        "use_bias_correction_kl",
+    )
+}
+
+
+class Case:
+    """Settings of our [grpo] table and what TRL and Liger call the same."""
+
+    def __init__(
+        self,
+        name: str,
+        ours: dict[str, Any],
+        theirs: dict[str, Any] | None = None,
+        *,
+        liger: bool = True,
+        scale: float = 1.0,
+        reason: str = "",
+    ):
+        """theirs: options of GRPOConfig; without a loss_type they have ours. liger: False where Liger cannot do it.
+        scale: ours times this is theirs. reason: why definitions differ, where they do."""
+        self.name, self.ours, self.scale, self.reason = name, ours, scale, reason
+        # TRL corrects its KL term by default.
+        self.trl = {"loss_type": ours["loss_type"], "use_bias_correction_kl": False, **CLIP, **(theirs or {})}
+        self.liger = {LIGER_NAMES[key]: value for key, value in self.trl.items() if key in LIGER_NAMES}
+        self.has_liger = liger
+        self.decoupled = bool(ours.get("recompute_old_log_probs"))
+
+    def for_peers(self) -> dict[str, Any]:
+        liger = self.liger if self.has_liger else None
+        return {"trl": self.trl, "liger": liger, "decoupled": self.decoupled, "rloo": False}
+
+
+def of_sequences(loss_type: str, liger: bool = True, **ours: Any) -> Case:
+    """One ratio per sequence under another objective than gspo."""
+    name = f'{loss_type}, importance_level = "sequence"'
+    theirs = dict(SEQUENCE)
+    if loss_type == "cispo":
+        theirs["epsilon_high"] = ours["cispo_cap"]
+    return Case(name, {"loss_type": loss_type, "importance_level": "sequence", **ours}, theirs, liger=liger)
+
+
+def corrected(name: str, mode: str, low: float | None, high: float, **ours: Any) -> Case:
+    """Decoupled mode with an off-policy correction. The ratio that Liger is given is the one that TRL computes."""
+    theirs = {"mode": mode, "clip_min": low, "clip_max": high}
+    return Case(
+        f"dapo, {name}",
+        {"loss_type": "dapo", **DECOUPLED, **ours},
+        {f"vllm_importance_sampling_{key}": value for key, value in theirs.items()},
+    )
+
+
+EQUAL = [
+    *(Case(name, {"loss_type": name}) for name in ("dapo", "grpo")),
+    Case("bnpo, one micro-batch", {"loss_type": "bnpo"}),
+    Case("dr_grpo", {"loss_type": "dr_grpo"}),
+    Case("gspo", {"loss_type": "gspo"}, {"loss_type": "grpo", **SEQUENCE}),
+    Case("cispo, cispo_cap = 1.15", {"loss_type": "cispo", "cispo_cap": 1.15}, {"epsilon_high": 1.15}),
+    Case("sapo", {"loss_type": "sapo"}),
+    Case(
+        "sapo, temperatures 2 and 3",
+        {"loss_type": "sapo", "sapo_temperature_positive": 2.0, "sapo_temperature_negative": 3.0},
+        {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+    ),
+    Case(
+        "reinforce, importance_cap = 1.1 (theirs: cispo)",
+        {"loss_type": "reinforce", "importance_cap": 1.1},
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+    ),
+    *(of_sequences(name) for name in ("dapo", "bnpo", "dr_grpo")),
+    of_sequences("sapo", liger=False),
+    of_sequences("cispo", liger=False, cispo_cap=1.02),
+    Case(
+        "their luspo: importance_level = sequence, loss_normalization = constant, × longest completion",
+        {"loss_type": "dapo", "importance_level": "sequence", "loss_normalization": "constant"},
+        {"loss_type": "luspo", **SEQUENCE},
+        scale=LONGEST,
+    ),
+    Case(
+        "dapo, clip range 0.1 / 0.3",
+        {"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.3},
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+    ),
+    Case("dapo, delta = 1.3", {"loss_type": "dapo", "delta": 1.3}, {"delta": 1.3}),
+    Case("grpo, delta = 1.3", {"loss_type": "grpo", "delta": 1.3}, {"delta": 1.3}),
+    Case("gspo, delta = 1.05", {"loss_type": "gspo", "delta": 1.05}, {"loss_type": "grpo", "delta": 1.05, **SEQUENCE}),
+    *(
+        Case(
+            f"{name}, kl_coefficient = 0.1",
+            {"loss_type": name, "kl_coefficient": 0.1, "kl_ratio_correction": False},
+            {"beta": 0.1},
+        )
+        for name in ("dapo", "grpo", "dr_grpo", "sapo")
+    ),
+    Case(
+        "gspo, kl_coefficient = 0.1",
+        {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": False},
+        {"loss_type": "grpo", "beta": 0.1, **SEQUENCE},
+    ),
+    Case(
+        "dapo, kl_coefficient = 0.1, kl_ratio_correction",
+        {"loss_type": "dapo", "kl_coefficient": 0.1, "kl_ratio_correction": True},
+        {"beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    Case(
+        "dapo, entropy_coefficient = 0.05",
+        {"loss_type": "dapo", "entropy_coefficient": 0.05},
+        {"entropy_coef": 0.05},
+        liger=False,
+    ),
+    *(
+        Case(
+            f"{name}, mask_truncated", {"loss_type": name, "mask_truncated": True}, {"mask_truncated_completions": True}
+        )
+        for name in ("dapo", "dr_grpo")
+    ),
+    Case(
+        "dapo, negative_mask_threshold = 0.01",
+        {"loss_type": "dapo", "negative_mask_threshold": 0.01},
+        {"off_policy_mask_threshold": 0.01},
+        liger=False,
+    ),
+    Case(
+        "dapo, entropy_top_share = 0.5, kl_coefficient = 0.1, decoupled",
+        {
+            "loss_type": "dapo",
+            **DECOUPLED,
+            "off_policy_correction": "none",
+            "entropy_top_share": 0.5,
+            "kl_coefficient": 0.1,
+            "kl_ratio_correction": False,
+        },
+        {"vllm_importance_sampling_correction": False, "top_entropy_quantile": 0.5, "beta": 0.1},
+        liger=False,
+    ),
+    Case(
+        "dapo, no correction, decoupled",
+        {"loss_type": "dapo", **DECOUPLED, "off_policy_correction": "none"},
+        {"vllm_importance_sampling_correction": False},
+    ),
+    corrected("truncate, importance_cap = 1.1", "token_truncate", None, 1.1, importance_cap=1.1),
+    corrected("mask, importance_cap = 1.1", "token_mask", None, 1.1, off_policy_correction="mask", importance_cap=1.1),
+    corrected(
+        "icepop 0.9 to 1.2",
+        "token_mask",
+        0.9,
+        1.2,
+        off_policy_correction="icepop",
+        icepop_low=0.9,
+        icepop_high=1.2,
+    ),
+]
+
+DIFFERENT = [
+    Case(
+        "grpo, mask_truncated",
+        {"loss_type": "grpo", "mask_truncated": True},
+        {"mask_truncated_completions": True},
+        reason="Theirs divides by all completions, ours by those that are trained: masking must not shrink the step. "
+        "The two differ by that factor alone.",
+    ),
+    Case(
+        "grpo, entropy_coefficient = 0.05",
+        {"loss_type": "grpo", "entropy_coefficient": 0.05},
+        {"entropy_coef": 0.05},
+        liger=False,
+        reason="Theirs is a mean over the micro-batch's tokens, which depends on how a batch is cut; ours has the "
+        "token weights of the objective. Equal for dapo on one micro-batch.",
+    ),
+    Case(
+        "gspo, kl_coefficient = 0.1, kl_ratio_correction",
+        {"loss_type": "gspo", "kl_coefficient": 0.1, "kl_ratio_correction": True},
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True, **SEQUENCE},
+        reason="Theirs multiplies a token's KL by its sequence's ratio, ours by its own, without which it is not "
+        "unbiased.",
+    ),
+    Case(
+        "dapo, negative_mask_threshold = 0.01, decoupled",
+        {"loss_type": "dapo", **DECOUPLED, "off_policy_correction": "none", "negative_mask_threshold": 0.01},
+        {"vllm_importance_sampling_correction": False, "off_policy_mask_threshold": 0.01},
+        liger=False,
+        reason="Theirs looks at π/μ in every optimizer step, ours at π_old/μ: known before the forward, so that one "
+        "pass is enough; what π does after that the clip bounds.",
+    ),
+    corrected(
+        "product mask up to 1.5 (theirs: sequence_mask)",
+        "sequence_mask",
+        None,
+        1.5,
+        off_policy_correction="truncate",
+        importance_cap=1e9,
+        product_mask_high=1.5,
+    ),
+]
+DIFFERENT[-1].reason = (
+    "Both leave out sequences whose ratios multiply to more than the bound; theirs then weights every token by that "
+    "product, ours by the token's own ratio: the product of a long answer is mostly noise."
+)
+
+
+@dataclass
+class AdvantageCase:
+    """Advantages of two reward functions with the weights 1 and 0.5, of which the second says None to some samples."""
+
+    name: str
+    ours: dict[str, str]
+    """Arguments of group_advantages or normalized_each"""
+    trl: dict[str, Any]
+    each: bool = False
+    rloo: bool = False
+    reason: str = ""
+
+    def for_peers(self) -> dict[str, Any]:
+        trl = {"reward_weights": [1.0, 0.5], **self.trl}
+        return {"trl": trl, "liger": None, "decoupled": False, "rloo": self.rloo}
+
+    def advantages(self, batch: Batch) -> torch.Tensor:
+        samples = [{"a": a, "b": b} for a, b in zip(*batch["rewards"], strict=True)]
+        groups = [samples[i : i + GENERATIONS] for i in range(0, len(samples), GENERATIONS)]
+        if self.each:
+            values = normalized_each(groups, {"a": 1.0, "b": 0.5}, **self.ours)
+        else:
+            sums = [[one["a"] + 0.5 * (one["b"] or 0.0) for one in group] for group in groups]
+            values = group_advantages(sums, **self.ours)
+        return torch.tensor(values, dtype=torch.float64).flatten()
+
+
+ADVANTAGES = [
+    AdvantageCase('advantage = "group"', {}, {}),
+    AdvantageCase('advantage = "rloo" (theirs: RLOOTrainer)', {"estimator": "rloo"}, {"beta": 0.0}, rloo=True),
+    AdvantageCase('scale_rewards = "group"', {"scale_rewards": "group"}, {"scale_rewards": "group"}),
+    AdvantageCase('scale_rewards = "batch"', {"scale_rewards": "batch"}, {"scale_rewards": "batch"}),
+    AdvantageCase(
+        'reward_aggregation = "normalize_each", scale_rewards = "group"',
+        {"scale_rewards": "group"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        each=True,
+    ),
+]
