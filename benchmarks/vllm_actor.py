@@ -75,7 +75,7 @@ def pin_tree(root: psutil.Process, *cores: int) -> None:
 
 
 class Process:
-    """A server in a group of its own, which all ends with close()."""
+    """A server in a group of its own, which all ends with close(), or with this process."""
 
     def __init__(self, command: Sequence[str], folder: Path, name: str):
         self.token, self.log = secrets.token_urlsafe(12), folder / f"{name}.log"
@@ -84,7 +84,8 @@ class Process:
         # All of it is going to be killed, which leaves its sockets where they are.
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         end = command.index("--") if "--" in command else len(command)
-        whole = [*command[:end], "--port-file", str(self._port_file), *command[end:]]
+        own = ["--port-file", str(self._port_file), "--parent-pid", str(os.getpid())]
+        whole = [*command[:end], *own, *command[end:]]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 whole, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=REPOSITORY,

@@ -21,7 +21,7 @@ from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports
-from torchtitan.weight_sync import device_memory, device_slots, publisher, servers, shard_server
+from torchtitan.weight_sync import device_memory, device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
@@ -197,8 +197,6 @@ def test_thread_that_hangs(start: Callable[..., Job], what: str, monkeypatch: py
             job.served_by(actor)
             assert server.restarts == 1 and not server.failure
         else:
-            # No minute of patience with a thread that may not have been seen alive yet: it imports nothing.
-            monkeypatch.setattr(servers, "STARTING_LOOKS", servers.FROZEN_LOOKS)
             server.runtime.post(lambda: released.wait(PATIENCE_S) and None)
             wait_for(lambda: server.failure, "it is said")
             assert "cannot be killed" in job.publication.failure

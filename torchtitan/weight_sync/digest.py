@@ -69,13 +69,15 @@ def _wrong_buckets(
 ) -> Iterator[tuple[int, int]]:
     for rank, expected in enumerate(proof.checksums):
         for bucket, (found, wanted) in enumerate(
-            zip(_checksums(proof.layout, rank, live, stop), expected, strict=True)
+            zip(slot_checksums(proof.layout, rank, live, stop), expected, strict=True)
         ):
             if found != wanted:
                 yield rank, bucket
 
 
-def _checksums(layout: Layout, rank: int, live: Mapping[str, torch.Tensor], stop: Callable[[], bool]) -> Iterator[str]:
+def slot_checksums(
+    layout: Layout, rank: int, live: Mapping[str, torch.Tensor], stop: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
     """The checksum of every bucket of this rank's slot, as it would be filled from these tensors."""
     open_bucket = _Bucket(layout.checksum)
     room = layout.bucket_bytes

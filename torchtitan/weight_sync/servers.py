@@ -35,9 +35,6 @@ HEALTHY_SECONDS = 60.0
 # single look.
 LOOK_SECONDS = 1.0
 FROZEN_LOOKS = 3
-# What has shown none yet is still starting: from a cold network disk that takes a while.
-STARTING_LOOKS = 60
-
 MODULE = "torchtitan.weight_sync.main"
 BACKLOG = 1024
 Where = tuple[str, int, int]
@@ -52,6 +49,9 @@ class Supervised:
 
     pulse() is a number that changes while it works; where that stands still for long, _end_frozen() ends the life.
     """
+
+    starting_looks = FROZEN_LOOKS
+    """What has shown no sign of life yet is frozen after so many looks"""
 
     def __init__(self, name: str, max_restarts: int, pulse: Callable[[], int] | None):
         self.name, self._max_restarts, self._pulse = name, max_restarts, pulse
@@ -84,7 +84,7 @@ class Supervised:
             if now != last:
                 starting = now[0] != last[0]
             last, still = now, still + 1 if now == last else 0
-            if still >= (STARTING_LOOKS if starting else FROZEN_LOOKS):
+            if still >= (self.starting_looks if starting else FROZEN_LOOKS):
                 self._end_frozen()
                 still = 0
 
@@ -114,6 +114,9 @@ class Supervised:
 class SupervisedProcess(Supervised):
     """`python -m module '{arguments}'`; arguments(number) is asked anew for each start, 1, 2, …; `descriptors` are
     passed on."""
+
+    # It imports: from a cold network disk that takes a while.
+    starting_looks = 60
 
     def __init__(
         self,

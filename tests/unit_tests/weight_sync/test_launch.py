@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import servers
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, STARTING_LOOKS, Supervised, SupervisedProcess
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, Supervised, SupervisedProcess
 
 
 class Lives(Supervised):
@@ -65,9 +65,10 @@ def test_restarts_in_a_row_are_bounded_and_earned_back(
 def test_a_pulse_that_stands_still_is_a_frozen_life() -> None:
     lives = Lives(1, 0)
     # The first word is from before the first look.
-    lives.look([0] * (STARTING_LOOKS + 1) + [1, 2, 2] + [2] * (2 * FROZEN_LOOKS - 1) + [3] * FROZEN_LOOKS)
-    beaten = STARTING_LOOKS + 2
-    assert lives.frozen_at == [STARTING_LOOKS, beaten + FROZEN_LOOKS, beaten + 2 * FROZEN_LOOKS]
+    starting = lives.starting_looks = 10
+    lives.look([0] * (starting + 1) + [1, 2, 2] + [2] * (2 * FROZEN_LOOKS - 1) + [3] * FROZEN_LOOKS)
+    beaten = starting + 2
+    assert lives.frozen_at == [starting, beaten + FROZEN_LOOKS, beaten + 2 * FROZEN_LOOKS]
 
 
 def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(

@@ -180,6 +180,16 @@ def test_torn_versions_are_counted_until_one_is_whole() -> None:
     assert rows[0][2] == "the engine does not hold version 0 as it was sent: up"
 
 
+def test_a_look_that_fails_is_no_proof_of_anything_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list[Any]()
+    verifier = Verifier(2, values(), lambda *row: rows.append(row))
+    monkeypatch.setattr("torchtitan.inference.embedded.weights.finish_compute", lambda _device: 1 // 0)
+    for version in range(2):  # what was torn is looked at again, whatever is due
+        verifier.applied(staged_version(version, values()))
+        verifier.finish()
+    assert [row[1::2] for row in rows] == [(0, 1), (1, 2)] and "could not be looked at: ZeroDiv" in rows[0][2]
+
+
 def test_layouts_here_have_what_matters() -> None:
     layout = layout_over(3, 0, "bfloat16")
     assert next(iter(layout.parameters)) == ParameterEntry("embed", "bfloat16", (37, 8))

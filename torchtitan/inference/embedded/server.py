@@ -18,8 +18,9 @@ from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.forwards import score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
-from torchtitan.inference.embedded.weights import MOST_TORN, Verifier
+from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
+from torchtitan.inference.verification import MOST_TORN
 from torchtitan.utils.timeline_files import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 

@@ -7,35 +7,28 @@ become: an adapter that never arrives would otherwise look like a policy that is
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from torchtitan.distributed.device import finish_compute
 from torchtitan.distributed.placement import StackPart
 from torchtitan.inference.base_weights import AdapterVersion, is_adapter_version, outlines, read_adapters
+from torchtitan.inference.verification import Torn, Verification
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
 from torchtitan.models.low_rank import low_rank_product
 from torchtitan.models.nf4 import rounded
-from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
+from torchtitan.weight_sync.digest import differing_parameters
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
-
-logger = logging.getLogger(__name__)
 
 # Of the norm of what an adapter adds: what fp32 sums in another order may differ by.
 SUM_TOLERANCE = 1e-3
 # An update waits for so long. What is not looked at by then is not looked at: the next version will be.
 FINISH_SECONDS = 4.0
-# So many torn versions in a row are the fault of this process, or of its memory.
-MOST_TORN = 3
 
 
 def _live(policy: Decoder) -> dict[str, torch.Tensor]:
@@ -189,59 +182,29 @@ class EngineWeights:
         return float(change.norm())
 
 
-@dataclass
-class Verified:
-    """What /health and /metrics show."""
-
-    version: int | None = None
-    """The last one that was found whole"""
-    whole: int = 0
-    torn: int = 0
-    unfinished: int = 0
-    """Given up because the next version was there"""
-    seconds: float = 0.0
-    unverifiable: str = ""
-    """Why nothing can be told; empty where something can"""
-    torn_in_a_row: int = field(default=0, repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "torn_in_a_row"}
-
-
-class Verifier:
-    """After every update: does the engine hold, in the tensors that it computes with, what the trainer sent?
+class Verifier(Verification):
+    """Computes the version's checksums from the tensors that the engine computes with.
 
     Runs on a thread of its own while the engine generates again, so a pause is as long as without it; the next update
     waits until it is done, so it never sees half of one.
 
-    every: versions from one look to the next, 0 for none. live: name -> tensor in use. torn(epoch, version, reason):
-    called on the verifier's thread where a version is not what was sent, and how often in a row that has been.
-
-    `applied` and `finish` are called by one thread at a time.
+    live: name -> tensor in use; others: see Verification. `torn` is called on the verifier's thread. `applied` and
+    `finish` are called by one thread at a time.
     """
 
-    def __init__(self, every: int, live: Mapping[str, torch.Tensor], torn: Callable[[str, int, str, int], None]):
-        self.every, self.status = every, Verified()
-        self._live, self._torn = live, torn
-        self._applied = 0
+    def __init__(self, every: int, live: Mapping[str, torch.Tensor], torn: Torn):
+        super().__init__(every, torn)
+        self._live = live
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def verifies(self) -> bool:
-        """Whether versions are looked at, as far as is known."""
-        return self.every > 0 and not self.status.unverifiable
-
     def applied(self, staged: StagedVersion) -> None:
         """The engine has taken this version. Returns at once."""
-        due = self.every > 0 and self._applied % self.every == 0
-        self._applied += 1
-        # Adapters are not what the weights are: applying them looks for itself, see weights.py.
-        if not due or staged.proof is None or is_adapter_version(staged.tensors):
-            return
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._look, args=(staged,), name="weight-verification", daemon=True)
-        self._thread.start()
+        if self.due(staged):
+            self._stop.clear()
+            look = functools.partial(self.judge, staged, functools.partial(self._look, staged))
+            self._thread = threading.Thread(target=look, name="weight-verification", daemon=True)
+            self._thread.start()
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Before weights change: wait for the look that is under way, then end it."""
@@ -253,33 +216,7 @@ class Verifier:
         # It looks for the sign between two buckets, and waits for nothing but the engine's next step.
         thread.join()
 
-    def _look(self, staged: StagedVersion) -> None:
+    def _look(self, staged: StagedVersion) -> str:
         assert staged.proof is not None
-        begun = time.monotonic()
-        reason = ""
-        try:
-            finish_compute(next(iter(self._live.values())).device)
-            reason = differing_parameters(staged.proof, self._live, staged.tensors, self._stop.is_set)
-        except Stopped:
-            self.status.unfinished += 1
-            logger.warning("version %d was replaced before its weights had been verified", staged.version)
-            return
-        except Unverifiable as error:
-            self.status.unverifiable = str(error)
-            logger.warning("weights cannot be verified here: %s", error)
-            return
-        except Exception as error:
-            # Not being able to look is no proof of anything good.
-            logger.exception("verifying version %d failed", staged.version)
-            reason = f"they could not be read: {error!r}"
-        finally:
-            self.status.seconds += time.monotonic() - begun
-        if not reason:
-            self.status.version, self.status.torn_in_a_row = staged.version, 0
-            self.status.whole += 1
-            return
-        self.status.torn += 1
-        self.status.torn_in_a_row += 1
-        text = f"the engine does not hold version {staged.version} as it was sent: {reason}"
-        logger.error("%s", text)
-        self._torn(staged.epoch, staged.version, text, self.status.torn_in_a_row)
+        finish_compute(next(iter(self._live.values())).device)
+        return differing_parameters(staged.proof, self._live, staged.tensors, self._stop.is_set)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from torchtitan.inference.base_weights import BaseWeights
+from torchtitan.inference.verification import MOST_TORN
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.looking import Looker
 from torchtitan.inference.vllm.mailbox import Mailbox
@@ -120,8 +121,15 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             where=str(self.device) if own else "cpu",
         )
         if init_info.verify_every:
-            self._looker = Looker(self.model, init_info.verify_every, self._worker.found_torn)
+            self._looker = Looker(self.model, init_info.verify_every, self._found_torn)
         self._worker.start()
+
+    def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
+        assert self._worker is not None
+        self._worker.found_torn(version, reason)
+        if in_a_row >= MOST_TORN:
+            # Ends the engine; the supervisor of the agent starts a fresh one.
+            raise RuntimeError(f"{in_a_row} versions in a row did not arrive whole: {reason}")
 
     def start_weight_update(self) -> None:
         """Nothing: see update_weights."""
@@ -177,4 +185,4 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
     @property
     def whole(self) -> int | None:
         """The last version that was looked at, and found whole."""
-        return None if self._looker is None else self._looker.whole
+        return None if self._looker is None else self._looker.status.version

@@ -7,7 +7,7 @@ What that weight should be is made once more, by the layer's own loader from the
 
 from __future__ import annotations
 
-import logging
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,11 +18,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
+from torchtitan.inference.verification import Torn, Verification
 from torchtitan.inference.vllm.adopting import METHODS, PACKED
-from torchtitan.weight_sync.digest import differing_parameters
+from torchtitan.weight_sync.digest import Stopped, differing_parameters
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion
-
-logger = logging.getLogger(__name__)
 
 # Of a step; the next one goes on.
 LOOK_SECONDS = 5e-3
@@ -65,17 +64,14 @@ class Notes:
             self.loads[layer, parameter] = Noted(layer, parameter, empty, _get_original_loader(empty), calls)
 
 
-class Looker:
-    """every: versions from one look to the next. torn(version, reason): called where the model does not
-    hold a version. All of it on the engine's thread."""
+class Looker(Verification):
+    """See Verification. All of it on the engine's thread."""
 
-    def __init__(self, model: nn.Module, every: int, torn: Callable[[int, str], None]):
-        self._model, self._every, self._torn = model, every, torn
-        self._versions = 0
+    def __init__(self, model: nn.Module, every: int, torn: Torn):
+        super().__init__(every, torn)
+        self._model = model
         self.notes = Notes()
         self._look: tuple[StagedVersion, Iterator[str]] | None = None
-        self.whole: int | None = None
-        """The last version that was found whole"""
         self._hook = model.register_forward_pre_hook(lambda *_: self.look())
 
     def close(self) -> None:
@@ -83,32 +79,31 @@ class Looker:
         self._hook.remove()
 
     def applied(self, staged: StagedVersion) -> None:
-        """The model holds this version, as far as is known. Adapters are not what weights are: nothing is looked at."""
-        due, tensors = self._versions % self._every == 0, staged.tensors
-        self._versions, self._look = self._versions + 1, None
-        if due and self.notes.loads and isinstance(tensors, StagedTensors):
-            self._look = staged, differences(self._model, list(self.notes.loads.values()), tensors)
+        """The model holds this version, as far as is known."""
+        self.status.unfinished += self._look is not None
+        self._look = None
+        if self.due(staged) and self.notes.loads and isinstance(staged.tensors, StagedTensors):
+            self._look = staged, differences(self._model, list(self.notes.loads.values()), staged.tensors)
 
     def look(self) -> None:
         """Go on for a moment."""
         end = time.monotonic() + LOOK_SECONDS
-        try:
-            while self._look is not None and time.monotonic() < end:
-                self._go_on(*self._look)
-        except Exception:
-            # It is no fault of the requests that this step is for.
-            logger.exception("the weights in use cannot be looked at")
-            self._look = None
+        while self._look is not None and time.monotonic() < end:
+            staged, found = self._look
+            if self.judge(staged, functools.partial(_go_on, staged, found)):
+                self._look = None
 
-    def _go_on(self, staged: StagedVersion, found: Iterator[str]) -> None:
-        wrong = next(found, None)
-        if wrong is None:
-            self._look, self.whole = None, staged.version
-        elif wrong:
-            self._look = None
-            # Or has staging memory been given to the next version meanwhile?
-            if staged.proof is not None and not differing_parameters(staged.proof, staged.tensors, {}):
-                self._torn(staged.version, f"it does not compute with {wrong} as it was sent")
+
+def _go_on(staged: StagedVersion, found: Iterator[str]) -> str | None:
+    wrong = next(found, None)
+    if wrong is None:
+        return ""
+    if not wrong:
+        return None
+    # Or has staging memory been given to the next version meanwhile?
+    if staged.proof is None or differing_parameters(staged.proof, staged.tensors, {}):
+        raise Stopped
+    return f"it does not compute with {wrong}"
 
 
 def differences(model: nn.Module, loads: Iterable[Noted], tensors: StagedTensors) -> Iterator[str]:
