@@ -8,7 +8,6 @@ synchronisation and the sizing simulator run on it.
 from __future__ import annotations
 
 import heapq
-import itertools
 import json
 import random
 from collections import deque
@@ -23,6 +22,19 @@ Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
 
 
+class Event:
+    """What is going to happen to a process."""
+
+    __slots__ = ("callback", "kind", "process")
+
+    def __init__(self, process: Process | None, kind: int, callback: Callback | None):
+        self.process, self.kind, self.callback = process, kind, callback
+
+    def cancel(self) -> None:
+        """It does not happen."""
+        self.callback = None
+
+
 class Violation(AssertionError):
     """The synchronisation broke a promise."""
 
@@ -35,8 +47,8 @@ class Machine:
         self._draw = self.random.random
         self.now = 0.0
         self.processes = 0
-        self._events: list[tuple[float, float, int, Process | None, int, Callback]] = []
-        self._order = itertools.count()
+        self._events: list[tuple[float, float, Event]] = []
+        """When, and its place among all of that time"""
         self.listeners: dict[str, tuple[Process, Callable[[Channel], None]]] = {}
         self.check_read: Callable[[SimChannel, Message, memoryview], None] = lambda _channel, _message, _data: None
         self.protocol_errors: list[str] = []
@@ -50,30 +62,33 @@ class Machine:
         self.order_of_events = 0
         """A hash over which process had its turn after which"""
 
-    def at(self, seconds: float, process: Process | None, callback: Callback, kind: int = TIMER) -> None:
+    def at(self, seconds: float, process: Process | None, callback: Callback, kind: int = TIMER) -> Event:
         """Run `callback` in so many seconds, unless the process is dead then; later where it is frozen."""
-        entry = (self.now + seconds, self._draw(), next(self._order), process, kind, callback)
-        heapq.heappush(self._events, entry)
-
-    def call_later(self, seconds: float, callback: Callback, process: Process | None = None) -> SimTimer:
-        """The same, to be cancelled."""
-        timer = SimTimer(callback)
-        self.at(seconds, process, timer.fire)
-        return timer
+        event = Event(process, kind, callback)
+        heapq.heappush(self._events, (self.now + seconds, self._draw(), event))
+        return event
 
     def run(self, until: float) -> None:
         """Everything that happens up to this time."""
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= until:
-            self.now, _, _, process, kind, callback = pop(events)
+            self.now, _, event = pop(events)
+            process, callback = event.process, event.callback
+            if callback is None:
+                continue
             if process is None:
                 callback()
             elif process.frozen:
-                process.parked.append((kind, callback))
+                process.parked.append(event)
             elif process.alive:
-                self.order_of_events = hash((self.order_of_events, process.number, kind))
+                self.order_of_events = hash((self.order_of_events, process.number, event.kind))
                 callback()
         self.now = until
+
+    def again(self, event: Event) -> None:
+        """What its process has missed happens now: messages before timers."""
+        when = self.now + (0.0 if event.kind == MESSAGE else 1e-6)
+        heapq.heappush(self._events, (when, self._draw(), event))
 
     # What takes time
 
@@ -100,7 +115,7 @@ class Machine:
             else:
                 done()
 
-        return self.call_later(seconds, end, channel.process)
+        return self.at(seconds, channel.process, end)
 
 
 class Process:
@@ -113,7 +128,7 @@ class Process:
         self.alive, self.frozen = True, False
         self.cut_off = False
         """Its machine is gone from the network, without a word"""
-        self.parked: list[tuple[int, Callback]] = []
+        self.parked: list[Event] = []
         self.channels: dict[SimChannel, None] = {}
         self.hung_lanes: set[str] = set()
         self.longest_work = 0.02
@@ -131,8 +146,8 @@ class Process:
             return
         self.frozen = False
         parked, self.parked = self.parked, []
-        for kind, callback in sorted(parked, key=lambda item: item[0]):
-            self.machine.at(0.0 if kind == MESSAGE else 1e-6, self, callback, kind)
+        for event in parked:
+            self.machine.again(event)
         for channel in list(self.channels):
             channel.unstall()
 
@@ -150,21 +165,6 @@ class Process:
             channel.abandon("connection reset by peer")
 
 
-class SimTimer:
-    """A call in the future that can be cancelled."""
-
-    def __init__(self, callback: Callback):
-        self._callback: Callback | None = callback
-
-    def cancel(self) -> None:
-        self._callback = None
-
-    def fire(self) -> None:
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
-
-
 class SimRuntime:
     """What a process's parts see of the machine."""
 
@@ -174,8 +174,8 @@ class SimRuntime:
     def now(self) -> float:
         return self._machine.now
 
-    def call_later(self, seconds: float, callback: Callback) -> SimTimer:
-        return self._machine.call_later(seconds, callback, self._process)
+    def call_later(self, seconds: float, callback: Callback) -> Event:
+        return self._machine.at(seconds, self._process, callback)
 
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
         machine, process = self._machine, self._process
@@ -250,7 +250,7 @@ class SimChannel(Channel):
         self.machine = process.machine
         self.peer: SimChannel
         self._out: deque[tuple[Message, memoryview | None, Callback | None]] = deque()
-        self._inbox: deque[Callback] = deque()
+        self._inbox: deque[Message | Callback] = deque()
         self._carrying: Timer | None = None
         self.stalled: Callback | None = None
         self._broken = False
@@ -267,7 +267,7 @@ class SimChannel(Channel):
         if self.closed:
             return
         if payload is None and on_sent is None and self._carrying is None:
-            self._to_peer(partial(self.peer._arrived, self._plain(message)))
+            self._to_peer(self._plain(message))
         else:
             self._out.append((message, payload, on_sent))
             self._transmit()
@@ -297,24 +297,27 @@ class SimChannel(Channel):
             self._end()
             self.on_close(self, reason)
 
-    def _to_peer(self, callback: Callback) -> None:
+    def _to_peer(self, what: Message | Callback) -> None:
         """In order, after the latency."""
         if self.process.cut_off or self.peer.process.cut_off:
             self.break_silently()
         if not self._broken:
-            self.peer.arrives(self.latency, callback)
+            self.peer.arrives(self.latency, what)
 
-    def arrives(self, seconds: float, callback: Callback) -> None:
-        """In so many seconds, and after all that came before."""
-        self._inbox.append(callback)
+    def arrives(self, seconds: float, what: Message | Callback) -> None:
+        """In so many seconds, and after all that came before: a message, or what else happens then."""
+        self._inbox.append(what)
         self.machine.at(seconds, self.process, self._receive, MESSAGE)
 
     def _receive(self) -> None:
-        callback = self._inbox.popleft()
+        what = self._inbox.popleft()
         if self.closed:
             return
         try:
-            callback()
+            if isinstance(what, dict):
+                self.on_message(self, what)
+            else:
+                what()
         except ProtocolError as error:
             self.machine.protocol_errors.append(f"{self.process.name}: {error}")
             self.close(f"protocol error: {error}")
@@ -325,7 +328,7 @@ class SimChannel(Channel):
             if payload is None:
                 if on_sent is not None:
                     on_sent()
-                self._to_peer(partial(self.peer._arrived, self._plain(message)))
+                self._to_peer(self._plain(message))
             else:
                 self._begin_payload(validate({**message, "bytes": len(payload)}), payload, on_sent)
 
@@ -336,9 +339,6 @@ class SimChannel(Channel):
         if message["type"] in ("model", "newest"):
             message = {name: _read(value) if type(value) is Encoded else value for name, value in message.items()}
         return validate(message) if self.machine.validates else message
-
-    def _arrived(self, message: Message) -> None:
-        self.on_message(self, message)
 
     def _begin_payload(self, message: Message, payload: memoryview, on_sent: Callback | None) -> None:
         half = len(payload) // 2

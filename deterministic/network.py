@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deterministic.machine import Machine, SimTimer
+from deterministic.machine import Event, Machine
 
 # Links this close to the fullest count as equally full.
 EQUAL = 1e-9
@@ -37,7 +37,7 @@ class Network:
         self.flows: dict[Flow, None] = {}
         self._updated_at = 0.0
         self._settling = False
-        self._next: SimTimer | None = None
+        self._next: Event | None = None
 
     def add_link(self, bytes_per_s: float) -> int:
         """A new link's number."""
@@ -79,7 +79,7 @@ class Network:
             flow.rate = rate
         seconds = min((flow.left / flow.rate for flow in self.flows if flow.rate > 0), default=None)
         if seconds is not None:
-            self._next = self._machine.call_later(max(seconds, 0.0), self._finish)
+            self._next = self._machine.at(max(seconds, 0.0), None, self._finish)
 
     def _finish(self) -> None:
         self.change()

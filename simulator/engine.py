@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deterministic.machine import Machine, SimTimer
+from deterministic.machine import Event, Machine
 from simulator.scenario import Scenario
 
 # Sequences end at once that would end within this share of a mean completion of each other: half of that too early or
@@ -55,7 +55,7 @@ class Engine:
         self._works: dict[Work, None] = {}
         self._token_clock = self._rate = self._updated_at = 0.0
         self._number = 0
-        self._next: SimTimer | None = None
+        self._next: Event | None = None
 
     def serves(self, version: int) -> bool:
         """Whether requests that need `version` may be sent to it."""
@@ -106,7 +106,7 @@ class Engine:
             self._next.cancel()
         if moving:
             left = self._active[0][0] + self._margin - self._token_clock
-            self._next = self._machine.call_later(max(left, 0.0) / self._rate, self._end)
+            self._next = self._machine.at(max(left, 0.0) / self._rate, None, self._end)
 
     def _end(self) -> None:
         self.account()

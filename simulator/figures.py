@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import fields
 from typing import Any
 
@@ -11,8 +10,7 @@ from simulator.trainer import StepTimes
 from simulator.world import World
 
 Figures = dict[str, Any]
-STEP_PARTS = ("train_s", "data_wait_s", "snapshot_s", "sync_stall_s")
-SHARES = ("staleness_shares", "actor_utilisation", "actor_load")
+SHARES = ("staleness_shares", "actor_utilisation")
 
 
 def simulate(scenario: Scenario, asynchronous: bool = True) -> Figures:
@@ -26,7 +24,7 @@ def figures_of(world: World) -> Figures:
     """Sums up a world that has run: from the first batch on; counts of versions are of the whole simulation.
 
     Times are means per step. tokens_per_s: prompt and completion tokens trained on; actor_utilisation: share of time in
-    which actors generate, actor_load: of the tokens that full ones would; versions_superseded: published, but replaced
+    which actors generate; versions_superseded: published, but replaced
     by a newer one before an actor applied it, summed over the actors; trainer_egress_versions: times that the trainer
     sent a whole version, per published one.
     """
@@ -39,7 +37,6 @@ def figures_of(world: World) -> Figures:
     # Both generated and trained tokens count from the first moment; what is trained lags behind by the start-up.
     # A batch that was handed out and not finished counts as trained for tokens, not for the rate.
     tokens_per_sample = rollouts.trained_tokens / samples + scenario.prompt_tokens
-    generated = sum(engine.tokens for engine in rollouts.engines)
     return {
         "mode": "async" if world.asynchronous else "blocking",
         "steps": len(steps),
@@ -50,8 +47,7 @@ def figures_of(world: World) -> Figures:
         "staleness_mean": sum(behind * number for behind, number in rollouts.staleness.items()) / samples,
         "staleness_shares": {str(behind): number / samples for behind, number in sorted(rollouts.staleness.items())},
         "actor_utilisation": sum(e.busy_s for e in rollouts.engines) / (scenario.actors * scenario.seconds),
-        "actor_load": generated / (sum(engine.tokens_per_s for engine in rollouts.engines) * scenario.seconds),
-        "tokens_generated": generated,
+        "tokens_generated": sum(engine.tokens for engine in rollouts.engines),
         "tokens_trained": rollouts.trained_tokens,
         "tokens_too_old": rollouts.stale_tokens,
         "tokens_unusable": rollouts.unusable_tokens,
@@ -59,7 +55,6 @@ def figures_of(world: World) -> Figures:
         "versions_published": published,
         "versions_skipped": trainer.boundary.skipped,
         "versions_dropped": world.records["drop"],
-        "versions_applied": world.applied,
         "versions_superseded": world.superseded,
         "pulls_gone": world.records["gone"],
         "lanes_lost": world.records["lost_lane"],
@@ -74,28 +69,20 @@ def figures_of(world: World) -> Figures:
 
 
 def _quantile(values: list[float], share: float) -> float:
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
+    return sorted(values)[int(len(values) * share)] if values else 0.0
 
 
 def comparison_table(results: list[Figures]) -> str:
     """One column per simulation."""
-    columns = [{name: _text(name, value, result) for name, value in result.items()} for result in results]
-    width = max(24, *(len(cell) + 2 for column in columns for cell in column.values()))
-    lines = [
-        f"{name.replace('_', ' '):34}" + "".join(f"{one[name]:<{width}}" for one in columns) for name in columns[0]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = [{name: _text(name, value) for name, value in result.items()} for result in results]
+    width = max(len(cell) + 2 for column in columns for cell in column.values())
+    lines = [f"{name.replace('_', ' '):34}{''.join(f'{one[name]:{width}}' for one in columns)}" for name in columns[0]]
+    return "\n".join(map(str.rstrip, lines))
 
 
-def _text(name: str, value: Any, result: Figures) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_text(name, part, result)}" for key, part in value.items()) or "none"
-    if name in STEP_PARTS:
-        return f"{value:.3f} s ({value / (result['step_s'] or 1.0):.1%})"
-    if name.endswith("_s") and not name.endswith("per_s"):
-        return f"{value:.3f} s"
-    if name in SHARES:
-        return f"{value:.1%}"
-    return value if isinstance(value, str) else f"{value:,.2f}" if value < 1000 and value % 1 else f"{value:,.0f}"
+        return ", ".join(f"{key}: {_text(name, part)}" for key, part in value.items()) or "none"
+    if isinstance(value, float):
+        return f"{value:.1%}" if name in SHARES else f"{value:,.3f}"
+    return value if isinstance(value, str) else f"{value:,}"

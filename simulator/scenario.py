@@ -5,18 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from torchtitan.config.draft import describe_type
 from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
-from torchtitan.config.job_config import known_keys as known_job_keys
 from torchtitan.config.toml import show
 from torchtitan.config.values import (
-    RULE,
     TABLE,
     Count,
     CountOrZero,
@@ -28,7 +26,8 @@ from torchtitan.config.values import (
 )
 from torchtitan.errors import ConfigError
 
-SYNC_TABLE = "weight_sync"
+PREFIX = "weight_sync."
+"""Of the keys of that table"""
 
 
 @dataclass(config=TABLE, frozen=True)
@@ -123,19 +122,17 @@ class Scenario:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Scenario:
         """From flat keys, those of the table as weight_sync.key. Raises ConfigError for unknown keys, wrong values."""
-        known = known_keys()
-        problems = [f"unknown key {name!r}{nearest(name, known)}" for name in values if name not in known]
-        problems += [_problem(name, value, known[name]) for name, value in values.items() if name in known]
-        if any(problems):
-            raise ConfigError(list(filter(None, problems)))
-        sync = {name.rpartition(".")[2]: value for name, value in values.items() if "." in name}
-        own = {name: value for name, value in values.items() if "." not in name}
+        sync = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
+        own = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        problems = []
+        for prefix, table, given in ((PREFIX, WeightSync, sync), ("", cls, own)):
+            try:
+                table(**given)
+            except ValidationError as error:
+                problems += [_problem(prefix, one) for one in error.errors()]
+        if problems:
+            raise ConfigError(problems)
         return cls(**own, weight_sync=WeightSync(**sync))
-
-    def values(self) -> dict[str, Any]:
-        """Every key and its value."""
-        own, sync = vars(self), vars(self.weight_sync)
-        return {name: sync[name.rpartition(".")[2]] if "." in name else own[name] for name in known_keys()}
 
     @property
     def seconds(self) -> float:
@@ -152,21 +149,16 @@ class Scenario:
 
 
 def known_keys() -> dict[str, FieldInfo]:
-    """Key -> its type and meaning."""
-    scenario: Any = Scenario
-    sync = {name: info for name, info in known_job_keys().items() if name.startswith(f"{SYNC_TABLE}.")}
-    return {name: info for name, info in scenario.__pydantic_fields__.items() if name != SYNC_TABLE} | sync
+    """Key -> its default and meaning."""
+    tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync))
+    keys = {f"{prefix}{name}": info for prefix, table in tables for name, info in table.__pydantic_fields__.items()}
+    return {name: info for name, info in keys.items() if info.default_factory is None}
 
 
-def _problem(name: str, value: Any, info: FieldInfo) -> str:
-    try:
-        kind: Any = Annotated[(info.annotation, *info.metadata, None)]
-        TypeAdapter(kind).validate_python(value, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        text = first["msg"] if first["type"] == RULE else f"must be {describe_type(info.annotation)}"
-        return f"{name} = {show(value)}: {text}"
-    return ""
+def _problem(prefix: str, error: ErrorDetails) -> str:
+    name = f"{prefix}{error['loc'][0]}"
+    hint = "" if name in known_keys() else nearest(name, known_keys())
+    return f"{name} = {show(error['input'])}: {error['msg']}{hint}"
 
 
 def slowest_of(count: int, share: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from deterministic.machine import SimTimer
+from deterministic.machine import Event
 from simulator.scenario import slowest_of
 from torchtitan.weight_sync.registry import STATUS_SECONDS
 
@@ -45,7 +45,7 @@ class Trainer:
         self._since = 0.0
         self._has_slot = self._waiting_for_data = False
         self._waited_for: int | None = None
-        self._deadline: SimTimer | None = None
+        self._deadline: Event | None = None
 
     def start(self) -> None:
         """Publish version 0."""
@@ -82,7 +82,7 @@ class Trainer:
 
     def _wait_for_actors(self) -> None:
         self._since, self._waited_for = self._world.now, self.version
-        self._deadline = self._world.call_later(self._scenario.weight_sync.blocking_timeout_s, self._waited)
+        self._deadline = self._world.at(self._scenario.weight_sync.blocking_timeout_s, None, self._waited)
         self.look()
 
     def look(self) -> None:

@@ -40,7 +40,7 @@ class World(Machine):
         """Lines of the registry's journal, by event, or outcome of a pull"""
         self.lost: Counter[str] = Counter()
         """Connections of actors that were lost, by what they were doing"""
-        self.applied = self.superseded = 0
+        self.superseded = 0
         self.sent_bytes = 0.0
         """By the trainer"""
         self.delays: list[float] = []
@@ -50,16 +50,16 @@ class World(Machine):
         self._served: dict[str, int] = {}
         buckets = BUCKETS if sync.relay or scenario.corruption_probability else 1
         self._bucket_bytes = scenario.gigabytes * 1e9 / buckets
-        progress_s = max(sync.progress_timeout_s, 1.5 * self._longest_bucket_s())
         # What deltas save is modelled here, not made.
         settings = Settings.of(replace(sync, delta=False), 1, round(scenario.gigabytes * 1e9))
-        settings = replace(settings, progress_timeout_s=progress_s)
+        # Here a bucket arrives in two pieces: what seems to stand still has not stopped.
+        settings = replace(settings, progress_timeout_s=settings.lease_s)
         shape = Shape(
             ranks=1,
             buckets=buckets,
             slots=sync.slots_per_rank,
             lease_s=settings.lease_s,
-            progress_timeout_s=progress_s,
+            progress_timeout_s=settings.lease_s,
             relay_fanout=settings.relay_fanout,
         )
         runtime = Process(self, REGISTRY).runtime
@@ -83,14 +83,6 @@ class World(Machine):
         self.run(self.scenario.seconds)
         for engine in self.rollouts.engines:
             engine.account()
-
-    def _longest_bucket_s(self) -> float:
-        """Here a bucket arrives in two pieces: what arrives as slowly as this has not stopped."""
-        scenario = self.scenario
-        slowness = scenario.slow_actor_factor if scenario.slow_actors else 1.0
-        sharing = max(scenario.actors / scenario.ranks, scenario.weight_sync.relay_fanout)
-        rate = min(scenario.rank_gigabytes_per_s / sharing, scenario.actor_gigabytes_per_s / slowness / sharing)
-        return self._bucket_bytes / (rate * 1e9)
 
     # See deterministic.machine.Machine
 
@@ -135,7 +127,6 @@ class World(Machine):
         first, last = bisect.bisect_right(self.published, before), bisect.bisect_left(self.published, version)
         self.superseded += max(0, last - first)
         self._served[name] = version
-        self.applied += 1
         self.delays.append(self.now - self._committed[version])
 
     # For the trainer

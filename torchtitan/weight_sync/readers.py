@@ -153,11 +153,10 @@ class Readers:
             self._send_next(reader)
 
     def _send_next(self, reader: Reader) -> None:
-        version = self._store.version(reader.serial)
-        while version is not None and reader.waiting and reader.sending is None:
-            serial, rank = reader.serial, reader.rank
+        while reader.waiting and reader.sending is None:
+            serial, rank, version = reader.serial, reader.rank, self._store.version(reader.serial)
             asked = next((asked for asked in reader.waiting if self._store.has(serial, rank, *asked[:2])), None)
-            if asked is None:
+            if asked is None or version is None:
                 return
             reader.waiting.remove(asked)
             self._send_bucket(reader, version, *asked)
