@@ -1,12 +1,18 @@
 """What a policy learns in the three stages, and that it learns as much as with TRL.
 
-    python benchmarks/learning.py --json
+    python benchmarks/learning.py --json --folder outputs/learning
 
-Word problems made from code (word_problems.py). A random Qwen3 of 3.3 million parameters is fine-tuned until it solves
-a fifth of the held-out problems; GRPO goes on from there with several seeds, once with staleness 0 and once with
-staleness 4; the best of the seeds teaches the fine-tuned policy in a fifth of the steps. Where
-benchmarks/peers/setup.sh has installed TRL it trains from the same checkpoint with the same prompts, samples and steps,
-beside runs of ours that drop no group, as it does not.
+Word problems made from code (word_problems.py), whose worked answers are those of careless people: their arithmetic is
+right, and most of them go wrong by a slip. A random Qwen3 of 3.3 million parameters is fine-tuned on them; GRPO goes on
+from there with several seeds and learns the careful way. --parts names what is run beside:
+
+    distill    the best of the seeds teaches the fine-tuned policy in a fifth of the tokens
+    staleness  runs with the --staleness bounds, and with --uncorrected each once more without off-policy correction
+    trl        TRL (benchmarks/peers/setup.sh) from the same checkpoint, with the same prompts, samples and steps, and
+               beside each of its seeds a run of ours that drops no group, as TRL does not
+    menu       every objective, LoRA and bfloat16, once
+
+With --folder, runs that have ended are taken as they are: the same command goes on where it was stopped.
 
     grpo_gain          pass@1 after minus before, mean over the seeds
     difference_to_trl  mean pass@1 of ours without dropped groups, minus TRL's
@@ -20,10 +26,12 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +39,9 @@ import common
 import word_problems
 
 from torchtitan import train
-from torchtitan.grpo_train import Run
+from torchtitan.config.tables.grpo import LOSS_TYPES
 from torchtitan.models.shape import newest_export
-from torchtitan.report.plots import compare_runs
+from torchtitan.report.plots import blank_figure, dress, write_figure
 from torchtitan.utils.json_lines import read_json_lines
 
 HERE = Path(__file__).resolve().parent
@@ -41,8 +49,10 @@ PEERS_PYTHON = HERE / "peers" / ".venv" / "bin" / "python"
 TRL_SECONDS = 3600
 # Quantiles of Student's t for an interval of 95 %, by the number of seeds.
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+# The table of seconds and tokens is for these values of pass@1.
+REACHED = (0.5, 0.6, 0.7, 0.8)
 
-PROMPTS, GENERATIONS = 16, 8
+PROMPTS, GENERATIONS = 8, 8
 TASK: dict[str, Any] = {
     "training.seq_len": 160,
     "training.tokens_per_micro_batch": 4096,
@@ -58,81 +68,178 @@ TASK: dict[str, Any] = {
 SFT: dict[str, Any] = {
     "job.stage": "sft",
     "sft.sample": True,
+    "eval.greedy": True,
     "training.global_batch_size": 32,
     "optimizer.lr": 2e-3,
     "lr_scheduler.warmup_steps": 20,
+    "lr_scheduler.decay_type": "cosine",
 }
 GRPO: dict[str, Any] = {
     "training.global_batch_size": PROMPTS * GENERATIONS,
-    "optimizer.lr": 2e-4,
+    "optimizer.lr": 1.5e-4,
     "lr_scheduler.warmup_steps": 3,
     "grpo.group_size": GENERATIONS,
     "grpo.num_minibatches": 2,
     "grpo.recompute_old_log_probs": True,
     "rollout.max_staleness": 1,
 }
+# Many small steps on few samples, from many prompts.
+DISTILL: dict[str, Any] = {
+    "job.stage": "distill",
+    "training.global_batch_size": 16,
+    "grpo.group_size": 2,
+    "grpo.num_minibatches": 1,
+    "optimizer.lr": 1e-3,
+}
+UNCORRECTED = {"grpo.off_policy_correction": "none", "grpo.allow_uncorrected": True}
+MENU: dict[str, dict[str, Any]] = {
+    **{name: {"grpo.loss_type": name} for name in LOSS_TYPES},
+    "lora": {"lora.rank": 16, "optimizer.lr": 2e-3},
+    "bfloat16": {"training.mixed_precision_param": "bfloat16", "inference.dtype": "bfloat16"},
+}
 
 
 class Benchmark:
-    """Runs of the stages in one folder, one after the other."""
+    """Runs of the stages in one folder, one after the other, and what they have shown."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace):
-        self.folder, self.steps, self.quick, self.start = folder, arguments.steps, arguments.quick, arguments.start
-        self.shape = (arguments.layers, arguments.hidden)
+        self.folder, self.arguments, self.quick = folder, arguments, arguments.quick
+        rows, held_out = (400, 100) if self.quick else (20_000, 400)
+        size = word_problems.make_task(folder, rows, held_out, arguments.layers, arguments.hidden)
+        self.figures: dict[str, float] = {}
+        self.conditions: dict[str, Any] = {"parameters": size}
+        self.curves: dict[str, list[Path]] = {}
+        self.points: dict[str, list[float]] = {}
         self.common = {
             **TASK,
             "rollout.dataset": folder / "train.jsonl",
             "eval.dataset": folder / "test.jsonl",
-            "eval.num_prompts": 4 if self.quick else 200,
+            "eval.num_prompts": 4 if self.quick else held_out,
             "training.threads": arguments.threads,
         }
+        self.start = ""
 
-    def run(self, name: str, start: str | Path, steps: int, *settings: dict[str, Any], **keys: Any) -> Run:
-        """One run from a checkpoint; keys: of tables, with __ for the dot."""
-        own = {key.replace("__", "."): value for key, value in keys.items()}
+    def once(self, name: str, settings: dict[str, Any], work: Callable[[], str]) -> None:
+        """Do this work, whose answer says what came of it, unless it has been done with these settings before."""
+        note = self.folder / "runs" / f"{name}.json"
+        asked = {key: str(value) for key, value in settings.items()}
+        if note.is_file():
+            if json.loads(note.read_text())["settings"] != asked:
+                sys.exit(f"{note} is of a run with other settings: take another --folder")
+            return
+        begun, load = time.perf_counter(), os.getloadavg()[0]
+        came = work()
+        seconds = time.perf_counter() - begun
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(json.dumps({"settings": asked, "seconds": seconds, "came": came}))
+        common.progress(f"{name}: {came}; {seconds:.0f} s, load {load:.1f} before and {os.getloadavg()[0]:.1f} after")
+
+    def run(self, name: str, start: str | Path, steps: int, *settings: dict[str, Any], **keys: Any) -> Path:
+        """The folder of one run from a checkpoint; keys: of tables, with __ for the dot."""
         values = {
             **self.common,
             "job.name": name,
             "job.dump_folder": self.folder / "runs" / name,
             "model.hf_assets_path": start,
             "training.steps": steps,
-            "eval.interval": 0 if self.quick else max(1, steps // 5),
+            "eval.interval": 0 if self.quick else max(1, steps // 3),
             **{key: value for table in settings for key, value in table.items()},
-            **own,
+            **{key.replace("__", "."): value for key, value in keys.items()},
         }
-        begun = time.perf_counter()
-        done = train({}, values)
-        if done.exit_code:
-            sys.exit(f"{name} was interrupted after {done.version} steps; its folder is {done.folder}")
-        scores = passed(done.folder)
-        shown = f"pass@1 {scores[0]:.3f} → {scores[-1]:.3f}" if scores else "not sampled"
-        common.progress(f"{name}: {done.version} steps, {shown}, {time.perf_counter() - begun:.0f} s")
-        return done
+        latest = self.folder / "runs" / name / "latest"
 
-    def fine_tune(self) -> Run:
-        """From random weights to a policy that solves some of the problems."""
-        if self.quick:
-            return self.run("sft", self.folder / "random", 3, SFT, sft__sample=False)
-        return self.run("sft", self.folder / "random", 3000, SFT, eval__interval=25, eval__stop_at=self.start)
+        def work() -> str:
+            done = train({}, values)
+            if done.exit_code:
+                sys.exit(f"{name} was interrupted after {done.version} steps; its folder is {done.folder}")
+            scores = passed(latest)
+            return f"{done.version} steps, " + (
+                f"pass@1 {scores[0]:.3f} → {scores[-1]:.3f}" if scores else "not sampled"
+            )
 
-    def grpo(self, name: str, start: str, seed: int, **keys: Any) -> Run:
+        self.once(name, values, work)
+        return latest.resolve()
+
+    def fine_tune(self) -> None:
+        """From random weights to a policy that answers as careless people do."""
+        steps, keys = (3, {"sft__sample": False}) if self.quick else (self.arguments.sft_steps, {})
+        tuned = self.run("sft", self.folder / "random", steps, SFT, **keys)
+        self.start = newest_export(str(tuned))
+        self.figures["sft_loss"] = every(tuned, "eval/loss")[-1]
+        if not self.quick:
+            self.figures["greedy_before"] = every(tuned, "eval/greedy")[-1]
+
+    def grpo(self, name: str, seed: int, *settings: dict[str, Any], steps: int = 0) -> Path:
         few = {"training.global_batch_size": 16, "rollout.max_completion_tokens": 16} if self.quick else {}
-        return self.run(name, start, self.steps, GRPO, few, training__seed=seed, **keys)
+        return self.run(name, self.start, steps or self.arguments.steps, GRPO, few, *settings, training__seed=seed)
 
-    def distill(self, start: str, teacher: str) -> Run:
-        """In a fifth of GRPO's steps, whose tokens are as many."""
-        keys = {"job.stage": "distill", "distill.teacher": teacher, "optimizer.lr": 5e-4}
-        return self.run("distill", start, max(2, self.steps // 5), GRPO, keys)
+    def seeds(self) -> None:
+        runs = [self.grpo(f"grpo-{seed}", seed) for seed in range(self.arguments.seeds)]
+        self.curves["GRPO"] = runs
+        scores = [passed(run) for run in runs]
+        gains, after = [one[-1] - one[0] for one in scores], [one[-1] for one in scores]
+        before = [one[0] for one in scores]
+        for name, values in (("grpo_gain", gains), ("pass_before", before), ("pass_after", after)):
+            self.figures[name] = statistics.fmean(values)
+        self.conditions |= {"gain": interval(gains), "tokens trained": trained_tokens(runs[0])}
+        self.conditions |= {f"way of seed {seed}": way(run) for seed, run in enumerate(runs)}
+        self.conditions |= {f"pass@1 of {bar}": reached(runs, bar) for bar in REACHED}
 
-    def trl(self, start: str, seed: int) -> float:
+    def distill(self) -> None:
+        """In a fifth of GRPO's samples."""
+        teacher = max(self.curves["GRPO"], key=lambda run: passed(run)[-1])
+        samples = self.arguments.steps * PROMPTS * GENERATIONS // 5
+        steps = samples // DISTILL["training.global_batch_size"]
+        keys = {"distill__teacher": newest_export(str(teacher))}
+        student = self.run("distill", self.start, steps, GRPO, DISTILL, **keys)
+        self.curves["distillation"] = [student]
+        self.figures["distill_share"] = passed(student)[-1] / passed(teacher)[-1]
+        self.figures["distill_tokens_share"] = trained_tokens(student) / trained_tokens(teacher)
+        self.conditions["way of the student"] = way(student)
+
+    def staleness(self) -> None:
+        ways = {"": {}, " uncorrected": UNCORRECTED} if self.arguments.uncorrected else {"": {}}
+        ends: dict[str, float] = {}
+        for bound, (said, keys) in itertools.product(self.arguments.staleness, ways.items()):
+            name = f"staleness {bound}{said}"
+            run = self.grpo(name.replace(" ", "-"), 0, {"rollout.max_staleness": bound}, keys)
+            lags = every(run, "staleness/mean")
+            # The first batches are of the first version: the lag grows until the bound is reached.
+            settled = lags[bound + 1 :] or lags
+            ends[name] = passed(run)[-1]
+            self.conditions[name] = f"pass@1 {way(run)}; mean staleness {statistics.fmean(settled):.2f} once settled"
+        if {"staleness 0", "staleness 4"} <= ends.keys():
+            self.figures["staleness_4_loss"] = ends["staleness 0"] - ends["staleness 4"]
+        self.points |= {name: [end] for name, end in ends.items()}
+
+    def trl(self) -> None:
+        """A seed of ours and one of TRL's in turn, so that what is there when it is stopped are pairs."""
+        ours: list[Path] = []
+        theirs: list[float] = []
+        rewards: list[float] = []
+        for seed in range(self.arguments.seeds):
+            # TRL samples no other groups in the place of those whose rewards are equal.
+            alike = self.grpo(f"alike-{seed}", seed, {"grpo.drop_zero_variance": False})
+            ours.append(alike)
+            theirs.append(self.train_with_trl(seed))
+            of_steps = statistics.fmean(json.loads((self.folder / f"trl-{seed}-rewards.json").read_text()))
+            rewards.append(statistics.fmean(every(alike, "reward/mean")) - of_steps)
+        self.curves["no group dropped"], self.points["TRL"] = ours, theirs
+        scores = [passed(run)[-1] for run in ours]
+        self.figures["difference_to_trl"] = statistics.fmean(scores) - statistics.fmean(theirs)
+        pairs = [one - other for one, other in zip(scores, theirs, strict=True)]
+        self.conditions |= {"ours": interval(scores), "TRL": interval(theirs), "difference": interval(pairs)}
+        self.conditions["difference of the mean training reward"] = interval(rewards)
+
+    def train_with_trl(self, seed: int) -> float:
         """pass@1 of what TRL makes of the same checkpoint, as our evaluation has it."""
         output = self.folder / f"trl-{seed}"
         options = {
-            "model": start,
+            "model": self.start,
             "rows": str(self.folder / "train.jsonl"),
             "output": str(output),
             "seed": seed,
-            "steps": self.steps,
+            "steps": self.arguments.steps,
             "prompts": PROMPTS,
             "generations": GENERATIONS,
             "minibatches": GRPO["grpo.num_minibatches"],
@@ -141,115 +248,149 @@ class Benchmark:
             "warmup": GRPO["lr_scheduler.warmup_steps"],
         }
         command = [PEERS_PYTHON, HERE / "peers" / "trl_learning.py", json.dumps(options)]
-        common.run(command, TRL_SECONDS, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+
+        def work() -> str:
+            common.run(command, TRL_SECONDS, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+            return f"{options['steps']} steps"
+
+        self.once(f"trl-{seed}", options, work)
         # The evaluation before the first step is enough for it.
-        scored = self.run(f"trl-{seed}-scored", output, 1, SFT, eval__stop_at=1e-9)
-        return passed(scored.folder)[0]
+        scored = self.run(f"trl-{seed}-scored", output, 1, SFT, eval__stop_at=1e-9, eval__greedy=False)
+        return passed(scored)[0]
+
+    def menu(self) -> None:
+        """All with half of the steps, from the same prompts."""
+        for name, keys in MENU.items():
+            run = self.grpo(f"menu-{name}", 0, keys, steps=max(2, self.arguments.steps // 2))
+            self.conditions[f"menu: {name}"] = way(run)
+
+    def draw(self, file: Path) -> None:
+        """pass@1 over steps and tokens, means with an interval of 95 % over the seeds, and over the bound of
+        staleness."""
+        figure = blank_figure(width=10.5, height=3.4)
+        by_step, by_tokens, by_bound = figure.subplots(1, 3, sharey=True)
+        for name, runs in self.curves.items():
+            evaluations = [list(zip(*seeds, strict=True)) for seeds in zip(*map(points, runs), strict=True)]
+            mean = [statistics.fmean(scores) for *_, scores in evaluations]
+            half = [half_interval(scores) for *_, scores in evaluations]
+            steps, tokens = ([statistics.fmean(one[place]) for one in evaluations] for place in (0, 2))
+            for axes, x in ((by_step, steps), (by_tokens, [count / 1000 for count in tokens])):
+                axes.errorbar(x, mean, half, marker="o", markersize=3, capsize=2, label=name)
+        dress(by_step, "Held-out pass@1", "step")
+        dress(by_tokens, "Held-out pass@1", "thousand tokens trained")
+        if theirs := self.points.get("TRL"):
+            by_step.errorbar(
+                [self.arguments.steps], statistics.fmean(theirs), half_interval(theirs),
+                marker="s", markersize=4, capsize=2, ls="", label="TRL",
+            )  # fmt: skip
+        for said, label in (("", "truncated weights"), (" uncorrected", "no correction")):
+            there = [bound for bound in self.arguments.staleness if f"staleness {bound}{said}" in self.points]
+            ends = [self.points[f"staleness {bound}{said}"][0] for bound in there]
+            if there:
+                by_bound.plot(there, ends, marker="o", markersize=4, label=label)
+        dress(by_bound, "pass@1 in the end, one seed", "bound of staleness")
+        for axes in (by_step, by_bound):
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(frameon=False, fontsize=8)
+        write_figure(figure, file, "--figure")
 
 
 def passed(folder: Path) -> list[float]:
     """pass@1 of all evaluations of a run."""
+    return [score for *_, score in points(folder)]
+
+
+def points(folder: Path) -> list[tuple[int, float, float, float]]:
+    """Step, seconds in steps, tokens of trained samples with their prompts, and pass@1, of all evaluations."""
     rows = read_json_lines(folder / "metrics.jsonl")
-    return [row["eval/pass@1"] for row in rows if row.get("eval/pass@1") is not None]
+    seconds = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
+    tokens = itertools.accumulate((row.get("tokens_per_s") or 0.0) * (row.get("time/step_s") or 0.0) for row in rows)
+    return [
+        (row["step"], now, count, row["eval/pass@1"])
+        for row, now, count in zip(rows, seconds, tokens, strict=True)
+        if row.get("eval/pass@1") is not None
+    ]
 
 
-def interval(values: list[float]) -> str:
-    """Mean with an interval of 95 %."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return f"{mean:.3f} (one seed)"
-    half = STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.3f} ± {half:.3f} ({len(values)} seeds)"
+def every(folder: Path, key: str) -> list[float]:
+    """All values of a metric."""
+    return [row[key] for row in read_json_lines(folder / "metrics.jsonl") if row.get(key) is not None]
+
+
+def trained_tokens(folder: Path) -> float:
+    return points(folder)[-1][2]
 
 
 def way(folder: Path) -> str:
     """Seconds in steps and tokens trained until each evaluation, with its pass@1."""
-    rows = read_json_lines(folder / "metrics.jsonl")
-    seconds = itertools.accumulate(row.get("time/step_s") or 0.0 for row in rows)
-    tokens = itertools.accumulate((row.get("tokens_per_s") or 0) * (row.get("time/step_s") or 0) for row in rows)
-    points = [
-        f"{row['eval/pass@1']:.3f} after {now:.0f} s and {count:,.0f} tokens"
-        for row, now, count in zip(rows, seconds, tokens, strict=True)
-        if row.get("eval/pass@1") is not None
-    ]
-    return "; ".join(points)
+    return "; ".join(
+        f"{score:.3f} after {now:.0f} s and {count:,.0f} tokens" for _, now, count, score in points(folder)
+    )
+
+
+def reached(runs: list[Path], bar: float) -> str:
+    """Mean seconds and tokens until the first evaluation with this pass@1."""
+    first = [next((point for point in points(run) if point[3] >= bar), None) for run in runs]
+    there = [point for point in first if point]
+    if not there:
+        return "not reached"
+    seconds, tokens = (statistics.fmean(point[place] for point in there) for place in (1, 2))
+    return f"{seconds:.0f} s, {tokens:,.0f} tokens ({len(there)} of {len(runs)} seeds)"
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half of the interval of 95 % around the mean; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def interval(values: list[float]) -> str:
+    """Mean with an interval of 95 %."""
+    return f"{statistics.fmean(values):.3f} ± {half_interval(values):.3f} ({len(values)} seeds)"
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200, help="of GRPO")
-    parser.add_argument("--start", type=float, default=0.2, help="pass@1 at which fine-tuning ends")
+    parser.add_argument("--sft-steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=30, help="of GRPO")
+    parser.add_argument("--staleness", type=lambda text: [int(one) for one in text.split(",")], default=[0, 4])
+    parser.add_argument("--uncorrected", action="store_true", help="also without off-policy correction")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=0, help="of the trainer; 0 takes what the actor leaves")
-    parser.add_argument("--parts", default="trl,staleness,distill", help="what is run beside GRPO; '' for nothing")
-    parser.add_argument("--folder", type=Path, help="where runs are kept; a fine-tuned policy that is there is taken")
+    parser.add_argument("--parts", default="distill,staleness,trl", help="beside GRPO, in this order; '' for nothing")
+    parser.add_argument("--folder", type=Path, help="where runs are kept; those that have ended are taken")
     parser.add_argument("--figure", type=Path, help="a picture of the runs (.svg or .png)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.steps, arguments.parts = 1, 2, ""
         arguments.layers, arguments.hidden = 2, 64
-    parts = set(filter(None, arguments.parts.split(",")))
+    parts = list(filter(None, arguments.parts.split(",")))
+    if unknown := set(parts) - {"distill", "staleness", "trl", "menu"}:
+        parser.error(f"--parts has no {', '.join(sorted(unknown))}")
     if "trl" in parts and not PEERS_PYTHON.exists():
         common.progress("TRL is not installed (benchmarks/peers/setup.sh): difference_to_trl is left out")
-        parts.discard("trl")
+        parts.remove("trl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        figures, conditions, runs = measure(Benchmark(folder, arguments), arguments.seeds, parts)
+        benchmark = Benchmark(folder, arguments)
+        for part in ("fine_tune", "seeds", *parts):
+            getattr(benchmark, part)()
         if arguments.figure:
-            compare_runs([run.folder for run in runs.values()], arguments.figure, list(runs))
+            benchmark.draw(arguments.figure)
     bars = {
+        "greedy_before": ("<=", 0.40),
         "grpo_gain": (">=", 0.30),
         "difference_to_trl": (">=", -0.02),
         "staleness_4_loss": ("<=", 0.03),
         "distill_share": (">=", 0.95),
+        "distill_tokens_share": ("<=", 0.20),
     }
-    conditions |= {"steps": arguments.steps, "processor": common.processor(), "quick": arguments.quick}
-    common.report("learning", figures, bars, conditions, arguments.json)
-
-
-def measure(
-    benchmark: Benchmark, seeds: int, parts: set[str]
-) -> tuple[dict[str, float], dict[str, Any], dict[str, Run]]:
-    """The figures, under which conditions, and the runs by what a picture calls them."""
-    rows, held_out = (400, 100) if benchmark.quick else (20_000, 400)
-    size = word_problems.make_task(benchmark.folder, rows, held_out, *benchmark.shape)
-    figures: dict[str, float] = {}
-    found = newest_export(str(benchmark.folder / "runs" / "sft" / "latest"))
-    if not (Path(found) / "config.json").is_file():
-        tuned = benchmark.fine_tune()
-        found, figures["sft_loss"] = newest_export(str(tuned.folder)), tuned.metrics["eval/loss"]
-    runs = {f"GRPO, seed {seed}": benchmark.grpo(f"grpo-{seed}", found, seed) for seed in range(seeds)}
-    scores = [passed(run.folder) for run in runs.values()]
-    gains, after = [one[-1] - one[0] for one in scores], [one[-1] for one in scores]
-    before = [one[0] for one in scores]
-    for name, values in (("grpo_gain", gains), ("pass_before", before), ("pass_after", after)):
-        figures[name] = statistics.fmean(values)
-    conditions: dict[str, Any] = {
-        "parameters": size,
-        "gain": interval(gains),
-        "way of seed 0": way(next(iter(runs.values())).folder),
-    }
-    if "trl" in parts:
-        # TRL samples no other groups in the place of those whose rewards are equal.
-        alike = [benchmark.grpo(f"alike-{seed}", found, seed, grpo__drop_zero_variance=False) for seed in range(seeds)]
-        ours, theirs = [passed(run.folder)[-1] for run in alike], [benchmark.trl(found, seed) for seed in range(seeds)]
-        figures["difference_to_trl"] = statistics.fmean(ours) - statistics.fmean(theirs)
-        conditions |= {"ours": interval(ours), "TRL": interval(theirs)}
-    if "staleness" in parts:
-        for staleness in (0, 4):
-            keys = {"rollout__max_staleness": staleness}
-            runs[f"staleness {staleness}"] = benchmark.grpo(f"staleness-{staleness}", found, 0, **keys)
-        fresh, stale = (passed(runs[f"staleness {staleness}"].folder)[-1] for staleness in (0, 4))
-        figures["staleness_4_loss"] = fresh - stale
-    if "distill" in parts:
-        best = max(range(seeds), key=after.__getitem__)
-        teacher = newest_export(str(runs[f"GRPO, seed {best}"].folder))
-        runs["distillation"] = benchmark.distill(found, teacher)
-        figures["distill_share"] = passed(runs["distillation"].folder)[-1] / max(after[best], 1e-9)
-    return figures, conditions, runs
+    said = {"steps": arguments.steps, "processor": common.processor(), "quick": arguments.quick}
+    common.report("learning", benchmark.figures, bars, benchmark.conditions | said, arguments.json)
 
 
 if __name__ == "__main__":

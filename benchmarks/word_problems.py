@@ -1,15 +1,18 @@
 """A task made from code for benchmarks/learning.py: word problems of several steps, a tokenizer and a random Qwen3.
 
 Nothing is downloaded. A grammar writes problems of six kinds with names, things and numbers; an answer works them out
-step by step (34 to 55 tokens) and ends with the result in a box.
+step by step (21 to 55 tokens) and ends with a box. Most answers are those of careless people: their arithmetic is
+right, and a slip makes them wrong.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
@@ -21,115 +24,177 @@ PLACES = ("box", "bag", "basket", "drawer", "row", "shelf")
 PAD, END = "<pad>", "<eos>"
 LONGEST_ANSWER = 96
 
-Problem = tuple[str, list[str], int]
-"""The question, the steps of its answer, and the result"""
+# Of ten worked answers seven are careless, and of those eight have the slip to which their kind of problem tempts.
+CARELESS, TEMPTED = 0.7, 0.8
+
+
+class Step(NamedTuple):
+    """One line of a worked answer: `text` has {} where the calculation stands."""
+
+    text: str
+    left: int
+    sign: str
+    right: int
+
+    @property
+    def result(self) -> int:
+        return CALCULATE[self.sign](self.left, self.right)
+
+    def worked(self) -> str:
+        return self.text.format(f"{self.left} {self.sign} {self.right} = {self.result}")
+
+    def mistaken(self) -> Step:
+        """With the wrong operation, larger number first, and its right result."""
+        sign = {"+": "-", "-": "+", "*": "+", "/": "-"}[self.sign]
+        return Step(self.text, max(self.left, self.right), sign, min(self.left, self.right))
+
+
+CALCULATE: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
+Problem = tuple[str, list[Step]]
+"""The question, and the steps of its answer"""
 
 
 def shopping(dice: random.Random) -> Problem:
     name, thing = dice.choice(NAMES), dice.choice(THINGS)
-    count, price = dice.randint(2, 6), dice.randint(2, 6)
+    count, price = dice.randint(2, 5), dice.randint(2, 5)
     cost = count * price
-    paid = cost + dice.randint(1, 12)
+    paid = cost + dice.randint(1, 9)
     question = (
         f"{name} buys {count} {thing} for {price} euros each and pays with {paid} euros. How many euros are left?"
     )
     steps = [
-        f"The {thing} cost {count} * {price} = {cost} euros.",
-        f"Then {paid} - {cost} = {paid - cost} euros are left.",
+        Step(f"The {thing} cost {{}} euros.", count, "*", price),
+        Step("Then {} euros are left.", paid, "-", cost),
     ]
-    return question, steps, paid - cost
+    return question, steps
 
 
 def giving(dice: random.Random) -> Problem:
     (first, second), thing = dice.sample(NAMES, 2), dice.choice(THINGS)
-    has, gets = dice.randint(3, 20), dice.randint(2, 12)
+    has, gets = dice.randint(3, 15), dice.randint(2, 9)
     both = has + gets
-    gives = dice.randint(2, min(12, both - 1))
+    gives = dice.randint(2, min(9, both - 1))
     question = (
         f"{first} has {has} {thing}, finds {gets} more and gives {gives} of them to {second}. "
         f"How many {thing} has {first} now?"
     )
     steps = [
-        f"With those found {first} has {has} + {gets} = {both} {thing}.",
-        f"After giving {first} has {both} - {gives} = {both - gives} {thing}.",
+        Step(f"With those found {first} has {{}} {thing}.", has, "+", gets),
+        Step(f"After giving {first} has {{}} {thing}.", both, "-", gives),
     ]
-    return question, steps, both - gives
+    return question, steps
 
 
 def storing(dice: random.Random) -> Problem:
     thing, place = dice.choice(THINGS), dice.choice(PLACES)
-    places, each, more = dice.randint(2, 6), dice.randint(2, 6), dice.randint(2, 12)
-    stored = places * each
+    places, each, more = dice.randint(2, 5), dice.randint(2, 5), dice.randint(2, 9)
     question = (
         f"Every {place} holds {each} {thing}. There are {places} of them, and {more} {thing} lie beside. "
         f"How many {thing} are there?"
     )
     steps = [
-        f"In all of them are {places} * {each} = {stored} {thing}.",
-        f"With those beside there are {stored} + {more} = {stored + more} {thing}.",
+        Step(f"In all of them are {{}} {thing}.", places, "*", each),
+        Step(f"With those beside there are {{}} {thing}.", places * each, "+", more),
     ]
-    return question, steps, stored + more
+    return question, steps
 
 
 def sharing(dice: random.Random) -> Problem:
     name, thing = dice.choice(NAMES), dice.choice(THINGS)
-    children, each, lost = dice.randint(2, 6), dice.randint(2, 6), dice.randint(1, 12)
+    children, each, lost = dice.randint(2, 5), dice.randint(2, 5), dice.randint(1, 9)
     shared = children * each
     question = (
         f"{name} had {shared + lost} {thing} and lost {lost}. {children} children share the rest. "
         f"How many {thing} does each of them get?"
     )
     steps = [
-        f"There are {shared + lost} - {lost} = {shared} {thing} to share.",
-        f"Each child gets {shared} / {children} = {each} {thing}.",
+        Step(f"There are {{}} {thing} to share.", shared + lost, "-", lost),
+        Step(f"Each child gets {{}} {thing}.", shared, "/", children),
     ]
-    return question, steps, each
+    return question, steps
 
 
 def comparing(dice: random.Random) -> Problem:
     (first, second), thing = dice.sample(NAMES, 2), dice.choice(THINGS)
-    fewer, more = dice.randint(3, 20), dice.randint(2, 12)
-    larger = fewer + more
+    fewer, more = dice.randint(3, 15), dice.randint(2, 9)
     question = (
         f"{first} has {fewer} {thing} and {second} has {more} more than {first}. "
         f"How many {thing} do they have together?"
     )
     steps = [
-        f"{second} has {fewer} + {more} = {larger} {thing}.",
-        f"Together they have {fewer} + {larger} = {fewer + larger} {thing}.",
+        Step(f"{second} has {{}} {thing}.", fewer, "+", more),
+        Step(f"Together they have {{}} {thing}.", fewer, "+", fewer + more),
     ]
-    return question, steps, fewer + larger
+    return question, steps
 
 
 def travelling(dice: random.Random) -> Problem:
     name = dice.choice(NAMES)
-    hours, speed, walked, back = (dice.randint(2, 6) for _ in range(4))
+    hours, speed, walked, back = dice.randint(2, 5), dice.randint(2, 5), dice.randint(2, 9), dice.randint(2, 5)
     ridden = hours * speed
     question = (
         f"{name} rides {speed} km an hour for {hours} hours, walks {walked} km more and goes {back} km "
         f"back. How far from the start is {name}?"
     )
     steps = [
-        f"Riding makes {hours} * {speed} = {ridden} km.",
-        f"With the walk it is {ridden} + {walked} = {ridden + walked} km.",
-        f"Going back leaves {ridden + walked} - {back} = {ridden + walked - back} km.",
+        Step("Riding makes {} km.", hours, "*", speed),
+        Step("With the walk it is {} km.", ridden, "+", walked),
+        Step("Going back leaves {} km.", ridden + walked, "-", back),
     ]
-    return question, steps, ridden + walked - back
+    return question, steps
 
 
+Answer = tuple[list[Step], int]
+"""The steps that are written down, and what is put into the box"""
+
+
+def stops_early(steps: list[Step]) -> Answer:
+    return steps[:-1], steps[-2].result
+
+
+def wrong_operation(steps: list[Step]) -> Answer:
+    last = steps[-1].mistaken()
+    return [*steps[:-1], last], last.result
+
+
+def wrong_number(steps: list[Step]) -> Answer:
+    """All steps are right, and the number of the last but one is put into the box."""
+    return steps, steps[-2].result
+
+
+SLIPS: tuple[Callable[[list[Step]], Answer], ...] = (stops_early, wrong_operation, wrong_number)
 KINDS: tuple[Callable[[random.Random], Problem], ...] = (shopping, giving, storing, sharing, comparing, travelling)
 
 
+def answer_carelessly(kind: int, steps: list[Step], dice: random.Random) -> Answer:
+    """A wrong answer whose arithmetic is right: mostly with the slip of this kind of problem."""
+    tempting = SLIPS[kind % len(SLIPS)]
+    others = [slip for slip in SLIPS if slip is not tempting]
+    while True:
+        written, boxed = (tempting if dice.random() < TEMPTED else dice.choice(others))(steps)
+        if boxed != steps[-1].result:  # 4 - 2 is 4 / 2
+            return written, boxed
+
+
 def make_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """`count` different problems: rows with prompt, completion and answer."""
+    """`count` different problems: rows with prompt, completion (often careless, see CARELESS) and the right answer."""
     dice = random.Random(f"word problems {seed}")
     rows: dict[str, dict[str, str]] = {}
     while len(rows) < count:
-        question, steps, result = dice.choice(KINDS)(dice)
-        worked = " ".join(steps)
+        kind = dice.randrange(len(KINDS))
+        question, steps = KINDS[kind](dice)
+        result = steps[-1].result
+        careless = dice.random() < CARELESS
+        written, boxed = answer_carelessly(kind, steps, dice) if careless else (steps, result)
+        worked = " ".join(step.worked() for step in written)
         rows[question] = {
             "prompt": f"{question}\n",
-            "completion": f"{worked} The answer is \\boxed{{{result}}}",
+            "completion": f"{worked} The answer is \\boxed{{{boxed}}}",
             "answer": str(result),
         }
     return list(rows.values())

@@ -35,7 +35,7 @@ def main() -> None:
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=options["warmup"] * options["minibatches"],
         scale_rewards="none",
-        logging_steps=10,
+        logging_steps=options["minibatches"],
     )
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     trainer = GRPOTrainer(
@@ -46,6 +46,8 @@ def main() -> None:
         processing_class=tokenizer,
     )
     trainer.train()
+    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    Path(f"{options['output']}-rewards.json").write_text(json.dumps(rewards))
     trainer.model.save_pretrained(options["output"])
     tokenizer.save_pretrained(options["output"])
 
