@@ -104,7 +104,7 @@ class Benchmark:
 
     def __init__(self, folder: Path, arguments: argparse.Namespace):
         self.folder, self.arguments, self.quick = folder, arguments, arguments.quick
-        rows, held_out = (400, 100) if self.quick else (20_000, 400)
+        rows, held_out = (400, 100) if self.quick else (9_000, 400)
         size = word_problems.make_task(folder, rows, held_out, arguments.layers, arguments.hidden)
         self.figures: dict[str, float] = {}
         self.conditions: dict[str, Any] = {"parameters": size}
@@ -162,8 +162,9 @@ class Benchmark:
 
     def fine_tune(self) -> None:
         """From random weights to a policy that answers as careless people do."""
-        steps, keys = (3, {"sft__sample": False}) if self.quick else (self.arguments.sft_steps, {})
-        tuned = self.run("sft", self.folder / "random", steps, SFT, **keys)
+        # No actor works while it trains.
+        keys: dict[str, Any] = {"training__threads": os.cpu_count()} | ({"sft__sample": False} if self.quick else {})
+        tuned = self.run("sft", self.folder / "random", 3 if self.quick else self.arguments.sft_steps, SFT, **keys)
         self.start = newest_export(str(tuned))
         self.figures["sft_loss"] = every(tuned, "eval/loss")[-1]
         if not self.quick:

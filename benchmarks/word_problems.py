@@ -61,9 +61,9 @@ Problem = tuple[str, list[Step]]
 
 def shopping(dice: random.Random) -> Problem:
     name, thing = dice.choice(NAMES), dice.choice(THINGS)
-    count, price = dice.randint(2, 5), dice.randint(2, 5)
+    count, price = dice.randint(2, 4), dice.randint(2, 5)
     cost = count * price
-    paid = cost + dice.randint(1, 9)
+    paid = cost + dice.randint(1, 6)
     question = (
         f"{name} buys {count} {thing} for {price} euros each and pays with {paid} euros. How many euros are left?"
     )
@@ -76,9 +76,9 @@ def shopping(dice: random.Random) -> Problem:
 
 def giving(dice: random.Random) -> Problem:
     (first, second), thing = dice.sample(NAMES, 2), dice.choice(THINGS)
-    has, gets = dice.randint(3, 15), dice.randint(2, 9)
+    has, gets = dice.randint(3, 9), dice.randint(2, 6)
     both = has + gets
-    gives = dice.randint(2, min(9, both - 1))
+    gives = dice.randint(2, min(6, both - 1))
     question = (
         f"{first} has {has} {thing}, finds {gets} more and gives {gives} of them to {second}. "
         f"How many {thing} has {first} now?"
@@ -92,7 +92,7 @@ def giving(dice: random.Random) -> Problem:
 
 def storing(dice: random.Random) -> Problem:
     thing, place = dice.choice(THINGS), dice.choice(PLACES)
-    places, each, more = dice.randint(2, 5), dice.randint(2, 5), dice.randint(2, 9)
+    places, each, more = dice.randint(2, 5), dice.randint(2, 5), dice.randint(2, 6)
     question = (
         f"Every {place} holds {each} {thing}. There are {places} of them, and {more} {thing} lie beside. "
         f"How many {thing} are there?"
@@ -106,7 +106,7 @@ def storing(dice: random.Random) -> Problem:
 
 def sharing(dice: random.Random) -> Problem:
     name, thing = dice.choice(NAMES), dice.choice(THINGS)
-    children, each, lost = dice.randint(2, 5), dice.randint(2, 5), dice.randint(1, 9)
+    children, each, lost = dice.randint(2, 4), dice.randint(2, 5), dice.randint(1, 6)
     shared = children * each
     question = (
         f"{name} had {shared + lost} {thing} and lost {lost}. {children} children share the rest. "
@@ -121,7 +121,7 @@ def sharing(dice: random.Random) -> Problem:
 
 def comparing(dice: random.Random) -> Problem:
     (first, second), thing = dice.sample(NAMES, 2), dice.choice(THINGS)
-    fewer, more = dice.randint(3, 15), dice.randint(2, 9)
+    fewer, more = dice.randint(3, 9), dice.randint(2, 6)
     question = (
         f"{first} has {fewer} {thing} and {second} has {more} more than {first}. "
         f"How many {thing} do they have together?"
@@ -135,7 +135,7 @@ def comparing(dice: random.Random) -> Problem:
 
 def travelling(dice: random.Random) -> Problem:
     name = dice.choice(NAMES)
-    hours, speed, walked, back = dice.randint(2, 5), dice.randint(2, 5), dice.randint(2, 9), dice.randint(2, 5)
+    hours, speed, walked, back = dice.randint(2, 4), dice.randint(2, 5), dice.randint(2, 6), dice.randint(2, 4)
     ridden = hours * speed
     question = (
         f"{name} rides {speed} km an hour for {hours} hours, walks {walked} km more and goes {back} km "
