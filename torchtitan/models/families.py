@@ -210,30 +210,29 @@ def find_family(config: dict[str, Any]) -> Family:
     return family
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of the rotary frequencies (`rope_type: llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Positions are divided by `factor` (`rope_type: linear`)."""
-
-    factor: float
+# What a rope_type says beside theta.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        *("mscale", "mscale_all_dim"),
+    ),
+}
 
 
 @dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023; `rope_type: yarn`)."""
+class Scaling:
+    """What a rope_type makes of the rotary frequencies: of llama3 and of yarn (Peng et al. 2023), or linear, which
+    divides positions by the factor. Each takes the fields that `SCALINGS` lists."""
 
+    rope_type: str
     factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
     """What cosine and sine are multiplied by"""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -244,8 +243,11 @@ class YarnScaling:
     def temperature(self) -> float:
         return _temperature(self.factor, self.mscale_all_dim)
 
-
-Scaling = RopeScaling | LinearScaling | YarnScaling
+    def to_hf_config(self) -> dict[str, Any]:
+        """The rope_parameters of a config.json, theta left out."""
+        return {"rope_type": self.rope_type} | {
+            name: getattr(self, name) for name in SCALINGS[self.rope_type] if name != "mscale"
+        }
 
 
 @dataclass(frozen=True)
@@ -276,41 +278,23 @@ def read_ropes(config: dict[str, Any]) -> tuple[tuple[Rope, Rope | None], float]
     return (whole, None if windowed == whole else windowed), share
 
 
-# What a rope_type says beside theta.
-_SCALINGS = {
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "linear": ("factor",),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
-        *("mscale", "mscale_all_dim"),
-    ),
-}
-
-
 def _rope(parameters: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _SCALINGS:
-        raise UserError(f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(_SCALINGS)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALINGS[kind]}
+    if kind not in SCALINGS:
+        raise UserError(f"rope_type {kind!r} in config.json is not supported; supported: {', '.join(SCALINGS)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *SCALINGS[kind]}
     ignored = [f"{key} = {value!r}" for key, value in parameters.items() if key not in known and value is not None]
     if ignored and kind != "default":
         raise UserError(f"{', '.join(ignored)} in config.json: not honoured for rope_type {kind}")
-    scaling: Scaling | None = None
-    if kind == "llama3":
-        scaling = RopeScaling(*(parameters[name] for name in _SCALINGS[kind]))
-    elif kind == "linear":
-        scaling = LinearScaling(parameters["factor"])
-    elif kind == "yarn":
-        scaling = YarnScaling(
-            parameters["factor"],
-            parameters.get("original_max_position_embeddings") or config["max_position_embeddings"],
-            _attention_factor(parameters),
-            parameters.get("beta_fast") or 32.0,
-            parameters.get("beta_slow") or 1.0,
-            parameters.get("truncate", True),
-            parameters.get("mscale_all_dim") or 0.0,
-        )
+    scaling = None
+    if kind == "yarn":
+        given = {name: parameters[name] for name in SCALINGS[kind] if parameters.get(name) is not None}
+        given |= {"attention_factor": _attention_factor(parameters)}
+        given.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        given.pop("mscale", None)
+        scaling = Scaling(kind, **given)
+    elif kind != "default":
+        scaling = Scaling(kind, **{name: parameters[name] for name in SCALINGS[kind]})
     return Rope(parameters.get("rope_theta") or theta, scaling)
 
 

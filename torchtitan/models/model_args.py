@@ -14,11 +14,8 @@ from torchtitan.models.families import (
     FAMILIES,
     Family,
     Latent,
-    LinearScaling,
     Rope,
-    RopeScaling,
     Scaling,
-    YarnScaling,
     find_family,
     read_latent,
     read_ropes,
@@ -164,7 +161,9 @@ class ModelArgs:
         latent = read_latent(config)
         if latent is not None:
             head_dim, key_heads = latent.unturned + latent.turned, heads
-            warmth = rope.scaling.temperature() if isinstance(rope.scaling, YarnScaling) else 1.0
+            warmth = (
+                rope.scaling.temperature() if rope.scaling is not None and rope.scaling.rope_type == "yarn" else 1.0
+            )
             scale = head_dim**-0.5 * warmth**2
         return cls(
             family=name,
@@ -201,10 +200,7 @@ class ModelArgs:
         eos: int | list[int] | None = list(self.eos_token_ids)
         if len(self.eos_token_ids) <= 1:
             eos = self.eos_token_ids[0] if self.eos_token_ids else None
-        scaling = None
-        if self.rope_scaling is not None:
-            kinds = {RopeScaling: "llama3", LinearScaling: "linear", YarnScaling: "yarn"}
-            scaling = {"rope_type": kinds[type(self.rope_scaling)], **vars(self.rope_scaling)}
+        scaling = None if self.rope_scaling is None else self.rope_scaling.to_hf_config()
         written = {
             "architectures": [self.kind.architecture],
             "model_type": self.family,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.models.families import LinearScaling, Rope, YarnScaling
+from torchtitan.models.families import Rope, Scaling
 from torchtitan.models.model_args import ModelArgs
 
 RotaryTables = tuple[torch.Tensor, torch.Tensor]
@@ -23,11 +23,13 @@ def inverse_frequencies(rope: Rope, width: int, device: str) -> torch.Tensor:
     exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies = 1.0 / (rope.theta**exponent)
     scaling = rope.scaling
-    if isinstance(scaling, LinearScaling):
+    if scaling is None:
+        return frequencies.to(device)
+    if scaling.rope_type == "linear":
         frequencies = frequencies / scaling.factor
-    elif isinstance(scaling, YarnScaling):
+    elif scaling.rope_type == "yarn":
         frequencies = _yarn(frequencies, rope.theta, scaling, width)
-    elif scaling is not None:
+    else:
         low = scaling.original_max_position_embeddings / scaling.low_freq_factor
         high = scaling.original_max_position_embeddings / scaling.high_freq_factor
         wavelength = 2 * math.pi / frequencies
@@ -40,7 +42,7 @@ def inverse_frequencies(rope: Rope, width: int, device: str) -> torch.Tensor:
     return frequencies.to(device)
 
 
-def _yarn(frequencies: torch.Tensor, theta: float, scaling: YarnScaling, width: int) -> torch.Tensor:
+def _yarn(frequencies: torch.Tensor, theta: float, scaling: Scaling, width: int) -> torch.Tensor:
     """Frequencies that turn often within the original context stay, slow ones are divided (Peng et al. 2023, 3.2)."""
 
     def place(turns: float) -> float:
@@ -66,7 +68,7 @@ def rotary_tables(args: ModelArgs, positions: torch.Tensor, dtype: torch.dtype) 
     for rope in args.ropes:
         angles = positions.float()[:, None] * inverse_frequencies(rope, width, str(positions.device))[None, :]
         cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]
-        if isinstance(rope.scaling, YarnScaling):
+        if rope.scaling is not None and rope.scaling.attention_factor != 1.0:
             cosine, sine = cosine * rope.scaling.attention_factor, sine * rope.scaling.attention_factor
         tables.append((torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)))
     return tables

@@ -20,7 +20,7 @@ from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models import export_policy, load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.families import FAMILIES, Rope, RopeScaling, read_ropes
+from torchtitan.models.families import FAMILIES, Rope, Scaling, read_ropes
 from torchtitan.models.model_args import ModelArgs, read_model_args
 from torchtitan.models.rotary import inverse_frequencies, rotary_tables
 
@@ -193,7 +193,7 @@ def test_scaled_positions_are_those_of_transformers(parameters: dict[str, Any], 
 
 
 def test_tables_of_rotary_positions() -> None:
-    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
+    scaling = Scaling("llama3", 8.0, 64)
     args = ModelArgs("gemma3_text", 8, 16, 8, 2, 2, 2, 8, rope_scaling=scaling, sliding_rope=Rope(100.0))
     (_, _), (cosine, sine) = rotary_tables(args, torch.tensor([3]), torch.float64)
     angle = 3 * 100.0 ** (-2 / 8)
