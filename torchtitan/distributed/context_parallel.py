@@ -13,40 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed import distributed_c10d
-
-
-def _exchange(x: torch.Tensor, to_heads: bool, ranks: int, group: str) -> torch.Tensor:
-    if to_heads:
-        send = x.unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()
-    else:
-        send = x.unflatten(0, (ranks, -1)).contiguous()
-    got = torch.empty_like(send)
-    ranks_of = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
-    dist.all_to_all_single(got, send, group=ranks_of)
-    return got.flatten(0, 1) if to_heads else got.movedim(0, 1).flatten(1, 2).contiguous()
-
-
-def _exchanged_shape(x: torch.Tensor, to_heads: bool, ranks: int, group: str) -> torch.Tensor:
-    tokens, heads, *rest = x.shape
-    return x.new_empty((tokens * ranks, heads // ranks, *rest) if to_heads else (tokens // ranks, heads * ranks, *rest))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, *ctx.settings = inputs
-
-
-def _back(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    to_heads, ranks, group = ctx.settings
-    return torch.ops.torchtitan.exchange_heads(gradient, not to_heads, ranks, group), None, None, None
-
-
-# The exchange is an operator, so that compiled graphs hold it as one node.
-_library = torch.library.Library("torchtitan", "FRAGMENT")
-_library.define("exchange_heads(Tensor x, bool to_heads, int ranks, str group) -> Tensor")
-_library.impl("exchange_heads", _exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("torchtitan::exchange_heads", _exchanged_shape, lib=_library)
-torch.library.register_autograd("torchtitan::exchange_heads", _back, setup_context=_keep, lib=_library)
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 
 class _Gather(torch.autograd.Function):
@@ -70,7 +37,6 @@ class ContextParallel:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.name = group.group_name
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def part(self, tokens: int) -> slice:
@@ -90,11 +56,13 @@ class ContextParallel:
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens of this rank, heads, D] -> [all tokens, heads of this rank, D]."""
-        return torch.ops.torchtitan.exchange_heads(x, True, self.ranks, self.name)
+        parts = x.unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+        return all_to_all_single_autograd(parts, None, None, self.group).flatten(0, 1)
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The way back."""
-        return torch.ops.torchtitan.exchange_heads(x, False, self.ranks, self.name)
+        parts = x.unflatten(0, (self.ranks, -1)).contiguous()
+        return all_to_all_single_autograd(parts, None, None, self.group).movedim(0, 1).flatten(1, 2)
 
 
 class ContextAttention:
