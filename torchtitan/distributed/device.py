@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import queue
 import random
 import re
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -231,36 +231,19 @@ class SideStream(Protocol):
         """Queue `work` behind everything that the compute stream has been given so far."""
 
 
-class _Reached:
-    """Nothing was given yet."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def hold(self) -> None:
-        pass
-
-
 class _CpuFence:
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._error: BaseException | None = None
-
-    def reach(self, error: BaseException | None) -> None:
-        self._error = error
-        self._reached.set()
+    def __init__(self, work: Future[None]):
+        self._work = work
 
     def done(self) -> bool:
-        return self._reached.is_set() and self._error is None
+        return self._work.done() and self._work.exception() is None
 
     def wait(self) -> None:
-        if not self._reached.wait(_CPU_WORK_SECONDS):
+        _, late = futures_wait([self._work], _CPU_WORK_SECONDS)
+        if late:
             raise RuntimeError(f"work beside the computation did not end within {_CPU_WORK_SECONDS:g} s")
-        if self._error is not None:
-            raise RuntimeError("work beside the computation has failed") from self._error
+        if error := self._work.exception():
+            raise RuntimeError("work beside the computation has failed") from error
 
     # A CPU has no queue of work that could wait for the fence: this thread, which computes, has to.
     hold = wait
@@ -270,24 +253,10 @@ class _CpuStream:
     """A thread: its copies run beside the calling thread's computation."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], None], _CpuFence]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="side-stream", daemon=True).start()
+        self._thread = ThreadPoolExecutor(1, "side-stream")
 
     def run(self, work: Callable[[], None]) -> Fence:
-        fence = _CpuFence()
-        self._work.put((work, fence))
-        return fence
-
-    def _run(self) -> None:
-        while True:
-            work, fence = self._work.get()
-            try:
-                work()
-                fence.reach(None)
-            except Exception as error:
-                fence.reach(error)  # raised where it is waited for
-            # Until the next one comes nothing may keep the tensors of this one alive.
-            del work, fence
+        return _CpuFence(self._thread.submit(work))
 
 
 class _CudaFence:
@@ -319,7 +288,10 @@ class _CudaStream:
         return _CudaFence(event)
 
 
-REACHED: Fence = _Reached()
+_NOTHING = Future[None]()
+_NOTHING.set_result(None)
+REACHED: Fence = _CpuFence(_NOTHING)
+"""Nothing was given yet"""
 
 
 def use(where: torch.device) -> None:
