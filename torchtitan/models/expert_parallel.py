@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.moe import MoE
 
@@ -108,15 +107,10 @@ class ExpertExchange:
 
 
 def apply_expert_parallelism(policy: Decoder, dims: ParallelDims, compiled: bool) -> None:
-    """Give every rank of `ep` its experts. compiled: layers will be, which the exchange has no part in.
-
-    Raises UserError where the degree does not divide the experts.
-    """
+    """Give every rank of `ep`, which divide the experts, its share. compiled: layers will be, which the exchange has no
+    part in."""
     for mixture in mixtures(policy):
         experts = mixture.experts
-        if experts.count % dims.ep:
-            text = f"does not divide the model's {experts.count} experts"
-            raise UserError(f"parallelism.expert_parallel_degree = {dims.ep} {text}")
         for module in experts.modules():
             for name, stack in list(module.named_parameters(recurse=False)):
                 part = distribute_tensor(stack.detach(), dims.expert_mesh["ep"], [Shard(0)])

@@ -27,7 +27,6 @@ from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.device import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import local_region
-from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.expert_parallel import apply_expert_parallelism, keep_choice, mixture_plan, shard_experts
@@ -145,8 +144,8 @@ def _compiled(forward: Callable[..., torch.Tensor], backend: str, whole: bool) -
 
 
 def apply_tensor_parallelism(policy: Decoder, mesh: DeviceMesh) -> None:
-    """Shard every layer over `mesh`; between layers the pack's tokens are sharded (sequence parallelism)."""
-    _check_divisible(policy.args, mesh.size())
+    """Shard every layer over `mesh`; between layers the pack's tokens are sharded (sequence parallelism). Which models
+    and degrees there are preflight/model.py says."""
     plan: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
         "model.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
@@ -274,18 +273,3 @@ def reduce_gradients(policy: Decoder, reduce: bool) -> None:
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     # setattr: to mypy a method is not assignable.
     setattr(module, "forward", forward)  # noqa: B010
-
-
-def _check_divisible(args: ModelArgs, degree: int) -> None:
-    if args.undivided:
-        text = f"is not there for {args.family}, which has {args.undivided}"
-        raise UserError(f"parallelism.tensor_parallel_degree = {degree} {text}")
-    names = ["num_attention_heads", "num_key_value_heads"] + ["intermediate_size"] * bool(args.dense_layers)
-    for name in names:
-        size = getattr(args, name)
-        if size % degree:
-            raise UserError(f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {name} {size}")
-    # Parts are rounded up, so the last rank may be left with none.
-    if -(-args.vocab_size // degree) * (degree - 1) >= args.vocab_size:
-        text = f"leaves a rank without a part of the vocabulary of {args.vocab_size} tokens"
-        raise UserError(f"parallelism.tensor_parallel_degree = {degree} {text}")

@@ -149,6 +149,10 @@ def _check_shape(check: Check, args: ModelArgs) -> None:
     check.refuse("parallelism.tensor_parallel_degree", undivided, text)
     text = f"must be 1 for {args.family}, which has {args.undivided}"
     check.refuse("parallelism.tensor_parallel_degree", degree > 1 and args.undivided, text)
+    # Parts are rounded up, so the last rank may be left with none.
+    text = f"leaves a rank without a part of the model's vocabulary of {args.vocab_size} tokens"
+    too_many = -(-args.vocab_size // degree) * (degree - 1) >= args.vocab_size
+    check.refuse("parallelism.tensor_parallel_degree", too_many, text)
     text = f"must be at most the model's max_position_embeddings = {args.max_position_embeddings}"
     check.refuse("training.seq_len", config.training.seq_len > args.max_position_embeddings, text)
     if lora.rank:
