@@ -253,6 +253,14 @@ class Decoder(nn.Module):
         self.lm_head.softcap, self.lm_head.divisor = args.logit_softcap, args.logit_divisor
         self.tie_weights()
 
+    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(function, recurse)
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                # A router's bias moves in steps too small for half precision.
+                module._buffers[name] = buffer.float() if buffer.is_floating_point() else buffer
+        return self
+
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, from the embedding on."""

@@ -75,20 +75,15 @@ class FusedGateUp:
 
 def _blocks(policy: Decoder) -> list[Attention | MLP]:
     """What can run with fused projections."""
-    return [module for module in policy.model.modules() if isinstance(module, Attention | MLP) and _apart(module)]
-
-
-def _apart(block: Attention | MLP) -> bool:
-    """Whether its projections are separate, with nothing between product and heads or activation."""
-    if isinstance(block, Attention):
-        return block.joint_sizes is None and not block.whole_norm
-    return not block.joint and block.down_proj.bias is None
+    return [module for module in policy.model.modules() if isinstance(module, Attention | MLP) and _joined(module)]
 
 
 def _joined(block: Attention | MLP) -> list[nn.Linear]:
+    """Projections that one product may stand for: separate ones, with nothing between it and heads or activation."""
     if isinstance(block, Attention):
-        return [block.q_proj, block.k_proj, block.v_proj]
-    return [block.gate_proj, block.up_proj]
+        apart = block.joint_sizes is None and not block.whole_norm
+        return [block.q_proj, block.k_proj, block.v_proj] if apart else []
+    return [] if block.joint or block.down_proj.bias is not None else [block.gate_proj, block.up_proj]
 
 
 def _fuse(block: Attention | MLP) -> None:
@@ -152,12 +147,10 @@ def fuse_again(policy: Decoder, fused: list[bool]) -> None:
 @contextmanager
 def separate_projections(policy: Decoder) -> Iterator[None]:
     """Run `policy` with the trainer's own products inside the block."""
-    blocks = _blocks(policy)
-    fused = [block.fused for block in blocks]
-    for block in blocks:
-        block.fused = None
+    fused = [(block, block.fused) for block in _blocks(policy)]
+    take_apart(policy)
     try:
         yield
     finally:
-        for block, function in zip(blocks, fused, strict=True):
+        for block, function in fused:
             block.fused = function

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,19 +36,10 @@ def expert_rows(sizes: InvariantSizes, device: torch.device) -> int:
     return GPU_ROWS if device.type == "cuda" else sizes.rows
 
 
-class _Sigmoid(torch.autograd.Function):
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     """As swiglu has it: with operations that treat all numbers alike, wherever in the batch they lie."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        result = torch.neg(x).exp_().add_(1.0).reciprocal_()
-        ctx.save_for_backward(result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (result,) = ctx.saved_tensors
-        return gradient * result * (1.0 - result)
+    # Without a bound the gradient of an exponential that overflows is not a number.
+    return (x.clamp(min=-80).neg().exp() + 1.0).reciprocal()
 
 
 class Router(nn.Module):
@@ -62,15 +53,8 @@ class Router(nn.Module):
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.count, hidden_size))
         self.register_parameter("bias", nn.Parameter(torch.empty(args.count)) if args.stacked else None)
-        # A buffer: it has no gradient. It is loaded, saved and sent as parameters are.
+        # A buffer: it has no gradient. It is loaded, saved and sent as parameters are, and stays fp32 (Decoder._apply).
         self.register_buffer("e_score_correction_bias", torch.zeros(args.count) if args.bias else None)
-
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        super()._apply(function, recurse)
-        if self.e_score_correction_bias is not None:
-            # The bias stays fp32 whatever the model computes in: it moves in steps too small for half precision.
-            self.e_score_correction_bias = self.e_score_correction_bias.float()
-        return self
 
     def forward(self, x: torch.Tensor, routes: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H] -> (experts [T, k] int64, their weights [T, k] like x).
@@ -86,7 +70,7 @@ class Router(nn.Module):
             # Tensor-parallel ranks route different tokens: their gradients add up.
             weight = weight.to_local(grad_placements=[Partial()])
         if args.score == "sigmoid":
-            scores = _Sigmoid.apply(F.linear(x.float(), weight.float()))
+            scores = _sigmoid(F.linear(x.float(), weight.float()))
         elif args.score == "softmax_of_chosen":
             scores = F.linear(x, weight, self.bias).float()
         else:
@@ -182,14 +166,9 @@ class _Combine(torch.autograd.Function):
         return by_rows, None, None, (taken * gradient[:, None]).sum(-1)
 
 
-class Exchange(Protocol):
-    """How rows reach experts that other ranks have; see expert_parallel.py."""
-
-    def __call__(
-        self, rows: torch.Tensor, counts: torch.Tensor, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """rows [R, H] in the order of all experts, counts [E] of them -> what compute(rows, experts) makes of each
-        where its expert is."""
+# How rows reach experts that other ranks have, see expert_parallel.py: rows [R, H] in the order of all experts, counts
+# [E] of them -> what compute(rows, experts) makes of each where its expert is.
+Exchange = Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], torch.Tensor]
 
 
 # torch's own grouped_mm computes exactly these products, one per expert over rows that lie expert by expert. But its
@@ -322,7 +301,7 @@ class StackedExperts(Experts):
 
         both = project(rows, self.gate_up_proj, self.gate_up_proj_bias)
         gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
-        activated = (up + 1) * gate * _Sigmoid.apply(self.alpha * gate)
+        activated = swiglu(self.alpha * gate, (up + 1) / self.alpha)
         return project(activated, self.down_proj, self.down_proj_bias)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,15 +72,6 @@ class TransformersPolicy(Decoder):
         object.__setattr__(self, "hf", hf)
         self.tie_weights()
         self._files = {name: _names_in_files(hf, name, tensor) for name, tensor in self.state_dict().items()}
-
-    def _apply(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        super()._apply(function, recurse)
-        for module in self.modules():
-            # A router's bias moves in steps too small for half precision.
-            module._buffers |= {
-                n: b.float() for n, b in module._buffers.items() if b is not None and b.is_floating_point()
-            }
-        return self
 
     def train(self, mode: bool = True) -> TransformersPolicy:
         """Whether adapters drop something. transformers' own modules never do, as in engines."""
