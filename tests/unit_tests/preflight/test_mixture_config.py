@@ -64,6 +64,12 @@ def test_what_does_not_fit_is_refused(
     assert (problem in said) if problem else not said, said
 
 
+def test_a_vocabulary_that_leaves_a_rank_without_a_part_is_refused(tmp_path: Path) -> None:
+    args = replace(ARGS, vocab_size=5)
+    assert "leaves a rank without a part of the model's vocabulary of 5" in _problems(tmp_path, args, 4, {}, **{TP: 4})
+    assert "leaves a rank" not in _problems(tmp_path, args, 2, {}, **{TP: 2})
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
 def test_experts_that_peft_does_not_adapt_are_refused_by_name(family: str, tmp_path: Path) -> None:
     experts = ExpertArgs(12, 2, 40, shared_intermediate_size=40, stacked=family == "gpt_oss")
