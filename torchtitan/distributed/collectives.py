@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,20 +23,24 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def gather_parts(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """x [n, ...] of every rank of the group, whose n are the sizes."""
+    padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (max(*sizes, 1) - len(x),)).contiguous()
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _gather_uneven(x: torch.Tensor) -> list[torch.Tensor]:
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
+    sizes[dist.get_rank()] = len(x)
+    dist.all_reduce(sizes)
+    return gather_parts(x, sizes.tolist())
+
+
 def gather_values(values: torch.Tensor) -> torch.Tensor:
     """The values [n] of all ranks, one after another; n may differ from rank to rank."""
-    if not dist.is_initialized():
-        return values
-    ranks = dist.get_world_size()
-    counts = torch.zeros(ranks, dtype=torch.int64, device=values.device)
-    counts[dist.get_rank()] = len(values)
-    dist.all_reduce(counts)
-    longest = int(counts.max())
-    padded = values.new_zeros(longest)
-    padded[: len(values)] = values
-    gathered = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(gathered, padded)
-    return torch.cat([one[:count] for one, count in zip(gathered, counts.tolist(), strict=True)])
+    return torch.cat(_gather_uneven(values)) if dist.is_initialized() else values
 
 
 def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
@@ -61,21 +67,9 @@ def gather_bytes(data: bytes) -> list[bytes] | None:
     """The bytes of all ranks, in their order, on rank 0; None on the others. Nothing is unpickled."""
     if not dist.is_initialized():
         return [data]
-    ranks, rank = dist.get_world_size(), dist.get_rank()
     # Tensors are on the CPU: gloo carries them, also beside NCCL.
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64))
-    longest = max(int(length) for length in lengths)
-    if longest == 0:
-        return [b""] * ranks if rank == 0 else None
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in range(ranks)] if rank == 0 else None
-    dist.gather(padded, gathered)
-    if gathered is None:
-        return None
-    return [one[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]
+    parts = _gather_uneven(torch.from_numpy(numpy.frombuffer(bytearray(data), numpy.uint8)))
+    return [part.numpy().tobytes() for part in parts] if dist.get_rank() == 0 else None
 
 
 @torch.no_grad()

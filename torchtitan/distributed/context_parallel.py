@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from torchtitan.distributed.collectives import gather_parts
+
 
 class _Gather(torch.autograd.Function):
     """x [n_i, ...] of every rank, one after another. A rank's gradient is its own: all do the same with the result."""
@@ -22,10 +24,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (max(sizes) - len(x),)).contiguous()
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return torch.cat(gather_parts(x, sizes, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -194,9 +194,7 @@ def _stage(
         raise UserError(f"{directory}: holds files but no config.json; an export replaces only a checkpoint directory")
     if assets_from is not None and not Path(assets_from).is_dir():
         raise UserError(f"{assets_from}: no such directory to copy tokenizer files from")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
-    os.chmod(staging, 0o755)
+    staging = staging_folder(directory)
     if directory.is_dir():
         for entry in directory.iterdir():
             if entry.suffix == ".safetensors" or entry.name in ("config.json", INDEX_FILE):
@@ -218,6 +216,14 @@ def _stage(
         weight_map = {part: file for file, names in plan.items() for name in names for part, _ in parts(name)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return staging
+
+
+def staging_folder(directory: Path) -> Path:
+    """A hidden folder beside `directory`, for `publish_folder`."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
+    os.chmod(staging, 0o755)
     return staging
 
 

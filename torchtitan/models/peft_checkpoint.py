@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import Place, copy_full_, full_tensor, held_part, part_of
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import Written, publish_folder
+from torchtitan.models.hf_checkpoint import Written, publish_folder, staging_folder
 from torchtitan.models.lora import adapted_modules
 from torchtitan.models.low_rank import FACTOR_A
 
@@ -99,10 +97,8 @@ def _config(policy: Decoder, base_model: str) -> dict[str, Any]:
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent.resolve()))
+    staging = staging_folder(directory)
     try:
-        os.chmod(staging, 0o755)
         (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, staging / WEIGHTS_FILE, metadata={"format": "pt"})
         publish_folder(staging, directory)
