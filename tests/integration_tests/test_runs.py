@@ -222,9 +222,12 @@ def test_actors_sleep_while_the_trainer_trains(
         assert row["time/sleep_s"] > 0 and row["time/wake_s"] > 0 and row["staleness/max"] == 0
         assert row["time/sleep_s"] + row["time/wake_s"] < row["time/step_s"]
         assert row["weight_sync/versions_skipped"] == 0
-        assert {row[f"weight_sync/actor-{i}/version"] for i in (0, 1)} == {row["policy_version"]}
+        # On a busy machine one of them may join late.
+        versions = [row.get(f"weight_sync/actor-{i}/version") for i in (0, 1)]
+        assert set(versions) - {None} == {row["policy_version"]}
         # Sampled right after waking, with the weights that the trainer still had.
         assert row["mismatch_kl/same_version"] < 1e-6
+    assert None not in versions
     assert [row["eval/version"] for row in run.rows() if "eval/version" in row] == [0, 2, 4]
     for kind in ("actor_evicted", "actor_stays_awake", "actor_stays_asleep", "evaluation_missing"):
         assert not run.events(kind)
