@@ -25,22 +25,27 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_parts(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """x [n, ...] of every rank of the group, whose n are the sizes."""
-    padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (max(*sizes, 1) - len(x),)).contiguous()
+    padded = _padded(x, sizes)
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def _gather_uneven(x: torch.Tensor) -> list[torch.Tensor]:
+def _padded(x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    return F.pad(x, (0,) * (2 * x.dim() - 1) + (max(*sizes, 1) - len(x),)).contiguous()
+
+
+def _sizes(x: torch.Tensor) -> list[int]:
+    """How many rows every rank has."""
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
     sizes[dist.get_rank()] = len(x)
     dist.all_reduce(sizes)
-    return gather_parts(x, sizes.tolist())
+    return sizes.tolist()
 
 
 def gather_values(values: torch.Tensor) -> torch.Tensor:
     """The values [n] of all ranks, one after another; n may differ from rank to rank."""
-    return torch.cat(_gather_uneven(values)) if dist.is_initialized() else values
+    return torch.cat(gather_parts(values, _sizes(values))) if dist.is_initialized() else values
 
 
 def broadcast_bytes(data: bytes | None, src: int = 0) -> bytes:
@@ -67,9 +72,13 @@ def gather_bytes(data: bytes) -> list[bytes] | None:
     """The bytes of all ranks, in their order, on rank 0; None on the others. Nothing is unpickled."""
     if not dist.is_initialized():
         return [data]
-    # Tensors are on the CPU: gloo carries them, also beside NCCL.
-    parts = _gather_uneven(torch.from_numpy(numpy.frombuffer(bytearray(data), numpy.uint8)))
-    return [part.numpy().tobytes() for part in parts] if dist.get_rank() == 0 else None
+    # Tensors are on the CPU: gloo carries them, also beside NCCL. Other ranks have no use for so many bytes.
+    content = torch.from_numpy(numpy.frombuffer(bytearray(data), numpy.uint8))
+    sizes = _sizes(content)
+    padded = _padded(content, sizes)
+    parts = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(padded, parts)
+    return None if parts is None else [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
 @torch.no_grad()
