@@ -157,9 +157,10 @@ def _serve() -> None:
     """Jobs come as lines of JSON, and so do answers go; what else is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    # Here, and so once for all ranks and runs: what sharded models import when they are made, and each job's module.
+    importlib.import_module("torch._dynamo")
     for line in sys.stdin:
         job = json.loads(line)
-        # Here, and so once for all ranks and runs.
         importlib.import_module(job["function"].partition(":")[0])
         print(json.dumps(_run_ranks(job)), file=answers, flush=True)
 
