@@ -22,9 +22,9 @@ from torchtitan.config.values import (
     Positive,
     Share,
     ShareAboveZero,
-    nearest,
 )
 from torchtitan.errors import ConfigError
+from torchtitan.utils.loading import nearest
 
 PREFIX = "weight_sync."
 """Of the keys of that table"""

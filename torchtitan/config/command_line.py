@@ -9,7 +9,7 @@ from torchtitan.config.draft import GONE_KEYS, Draft, nearest_key
 from torchtitan.config.job_config import free_table, known_keys
 from torchtitan.config.reference import help_text
 from torchtitan.config.toml import value_of_words
-from torchtitan.config.values import nearest
+from torchtitan.utils.loading import nearest
 
 PLACE = "command line"
 

@@ -18,7 +18,8 @@ from torchtitan.config.derived import device_defaults
 from torchtitan.config.engines import PREFIX, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.toml import read_toml, show
-from torchtitan.config.values import OPTIONS, RULE, nearest
+from torchtitan.config.values import OPTIONS, RULE
+from torchtitan.utils.loading import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.values import is_free, nearest
+from torchtitan.config.values import is_free
+from torchtitan.utils.loading import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,17 +8,18 @@ Combinations of keys are checked in torchtitan/preflight.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from torchtitan.utils.loading import nearest
 
 # Nothing but an integer where a number is asked for is converted; the string under a field documents it.
 TABLE = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
@@ -110,12 +111,6 @@ def is_free(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(is_free, value))
     return isinstance(value, (str, int, float))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (nearest: …)` with the known name most like `name`, or an empty string where none is alike."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (nearest: {close[0]})" if close else ""
 
 
 def _is_inside_run_folder(name: str) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
-from torchtitan.config.values import nearest
 from torchtitan.rollout.rewards import BUILTIN
+from torchtitan.utils.loading import nearest
 
 
 @dataclass

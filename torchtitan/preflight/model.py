@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchtitan.config.derived import has_engines, ranks_per_pack, shard_degree
 from torchtitan.config.toml import show
-from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
 from torchtitan.models.flavors import FLAVORS
 from torchtitan.models.foreign_args import ForeignArgs
@@ -21,6 +20,7 @@ from torchtitan.models.shape import (
     read_shape,
 )
 from torchtitan.preflight.check import Check
+from torchtitan.utils.loading import nearest
 
 KEY = "model.hf_assets_path"
 

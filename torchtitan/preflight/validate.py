@@ -29,7 +29,6 @@ from torchtitan.config.derived import (
 from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
-from torchtitan.config.values import nearest
 from torchtitan.errors import UserError
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
@@ -39,6 +38,7 @@ from torchtitan.rollout.agents.worker import FUNCTION
 from torchtitan.rollout.datasets import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import isolation_command
+from torchtitan.utils.loading import nearest
 from torchtitan.weight_sync.faults import Fault, FaultError
 
 FILE_ENDINGS = (".jsonl", ".parquet")

@@ -1,4 +1,4 @@
-"""Functions and classes of the user by their names."""
+"""Functions and classes of the user by their names, and what a name that is not known may have meant."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def load_object(name: str, what: str) -> Callable[..., Any]:
     if not callable(found):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         problem = "has no" if found is None else "has something that is not a function under the name"
-        raise UserError(f"{what} {name!r}: {module_name} {problem} {object_name!r}{did_you_mean(object_name, known)}")
+        raise UserError(f"{what} {name!r}: {module_name} {problem} {object_name!r}{nearest(object_name, known)}")
     return found
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names as part of a message, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (nearest: …)` with the known name most like `name`, or an empty string where none is alike."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (nearest: {close[0]})" if close else ""

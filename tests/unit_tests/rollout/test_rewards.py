@@ -279,10 +279,10 @@ def test_every_built_in_takes_any_column_and_some_need_an_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("acuracy", "did you mean 'accuracy'"),
+        ("acuracy", "nearest: accuracy"),
         ("nonsense", "must be one of accuracy"),
         ("no.such.module:reward", "no.such.module"),
-        ("torchtitan.rollout.rewards.builtin:aritmetic", "did you mean 'arithmetic'"),
+        ("torchtitan.rollout.rewards.builtin:aritmetic", "nearest: arithmetic"),
         ("torchtitan.rollout.rewards.builtin:PARTIAL_CREDIT", "not a function"),
         ("torchtitan.rollout.rewards.builtin:", "unknown reward function"),
     ],

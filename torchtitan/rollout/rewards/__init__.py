@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.utils.loading import did_you_mean, load_object
+from torchtitan.utils.loading import load_object, nearest
 
 BUILTIN: dict[str, str] = {
     "accuracy": "torchtitan.rollout.rewards.builtin:accuracy",
@@ -40,7 +40,7 @@ def load_reward(name: str) -> Callable[..., Any]:
     name_of = BUILTIN.get(name, name)
     if not all(name_of.partition(":")):
         raise UserError(
-            f"unknown reward function {name!r}{did_you_mean(name, BUILTIN)}: it must be one of "
+            f"unknown reward function {name!r}{nearest(name, BUILTIN)}: it must be one of "
             f"{', '.join(BUILTIN)}, or `package.module:function`"
         )
     return load_object(name_of, "reward function")
