@@ -32,7 +32,7 @@ INTERVAL_S = 1.0
 PROBE_S = 5.0
 # A server that ends closes its port first, and is gone soon. One whose engine has died may wait for ever for requests
 # that get no answer any more (vLLM 0.32: "Waiting for background tasks to complete").
-ENDING_S = 20.0
+ENDING_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.1
 
