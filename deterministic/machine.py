@@ -200,7 +200,7 @@ class SimRuntime:
         return lambda: self._machine.listeners.pop(where, None) and None
 
     def dial(
-        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
     ) -> Callable[[], None]:
         machine, caller = self._machine, self._process
         over: list[bool] = []
@@ -233,11 +233,11 @@ class SimRuntime:
                         settle(lambda: on_open(mine))
 
                 # First of all that comes to each end.
-                mine.arrives(0.0, opened)
-                other.arrives(0.0, lambda: accept(other))
+                for end, what in ((mine, opened), (other, lambda: accept(other))):
+                    end.inbox.append(what)
+                    machine.at(0.0, end.process, end.receive, MESSAGE)
 
         machine.at(latency, None, arrive)
-        machine.at(timeout, caller, lambda: settle(lambda: on_failure(f"{address} did not answer")))
         return cancel
 
 
@@ -250,7 +250,8 @@ class SimChannel(Channel):
         self.machine = process.machine
         self.peer: SimChannel
         self._out: deque[tuple[Message, memoryview | None, Callback | None]] = deque()
-        self._inbox: deque[Message | Callback] = deque()
+        self.inbox: deque[Message | Callback] = deque()
+        """What is on its way to this end: messages, and what else is to happen"""
         self._carrying: Timer | None = None
         self.stalled: Callback | None = None
         self._broken = False
@@ -302,15 +303,12 @@ class SimChannel(Channel):
         if self.process.cut_off or self.peer.process.cut_off:
             self.break_silently()
         if not self._broken:
-            self.peer.arrives(self.latency, what)
+            self.peer.inbox.append(what)
+            self.machine.at(self.latency, self.peer.process, self.peer.receive, MESSAGE)
 
-    def arrives(self, seconds: float, what: Message | Callback) -> None:
-        """In so many seconds, and after all that came before: a message, or what else happens then."""
-        self._inbox.append(what)
-        self.machine.at(seconds, self.process, self._receive, MESSAGE)
-
-    def _receive(self) -> None:
-        what = self._inbox.popleft()
+    def receive(self) -> None:
+        """The next one is here."""
+        what = self.inbox.popleft()
         if self.closed:
             return
         try:

@@ -107,14 +107,14 @@ def test_a_worker_that_dies_half_done_with_applying_poisons_until_all_have_a_ver
         job.publish()
         wait_for(lambda: all({"begun": 1} in group.log(number) for number in range(WORKERS)), "both apply")
         group.kill(0)
-        wait_for(lambda: group.leader.status().poisoned, "poisoned")
+        wait_for(lambda: group.leader.status()["poisoned"], "poisoned")
         assert group.leader.served is None and group.served == [0]
         group.hold.unlink()
         group.start(0)
         group.serves(1)
         job.publish()
         group.serves(2)
-        assert not group.leader.status().poisoned and group.served == [0, 1, 2]
+        assert not group.leader.status()["poisoned"] and group.served == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -224,13 +224,13 @@ def test_what_workers_hold_counts_where_it_is_what_the_engine_serves(
     group, _ = workers(held, served=Served(EPOCH, 5, "d5"))
     wait_for(lambda: group.seen().get("state") in ("READY", "POISONED"), "it joins")
     assert group.seen()["version"] == (5 if counts else -1)
-    assert group.leader.status().poisoned is not counts
+    assert group.leader.status()["poisoned"] is not counts
 
 
 def test_an_engine_of_another_job_is_not_poisoned(job: Job, workers: Callable[..., tuple[Group, list[Engine]]]) -> None:
     group, _ = workers(served=Served("another", 5, "d5"))
     wait_for(lambda: group.seen().get("state") == "JOINING", "it joins")
-    assert not group.leader.status().poisoned
+    assert not group.leader.status()["poisoned"]
 
 
 def test_workers_hold_in_vain_what_the_engine_does_not_serve(
@@ -251,6 +251,6 @@ def test_strangers_are_no_workers(job: Job, number: int, key: str, epoch: str, s
         stranger = Worker(address, "a", number, epoch, key or group.key, Engine(), retry_for_s=0.5)
         with contextlib.closing(stranger):
             stranger.start()
-            wait_for(lambda: stranger.status().failure is not None, "it gives up")
-            assert said in str(stranger.status().failure)
+            wait_for(lambda: stranger.status()["failure"] is not None, "it gives up")
+            assert said in str(stranger.status()["failure"])
         assert group.seen() == {}, "without its workers it does not join"

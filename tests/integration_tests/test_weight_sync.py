@@ -169,8 +169,8 @@ def test_an_engine_that_cannot_take_a_version_gets_it_again(failure: Exception, 
         assert job.sync.wait_until_applied(1, PATIENCE_S, at_least=1).applied == {"a"}
         told = [record["reason"] for record in job.journal(event) if record.get("outcome") in (None, "refused")]
         assert len(told) == 1 and str(failure) in told[0]
-        assert not actor.status().poisoned and job.sync.actors()["a"].serves
-        assert actor.status().versions_refused == (event == "ended")
+        assert not actor.status()["poisoned"] and job.sync.actors()["a"].serves
+        assert actor.status()["versions_refused"] == (event == "ended")
     assert engine.versions == [0, 1]
 
 
@@ -216,8 +216,8 @@ def test_other_epoch_or_token_is_refused(tmp_path: Path) -> None:
     with running_job(tmp_path) as job:
         old = job.actor("old", Served(), epoch="e0-test", retry_for_s=0.5)
         stranger = job.actor("x", Served(), token="guess", retry_for_s=0.5)
-        job.wait_for(lambda: None not in (old.status().failure, stranger.status().failure))
-        assert "epoch" in str(old.status().failure) and "wrong key" in str(stranger.status().failure)
+        job.wait_for(lambda: None not in (old.status()["failure"], stranger.status()["failure"]))
+        assert "epoch" in str(old.status()["failure"]) and "wrong key" in str(stranger.status()["failure"])
         assert job.sync.actors() == {}
 
 

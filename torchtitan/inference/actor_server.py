@@ -193,7 +193,7 @@ class ActorServer(abc.ABC):
         status, reason = self.status()
         weights = None
         if self._weights is not None:
-            weights = self._weights.status().to_json()
+            weights = self._weights.status()
             weights["failure"] = self._lost or weights["failure"]
         return {"status": status, "reason": reason, "pid": os.getpid(), "weights": weights, **self.details()}
 

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -94,25 +93,6 @@ class Fetcher:
             self._shared.copy(reference, target)
         else:
             raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
-
-
-@dataclass
-class ActorStatus:
-    """What an actor's health route can show."""
-
-    state: str
-    connected: bool
-    poisoned: bool
-    epoch: str | None
-    version: int | None
-    digest: str | None
-    versions_applied: int
-    versions_refused: int
-    failure: str | None
-    """Why nothing is pulled any more, if so (the registry was out of reach for too long)"""
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class StagingEngine:
@@ -228,20 +208,19 @@ class _Pulling:
         """Whether the registry is in reach."""
         return self._thread.is_alive() and self.puller.registry.connected
 
-    def status(self) -> ActorStatus:
-        """A snapshot for health routes and logs."""
+    def status(self) -> dict[str, Any]:
+        """What a health route shows. failure: why nothing is pulled any more, if so, such as a registry that was out of
+        reach for too long."""
         puller, served = self.puller, self.puller.serving
-        return ActorStatus(
-            state=puller.state,
-            connected=self.connected,
-            poisoned=puller.poisoned,
-            epoch=None if served is None else served.epoch,
-            version=None if served is None else served.version,
-            digest=None if served is None else served.digest,
-            versions_applied=puller.applied,
-            versions_refused=puller.refused,
-            failure=self._failure or puller.registry.failure or None,
-        )
+        return {
+            "state": puller.state,
+            "connected": self.connected,
+            "poisoned": puller.poisoned,
+            **(dict.fromkeys(Served._fields) if served is None else served._asdict()),
+            "versions_applied": puller.applied,
+            "versions_refused": puller.refused,
+            "failure": self._failure or puller.registry.failure or None,
+        }
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop pulling. Waits up to `timeout` seconds for the thread and for an apply that has begun: `served` tells

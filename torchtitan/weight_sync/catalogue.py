@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.disk import replace_file, sync_folder, write_all
+from torchtitan.weight_sync.disk import replace_file, sync_folder
 from torchtitan.weight_sync.manifest import Manifest
 from torchtitan.weight_sync.runtime import Runtime
 from torchtitan.weight_sync.weight_files import FORMAT, LATEST, MANIFEST, version_folder, version_of
@@ -80,7 +80,7 @@ class Catalogue:
     def _lead_to(self, about: Message) -> None:
         name = version_folder(self._epoch, about["version"])
         text = json.dumps(about).encode()
-        replace_file(self._folder / name / MANIFEST, lambda file: write_all(file, [memoryview(text)]), 0)
+        replace_file(self._folder / name / MANIFEST, lambda file: file.write(text), 0)
         temporary = self._folder / f".{LATEST}.tmp"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)

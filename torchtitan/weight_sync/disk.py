@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -21,9 +21,7 @@ from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 logger = logging.getLogger(__name__)
 
-# Of writev and preadv; Linux takes 1024 pieces at a time.
-_PIECES = 1024
-# Of preadv, with what is read from there on.
+# In a file, with what is read from there on.
 _LARGEST_OFFSET = 1 << 62
 
 
@@ -47,8 +45,8 @@ class SlotFiles:
         header = self._packed.header(about)
         hasher = xxhash.xxh3_128(header)
 
-        def content(descriptor: int) -> None:
-            write_all(descriptor, [memoryview(header)])
+        def content(file: BinaryIO) -> None:
+            file.write(header)
             step, lost = self._layout.bucket_bytes, False
             for bucket in range(self._layout.bucket_count(0)):
                 data = memory[bucket * step : (bucket + 1) * step]
@@ -59,7 +57,7 @@ class SlotFiles:
                 lost |= "drop" in asked  # truncated from here on, as if the writer had not noticed
                 if "corrupt" in asked and pieces:
                     pieces[0] = faults.damaged(pieces[0])
-                write_all(descriptor, [] if lost else pieces)
+                file.writelines([] if lost else pieces)
                 moved()
 
         try:
@@ -98,47 +96,25 @@ class FileReader:
         if rank not in self._packed:
             self._packed[rank] = PackedRank(self._layout, rank)
         pieces = [target[low:high] for low, high in self._packed[rank].bucket(bucket)[1]]
-        descriptor = os.open(Path(folder) / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _through(pieces, lambda some, done: os.preadv(descriptor, some, offset + done), f"{name} is truncated")
-        finally:
-            os.close(descriptor)
+        with (Path(folder) / name).open("rb") as file:
+            file.seek(offset)
+            if any(file.readinto(piece) != len(piece) for piece in pieces):
+                raise OSError(f"{name} is truncated")
 
 
-def replace_file(target: Path, content: Callable[[int], None], owner: int) -> None:
+def replace_file(target: Path, content: Callable[[BinaryIO], object], owner: int) -> None:
     """Write a file under another name, bring it to the disk, and rename it. Leaves nothing behind where that fails."""
     temporary = target.with_name(f".{target.name}-{owner}.tmp")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            content(descriptor)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with temporary.open("wb") as file:
+            content(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, target)
     except Exception:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
-
-
-def write_all(descriptor: int, pieces: list[memoryview]) -> None:
-    """Everything, one piece after the other."""
-    _through(pieces, lambda some, _done: os.writev(descriptor, some), "nothing can be written")
-
-
-def _through(pieces: list[memoryview], move: Callable[[list[memoryview], int], int], stuck: str) -> None:
-    """Have move(pieces, bytes so far) read or write, until it has all of them."""
-    left, done = [piece for piece in pieces if len(piece)], 0
-    while left:
-        count = move(left[:_PIECES], done)
-        if count == 0:
-            raise OSError(stuck)
-        done += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
 
 
 def sync_folder(folder: Path) -> None:

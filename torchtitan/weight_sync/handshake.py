@@ -110,13 +110,12 @@ class Gate:
             channel.send({"type": "refuse", "reason": "wrong key"})
             raise ProtocolError(f"a {identity.role} called {identity.name!r} does not have its key")
         channel.trust()
-        channel.send({"type": "welcome", "proof": identity.proof("server", nonce, message["nonce"])})
         try:
             fields = self._admit(identity, message["fields"])
         except ProtocolError as error:
             channel.send({"type": "refuse", "reason": str(error)})
             raise
-        channel.send({"type": "admitted", "fields": fields})
+        channel.send({"type": "welcome", "proof": identity.proof("server", nonce, message["nonce"]), "fields": fields})
         self._enter(channel, identity, message["fields"])
 
 
@@ -143,7 +142,7 @@ class Call:
         self._channel: Channel | None = None
         self._over = False
         self._late = runtime.call_later(timeout, lambda: self._fail(f"{address} did not answer within {timeout:g} s"))
-        self._cancel_dial = runtime.dial(address, self._opened, self._fail, timeout)
+        self._cancel_dial = runtime.dial(address, self._opened, self._fail)
 
     def cancel(self) -> None:
         """Give up, without a word."""
@@ -186,16 +185,10 @@ class Call:
         if reply["type"] != "welcome" or not self._proven(server_nonce, reply["proof"]):
             raise ProtocolError(f"{self._address} is not of this job: it does not know the key")
         channel.trust()
-        channel.on_message = self._admitted
-
-    def _proven(self, server_nonce: str, proof: str) -> bool:
-        return self._identity.is_proof(proof, "server", server_nonce, self._nonce)
-
-    def _admitted(self, channel: Channel, reply: Message) -> None:
-        if reply["type"] != "admitted":
-            self._fail(f"{self._address} refused: {reply.get('reason', reply['type'])}")
-            return
         self._finish()
         channel.on_message = no_message
         channel.on_close = lambda _channel, _reason: None
         self._on_ready(channel, reply["fields"])
+
+    def _proven(self, server_nonce: str, proof: str) -> bool:
+        return self._identity.is_proof(proof, "server", server_nonce, self._nonce)

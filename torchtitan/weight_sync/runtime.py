@@ -79,10 +79,10 @@ class Runtime(Protocol):
         """Run `function` on a thread kept for such work, then `done` as a callback. No order is promised."""
 
     def dial(
-        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
     ) -> Callable[[], None]:
         """Connect to `host:port`, where the host is numeric. Calls one of the two, unless the returned function is
-        called first."""
+        called first, as it has to be once this takes too long."""
 
     def listen(self, where: Any, accept: Callable[[Channel], None]) -> Callable[[], None]:
         """Accept channels at `where` (a listening socket). The returned function ends it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class SlotState(enum.IntEnum):
 
 
 _STATES = tuple(SlotState)
+_READY_WORD = SlotState.READY << 2 * _NUMBER_BITS
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,17 @@ class Words(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __iter__(self) -> Iterator[int]: ...
+
 
 def filled(words: Words) -> dict[int, tuple[int, int]]:
     """serial -> (slot index, version) of all slots that hold a snapshot."""
-    found = {}
-    for index in range(len(words)):
-        word = words[index]
-        # Read often: without a view of each word.
-        if word >> 2 * _NUMBER_BITS >= SlotState.READY:
-            found[word & _NUMBER_MASK] = (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
-    return found
+    # Read often: without a view of each word.
+    return {
+        word & _NUMBER_MASK: (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
+        for index, word in enumerate(words)
+        if word >= _READY_WORD
+    }
 
 
 class SlotWriter:

@@ -333,7 +333,7 @@ class SocketRuntime:
         return end
 
     def dial(
-        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None], timeout: float
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
     ) -> Callable[[], None]:
         sock: socket.socket | None = None
 
@@ -343,7 +343,6 @@ class SocketRuntime:
 
         def cancel() -> None:
             nonlocal sock
-            timer.cancel()
             # Not a second time: its number may be another file's by then.
             ended, sock = sock, None
             if ended is not None:
@@ -357,7 +356,6 @@ class SocketRuntime:
             if code:
                 fail(f"cannot connect to {address}: {os.strerror(code)}")
                 return
-            timer.cancel()
             self.loop.remove_writer(sock)
             try:
                 channel = SocketChannel(self.loop, sock)
@@ -367,7 +365,6 @@ class SocketRuntime:
             sock = None
             on_open(channel)
 
-        timer = self.loop.call_later(timeout, lambda: fail(f"{address} did not answer within {timeout:g} s"))
         try:
             host, port = wire.parse_data_address(address)
             sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -376,7 +373,6 @@ class SocketRuntime:
                 raise OSError(f"no route to {address}")
         except (OSError, ProtocolError) as error:
             reason = f"cannot connect to {address}: {error}"
-            timer.cancel()
             return self.loop.call_later(0.0, lambda: fail(reason)).cancel
         self.loop.add_writer(sock, connected)
         return cancel

@@ -31,8 +31,7 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # The handshake
     "challenge": {"nonce": _TEXT},
     "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
-    "welcome": {"proof": _TEXT},
-    "admitted": {"fields": _OBJECT},
+    "welcome": {"proof": _TEXT, "fields": _OBJECT},
     "refuse": {"reason": _TEXT},
     # Any client to the registry, and its answer
     "ping": {},
@@ -92,6 +91,9 @@ class ProtocolError(Exception):
     """A peer sent something that the protocol does not allow: its connection is closed."""
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 class Encoded:
     """A long value that goes into many messages: encoded once."""
 
@@ -100,7 +102,7 @@ class Encoded:
 
 
 def _json(value: Any) -> str:
-    return value.text if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
+    return value.text if isinstance(value, Encoded) else _encode(value)
 
 
 def encode(message: Message) -> bytes:

@@ -229,8 +229,8 @@ class Job:
 
     def _check_read(self, channel: SimChannel, message: Message, payload: memoryview) -> None:
         """Called whenever a socket reads memory that was given to it."""
-        rank = next((rank for rank in self.ranks if rank.process is channel.process), None)
-        if rank is None:
+        rank = self.ranks[message["rank"]]
+        if rank.process is not channel.process:
             self._check_relayed(channel, message, payload)
             return
         if "base" in message:

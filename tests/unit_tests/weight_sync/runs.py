@@ -303,6 +303,5 @@ class Impostor:
         channel.send({"type": "challenge", "nonce": "n"})
 
     def _hello(self, channel: Channel, message: Message) -> None:
-        channel.send({"type": "welcome", "proof": "of nothing"})
-        channel.send({"type": "admitted", "fields": {"term": 99}})
+        channel.send({"type": "welcome", "proof": "of nothing", "fields": {"term": 99}})
         channel.on_message = lambda _channel, _message: None

@@ -19,7 +19,7 @@ def flood(job: Job, ports: list[str], seconds: float) -> list[Channel]:
     stranger, opened, rng = Process(job.machine, "stranger"), list[Channel](), random.Random(1)
 
     def dial(port: str) -> None:
-        stranger.runtime.dial(port, opened.append, lambda _reason: None, 60.0)
+        stranger.runtime.dial(port, opened.append, lambda _reason: None)
 
     for port in ports:
         for _ in range(STRANGERS):

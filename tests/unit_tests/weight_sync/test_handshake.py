@@ -60,8 +60,7 @@ def test_server_without_the_token_is_not_obeyed() -> None:
     assert "refused" in outcome
 
     def agree(channel: Channel, _message: Message) -> None:
-        channel.send({"type": "welcome", "proof": "of nothing"})
-        channel.send({"type": "admitted", "fields": {}})
+        channel.send({"type": "welcome", "proof": "of nothing", "fields": {}})
 
     def accept(channel: Channel) -> None:
         channel.on_message = agree
@@ -82,7 +81,7 @@ def test_flood_of_strangers_is_bounded_and_keeps_nobody_out(monkeypatch: pytest.
         channel.on_message = lambda _channel, _message: None
 
     for _ in range(100):
-        stranger.runtime.dial("server", say_nothing, lambda _reason: None, 5.0)
+        stranger.runtime.dial("server", say_nothing, lambda _reason: None)
     machine.run(0.1)
     assert len(port.gate._waiting) == 8
     assert call(machine, Identity.of("token", ACTOR, "actor-0")) == ["ready"]

@@ -191,7 +191,7 @@ class AgentServer(ActorServer):
             return "asleep", "the engine is asleep"
         if applier.poisoned is not None:
             return "poisoned", applier.poisoned
-        if self._loader.workers and self._weights is not None and self._weights.status().poisoned:
+        if self._loader.workers and self._weights is not None and self._weights.status()["poisoned"]:
             return "poisoned", "its workers do not hold one version"
         if applier.holds is None:
             return "not_ready", self._lost or "no weights version has been applied yet"
