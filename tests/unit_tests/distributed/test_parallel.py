@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torchtitan.models import export_policy, hf_checkpoint
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.kept_tokens import KeptTokens
-from torchtitan.models.parallelize import apply_tensor_parallelism, build_policy
+from torchtitan.models.parallelize import build_policy
 
 # Odd and even totals, for one data-parallel rank and for two and four.
 LENGTHS = [5, 9, 3, 12, 8, 4, 6, 2]
@@ -331,16 +330,3 @@ def test_parallel_dims(degrees: tuple[int, int, int], world_size: int, expected:
         (data, part) for data in range(expected[0] * expected[1]) for part in range(expected[2])
     ]
     assert ranks[0].fsdp_enabled == (world_size > 1)
-
-
-def test_tensor_parallel_degree_must_divide_the_heads(tiny_checkpoint: Callable[..., Path]) -> None:
-    args = hf_checkpoint.read_model_args(tiny_checkpoint("qwen3", True))
-    with torch.device("meta"):
-        policy = Decoder(args)
-
-    class Mesh:
-        def size(self) -> int:
-            return 4
-
-    with pytest.raises(UserError, match="tensor_parallel_degree = 4 does not divide .* num_key_value_heads 2"):
-        apply_tensor_parallelism(policy, Mesh())  # type: ignore[arg-type]
