@@ -107,10 +107,13 @@ def _check_shape(check: Check, config: JobConfig) -> None:
         check.say(TEACHER, str(error))
         return
     assert args is not None
-    tensor = config.parallelism.tensor_parallel_degree
-    divides = args.num_attention_heads % tensor == 0 and args.num_key_value_heads % tensor == 0
-    text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads"
-    check.refuse(TEACHER, not divides or (tensor > 1 and args.undivided), text)
+    tensor, experts = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
+    sizes = [args.num_attention_heads, args.num_key_value_heads, args.intermediate_size if args.dense_layers else 0]
+    text = f"parallelism.tensor_parallel_degree = {tensor} must divide its heads and feed-forward columns"
+    check.refuse(TEACHER, any(size % tensor for size in sizes) or (tensor > 1 and args.undivided), text)
+    count = 0 if args.experts is None else args.experts.count
+    text = f"parallelism.expert_parallel_degree = {experts} must divide its {count} experts"
+    check.refuse(TEACHER, count % experts, text)
     text = f"training.seq_len must be at most its max_position_embeddings = {args.max_position_embeddings}"
     check.refuse(TEACHER, config.training.seq_len > args.max_position_embeddings, text)
 

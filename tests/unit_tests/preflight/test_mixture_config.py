@@ -17,6 +17,7 @@ from torchtitan.models.memory import estimate_memory
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model
+from torchtitan.preflight.stages import check_stage
 
 EP, TP = "expert_parallel_degree", "tensor_parallel_degree"
 ARGS = replace(
@@ -68,6 +69,18 @@ def test_a_vocabulary_that_leaves_a_rank_without_a_part_is_refused(tmp_path: Pat
     args = replace(ARGS, vocab_size=5)
     assert "leaves a rank without a part of the model's vocabulary of 5" in _problems(tmp_path, args, 4, {}, **{TP: 4})
     assert "leaves a rank" not in _problems(tmp_path, args, 2, {}, **{TP: 2})
+
+
+def test_a_teacher_that_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ARGS.to_hf_config()))
+    (tmp_path / "tokenizer.json").touch()
+    config = JobConfig()
+    config.job.stage, config.distill.teacher = "distill", str(tmp_path)
+    config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree = 4, 8
+    check = Check(config, 8, planning=False)
+    check_stage(check)
+    said = "\n".join(problem.text for problem in check.problems)
+    assert "= 4 must divide its heads" in said and "= 8 must divide its 12 experts" in said
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
