@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from torchtitan.inference.vllm import backend, extension
+from torchtitan.weight_sync.staging import to_copy
 
 HOLD = Path(os.environ["TORCHTITAN_TEST_HOLD"])
 BEGUN = HOLD.with_suffix(".begun")
@@ -18,11 +19,9 @@ TENSORS_BEFORE = 10
 _load_weights = backend.load_weights
 
 
-def load_weights(
-    model: torch.nn.Module, config: object, weights: Iterable[tuple[str, torch.Tensor]], *_: object
-) -> None:
+def load_weights(model: torch.nn.Module, config: object, weights: Mapping[str, torch.Tensor], *_: object) -> None:
     def held() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(weights):
+        for number, item in enumerate(to_copy(weights)):
             if number == TENSORS_BEFORE and HOLD.exists():
                 BEGUN.touch()
                 while HOLD.exists():

@@ -61,7 +61,7 @@ class Engine:
         given = zip(answers, PROBE[-SCORED:], strict=True)
         return [answer.outputs[0].logprobs[0][token].logprob for answer, token in given]
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]], notes: Any = None) -> None:
+    def load(self, weights: Any, notes: Any = None) -> None:
         """As our backend does."""
         from vllm.config import set_current_vllm_config
 
@@ -99,16 +99,6 @@ def dtype_of(weights: dict[str, torch.Tensor]) -> str:
     return str(next(iter(weights.values())).dtype).removeprefix("torch.")
 
 
-def counting(function: Callable[..., bool], count: list[bool]) -> Callable[..., bool]:
-    """`function`, adding what it returns to `count`."""
-
-    def noting(*arguments: Any) -> bool:
-        count.append(function(*arguments))
-        return count[-1]
-
-    return noting
-
-
 def breaking_off(weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Half of the first layer's projections, then an error."""
     for name, tensor in weights.items():
@@ -125,7 +115,7 @@ def main(models: list[tuple[str, str, list[str]]]) -> None:
 
 def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     """What each case led to, in an engine that is gone then."""
-    from torchtitan.inference.vllm import adopting, loading, looking
+    from torchtitan.inference.vllm import loading, looking, replaying
 
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model, dtype_of(old))
@@ -168,7 +158,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def packed() -> list[str]:
         layers = engine.model.named_modules()
-        return [name for name, layer in layers if layer.__dict__.get(adopting.PACKED) is not None]
+        return [name for name, layer in layers if layer.__dict__.get(replaying.PACKED) is not None]
 
     def load_all() -> None:
         engine.load(iter(new.items()))
@@ -182,39 +172,34 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def load_in_place() -> None:
         """From staging memory, which is another version's as soon as this one is loaded."""
-        staged = received(in_trainers_order(new), ranks=1).tensors
-        with mock.patch.object(adopting, "_adopt", counting(adopting._adopt, adopted)):
-            engine.load(iter(staged.items()))
+        staged, again = received(in_trainers_order(new), ranks=1).tensors, replaying.Notes()
+        engine.load(iter(old.items()), again)
+        with mock.patch.object(replaying, "_joined", mock.Mock(side_effect=replaying._joined)) as joined:
+            engine.load(staged, again)
+        results["in_place_layers"] = joined.call_count
         for tensor in staged.values():
             tensor.fill_(7.0)
         engine.llm.reset_prefix_cache()
-
-    def load_copied() -> None:
-        with mock.patch.object(loading, "adopting_weights", lambda _: contextlib.nullcontext()):
-            load_all()
 
     def found(doubled: str = "") -> list[str]:
         """What does not look like the new weights once they are loaded, one element of a parameter doubled."""
         weights = {name: tensor.clone() for name, tensor in new.items()}
         if doubled:
             weights[doubled].view(-1)[13] *= 2
-        engine.load(iter(weights.items()), notes)
+        engine.load(received(in_trainers_order(weights)).tensors, notes)
         staged = received(in_trainers_order(new)).tensors
         return sorted(set(looking.differences(engine.model, notes.loads.values(), staged)) - {""})
 
-    adopted: list[bool] = []
     results["first"] = engine.log_probs()
     record("loaded", load_all)
     record("stale_head", load_without_repacking)
     record("stale_head_again", load_twice_without_repacking)
     record("one_model_at_a_time", load_and_look)
     record("in_place", load_in_place)
-    results["in_place_layers"] = sum(adopted)
-    record("copied", load_copied)
     record("after_a_failure", load_after_a_failure)
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("loaded_again", load_all)
-    notes = looking.Notes()
+    notes = replaying.Notes()
     parameters = ["self_attn.k_proj", "self_attn.q_norm", "mlp.down_proj"]
     parameters = [f"model.layers.1.{name}.weight" for name in parameters] + ["model.embed_tokens.weight", ""]
     results["found"] = {name: found(name) for name in parameters}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import os
-import re
 import socket
 import sys
 import threading
@@ -257,11 +255,11 @@ def test_a_server_without_a_token_does_not_come_up(monkeypatch: pytest.MonkeyPat
         TokenMiddleware(lambda *_: None)  # type: ignore[arg-type, return-value]
 
 
-# Adopted weights
+# Loads that are done again
 
 
 class Linear(torch.nn.Module):
-    """As vLLM's: its weight's loader is a method of its own, and is kept while the weight is not there."""
+    """As vLLM's: its weight's loader is a method of its own, and what computes is a packed copy."""
 
     tp_size = 1
 
@@ -276,22 +274,26 @@ class Linear(torch.nn.Module):
 
 
 class Unquantized:
-    pass
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        layer.cpu_linear = layer.weight.data_ptr()  # type: ignore[assignment]
+        layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
     info.materialized = True
 
 
-def vllm_with(materialize: Any) -> dict[str, Any]:
-    """Modules of a vLLM, as far as adopting.py knows them."""
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchtitan.inference.vllm.replaying with modules of a vLLM, as far as it knows them."""
     layers, reload = "vllm.model_executor.layers", "vllm.model_executor.model_loader.reload"
     names = ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
-    layerwise = SimpleNamespace(_get_original_loader=lambda weight: weight.weight_loader)
-    if materialize is not None:
-        layerwise.materialize_layer = materialize
+    layerwise = SimpleNamespace(
+        _get_original_loader=lambda weight: weight.weight_loader, materialize_layer=materialize_layer
+    )
     other = type("Other", (), {})
-    return {
+    modules = {
+        f"{layers}.attention": SimpleNamespace(is_deferred_attention_layer=lambda _module: False),
         f"{layers}.linear": SimpleNamespace(
             **dict.fromkeys(names, Linear), RowParallelLinear=other, UnquantizedLinearMethod=Unquantized
         ),
@@ -300,51 +302,40 @@ def vllm_with(materialize: Any) -> dict[str, Any]:
         ),
         reload: SimpleNamespace(layerwise=layerwise),
         f"{reload}.layerwise": layerwise,
+        f"{reload}.meta": SimpleNamespace(materialize_meta_tensor=torch.empty_like),
         "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace()),
     }
-
-
-def adopting_in(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchtitan.inference.vllm.adopting as it is imported in this vLLM."""
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    name = "torchtitan.inference.vllm.adopting"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    specification = importlib.util.find_spec(name)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    monkeypatch.delitem(sys.modules, "torchtitan.inference.vllm.replaying", raising=False)
+    yield importlib.import_module("torchtitan.inference.vllm.replaying")
+    sys.modules.pop("torchtitan.inference.vllm.replaying")
 
 
-def waiting_for(layer: Linear, *pieces: tuple[Any, torch.Tensor]) -> SimpleNamespace:
-    """vLLM's record of a layer that all has come for."""
-    bind = inspect.signature(layer.weight_loader).bind
-    return SimpleNamespace(loaded_weights=[("weight", bind(layer.weight, piece, shard)) for shard, piece in pieces])
+def noted(replaying: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
+    """What is noted where the layer's weight consists of these rows; afterwards it has been packed."""
+    notes, bind = replaying.Notes(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
+    pieces = [(name, bind(layer.weight, piece, name)) for name, piece in notes.named(weights.items())]
+    info = SimpleNamespace(loaded_weights=[("weight", call) for _, call in pieces])
+    with replaying.noting(notes):
+        replaying.layerwise.materialize_layer(layer, info)
+    assert info.materialized and replaying.layerwise.materialize_layer is materialize_layer
+    layer.quant_method = method or Unquantized()
+    Unquantized().process_weights_after_loading(layer)
+    return notes
 
 
-def test_a_layer_takes_what_lies_as_it_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = vllm_with(materialize_layer)
-    adopting = adopting_in(modules, monkeypatch)
-    layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
-    area = torch.arange(32.0).view(8, 4)
+AREA = torch.arange(32.0).view(8, 4)
+ROWS = {"k": AREA[4:6], "v": AREA[6:], "q": AREA[:4]}
+
+
+def test_a_layer_takes_what_lies_as_it_wants_it(replaying: Any) -> None:
     layer = Linear(8)
-    info = waiting_for(layer, ("k", area[4:6]), ("v", area[6:]), ("q", area[:4]))
-    noted = list[Any]()
-    with adopting.adopting_weights(lambda *load: noted.append(load)):
-        layerwise.materialize_layer(layer, info)
-    assert noted == [(layer, info)]
-    assert layerwise.materialize_layer is materialize_layer
-    assert info.materialized and info.loaded_weights == [] and layer.weight.data_ptr() == area.data_ptr()
-    assert torch.equal(layer.weight, area)
-
-
-def other_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
-    param.copy_(loaded_weight.flip(0))
-
-
-def use_other_loader(layer: Linear) -> None:
-    layer.weight.weight_loader = other_loader  # type: ignore[attr-defined]
+    notes, model = noted(replaying, layer, ROWS), torch.nn.Sequential(layer)
+    live = layer.weight
+    assert notes.cover(model, ROWS)
+    notes.replay(model, torch.float32, ROWS)
+    assert layer.cpu_linear == AREA.data_ptr() and layer.weight is live and not live.numel()
 
 
 def use_other_layers_loader(layer: Linear) -> None:
@@ -363,35 +354,23 @@ def have_another_type(layer: Linear) -> None:
     layer.weight.data = torch.zeros(8, 4, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "change", [use_other_loader, use_other_layers_loader, be_split, have_more_rows, have_another_type]
-)
-def test_other_layers_are_loaded_by_their_loaders(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopting = adopting_in(vllm_with(materialize_layer), monkeypatch)
+@pytest.mark.parametrize("change", [use_other_layers_loader, be_split, have_more_rows, have_another_type])
+def test_other_layers_are_loaded_by_their_loaders(change: Any, replaying: Any) -> None:
     layer = Linear(8)
-    info = waiting_for(layer, (None, torch.ones(8, 4)))
     change(layer)
-    assert not adopting._adopt(layer, info)
-    assert len(info.loaded_weights) == 1 and not bool(layer.weight.any())
+    notes = noted(replaying, layer, ROWS)
+    with pytest.raises(AssertionError, match="nothing was to be copied"):
+        notes.replay(torch.nn.Sequential(layer), torch.float32, ROWS)
 
 
-@pytest.mark.parametrize(
-    ("materialize", "why"),
-    [(None, "materialize_layer"), (lambda layer: None, "takes \\['layer'\\]")],
-    ids=["not there", "other arguments"],
-)
-def test_a_vllm_that_loads_otherwise_is_left_as_it_is(
-    materialize: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    modules = vllm_with(materialize)
-    adopting = adopting_in(modules, monkeypatch)
-    with caplog.at_level("INFO"):
-        for _ in range(2):
-            with adopting.adopting_weights(lambda *_: None):
-                layerwise = modules["vllm.model_executor.model_loader.reload"].layerwise
-                assert getattr(layerwise, "materialize_layer", None) is materialize
-    (record,) = caplog.records
-    assert record.levelname == "INFO" and re.search(why, record.getMessage())
+def test_what_is_not_simple_is_left_to_vllm(replaying: Any) -> None:
+    """Other names than were noted, a parameter that was not, and a layer that does more than pack."""
+    plain, packing = Linear(8), Linear(8)
+    notes = noted(replaying, plain, ROWS)
+    assert not notes.cover(plain, {**ROWS, "more": AREA}) and not notes.cover(plain, {"q": AREA})
+    assert not notes.cover(torch.nn.Sequential(plain, Linear(8)), ROWS)
+    assert not noted(replaying, packing, ROWS, SimpleNamespace()).cover(packing, ROWS)
+    assert not replaying.Notes().cover(torch.nn.Sequential(), {})
 
 
 # Command lines

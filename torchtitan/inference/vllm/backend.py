@@ -28,10 +28,11 @@ from torchtitan.inference.verification import MOST_TORN
 from torchtitan.inference.vllm.loading import load_weights
 from torchtitan.inference.vllm.looking import Looker
 from torchtitan.inference.vllm.mailbox import Mailbox
+from torchtitan.inference.vllm.replaying import Notes
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor import Worker
 from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
+from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
         self._base = BaseWeights(vllm_config.model_config.model, device)
         self._worker: Worker | None = None
         self._looker: Looker | None = None
+        self._notes = Notes()
         self._holds: Served | None = None
         """What the model holds since the last load; None: its checkpoint, or half a version"""
 
@@ -121,7 +123,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             where=str(self.device) if own else "cpu",
         )
         if init_info.verify_every:
-            self._looker = Looker(self.model, init_info.verify_every, self._found_torn)
+            self._looker = Looker(self.model, self._notes, init_info.verify_every, self._found_torn)
         self._worker.start()
 
     def _found_torn(self, _epoch: str, version: int, reason: str, in_a_row: int) -> None:
@@ -153,8 +155,7 @@ class ReceivingBackend(WeightTransferEngine[Joining, Version]):
             keep_freed_memory(large=True)
         error: str | None = None
         try:
-            notes = None if self._looker is None else self._looker.notes
-            load_weights(self.model, self.model_config, to_copy(staged.tensors), notes)
+            load_weights(self.model, self.model_config, staged.tensors, self._notes)
         except Exception as failure:
             logger.exception("loading version %d failed", update_info.version)
             error = repr(failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchtitan.inference.vllm.adopting import PACKED, adopting_weights
-from torchtitan.inference.vllm.looking import Notes
+from torchtitan.inference.vllm.replaying import PACKED, Notes, noting
+from torchtitan.weight_sync.staging import to_copy
 
 NAMES_SHOWN = 5
 # Stacks of gpt-oss's experts, each a tensor in files.
@@ -34,34 +34,45 @@ class IncompleteVersion(RuntimeError):
 def load_weights(
     model: nn.Module,
     model_config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
     notes: Notes | None = None,
 ) -> None:
     """Replace all weights of `model` by `weights`: (checkpoint name, whole tensor), which must stay as they are until
     this returns. The engine must stand still. After an exception the model is half loaded, until a later call returns.
-    notes: get how the parameters were loaded.
+    notes: get how the parameters are loaded. With those of an earlier load `weights` may be a mapping, of which that is
+    done again.
 
     Raises:
         IncompleteVersion: something is missing in `weights`.
     """
     _abandon(model, model_config)
-    expected = {name for name, _ in model.named_parameters()}
     emptied = _drop_packed_weights(model)
-    initialize_layerwise_reload(model)
-    notes, sinks = notes or Notes(), list[tuple[str, torch.Tensor]]()
-    with adopting_weights(notes.note):
-        loaded = model.load_weights(notes.named(_through_loaders(weights, sinks)))  # type: ignore[operator]
-        finalize_layerwise_reload(model, model_config)
-    _copy_sinks(model, sinks)
+    notes, missing = notes or Notes(), list[str]()
+    if isinstance(weights, Mapping) and notes.cover(model, weights):
+        notes.replay(model, model_config.dtype, weights)
+    else:
+        missing = _reload(model, model_config, to_copy(weights) if isinstance(weights, Mapping) else weights, notes)
     repack_what_reloading_leaves(model)
-    missing = sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
     if missing:
         shown = ", ".join(missing[:NAMES_SHOWN])
-        raise IncompleteVersion(f"{len(missing)} of {len(expected)} parameters got no weights: {shown}")
+        raise IncompleteVersion(f"{len(missing)} parameters got no weights: {shown}")
     _repack_padding(emptied.values())
     empty = [name for name, layer in emptied.items() if getattr(layer, PACKED) is None]
     if empty:
         raise IncompleteVersion(f"{len(empty)} layers got no weights: {', '.join(empty[:NAMES_SHOWN])}")
+
+
+def _reload(
+    model: nn.Module, model_config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], notes: Notes
+) -> list[str]:
+    """vLLM's own way, for any model. Returns the parameters that have got nothing."""
+    expected, sinks = {name for name, _ in model.named_parameters()}, list[tuple[str, torch.Tensor]]()
+    initialize_layerwise_reload(model)
+    with noting(notes):
+        loaded = model.load_weights(notes.named(_through_loaders(weights, sinks)))  # type: ignore[operator]
+        finalize_layerwise_reload(model, model_config)
+    _copy_sinks(model, sinks)
+    return sorted(expected - loaded) if isinstance(loaded, set) and model_config.quantization is None else []
 
 
 def _through_loaders(

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from torchtitan.inference.verification import Torn, Verification
-from torchtitan.inference.vllm.adopting import METHODS, PACKED
+from torchtitan.inference.vllm.replaying import METHODS, PACKED, Noted, Notes
 from torchtitan.weight_sync.digest import Stopped, differing_parameters
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion
 
@@ -29,48 +28,12 @@ LOOK_SECONDS = 5e-3
 ROWS = 64
 
 
-class Noted(NamedTuple):
-    """How a layer's parameter is loaded. empty: the parameter, without memory; calls: (name in checkpoints, what else
-    the loader is told)."""
-
-    layer: nn.Module
-    parameter: str
-    empty: torch.Tensor
-    loader: Callable[..., None]
-    calls: list[tuple[str, dict[str, Any]]]
-
-
-class Notes:
-    """How a model's parameters are loaded."""
-
-    def __init__(self) -> None:
-        self.loads: dict[tuple[nn.Module, str], Noted] = {}
-        self._names: dict[int, str] = {}
-        """By a tensor's id(), right for as long as the tensor is there"""
-
-    def named(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, whose names are known to note()."""
-        for name, tensor in weights:
-            self._names[id(tensor)] = name
-            yield name, tensor
-
-    def note(self, layer: nn.Module, info: Any) -> None:
-        """vLLM is about to load a layer, always in the same way."""
-        for parameter in {parameter for parameter, _ in info.loaded_weights if (layer, parameter) not in self.loads}:
-            empty, calls = getattr(layer, parameter), list[tuple[str, dict[str, Any]]]()
-            for arguments in (dict(call.arguments) for name, call in info.loaded_weights if name == parameter):
-                arguments.pop("param", None)
-                calls.append((self._names.get(id(arguments.pop("loaded_weight", None)), ""), arguments))
-            self.loads[layer, parameter] = Noted(layer, parameter, empty, _get_original_loader(empty), calls)
-
-
 class Looker(Verification):
-    """See Verification. All of it on the engine's thread."""
+    """See Verification. All of it on the engine's thread. notes: how the model's parameters are loaded."""
 
-    def __init__(self, model: nn.Module, every: int, torn: Torn):
+    def __init__(self, model: nn.Module, notes: Notes, every: int, torn: Torn):
         super().__init__(every, torn)
-        self._model = model
-        self.notes = Notes()
+        self._model, self._notes = model, notes
         self._look: tuple[StagedVersion, Iterator[str]] | None = None
         self._hook = model.register_forward_pre_hook(lambda *_: self.look())
 
@@ -82,8 +45,8 @@ class Looker(Verification):
         """The model holds this version, as far as is known."""
         self.status.unfinished += self._look is not None
         self._look = None
-        if self.due(staged) and self.notes.loads and isinstance(staged.tensors, StagedTensors):
-            self._look = staged, differences(self._model, list(self.notes.loads.values()), staged.tensors)
+        if self.due(staged) and self._notes.loads and isinstance(staged.tensors, StagedTensors):
+            self._look = staged, differences(self._model, list(self._notes.loads.values()), staged.tensors)
 
     def look(self) -> None:
         """Go on for a moment."""
