@@ -9,7 +9,7 @@ from there with several seeds and learns the careful way. --parts names what is 
     distill    the policy of seed 0 teaches the fine-tuned one in a fifth of the tokens that GRPO trained on
     staleness  runs with the --staleness bounds, and with --uncorrected each once more without off-policy correction
     trl        TRL (benchmarks/peers/setup.sh) from the same checkpoint, with the same prompts, samples and steps, and
-               beside each of its seeds a run of ours that drops no group, as TRL does not
+               beside each of its seeds a run of ours that drops no group and samples with the present policy, as TRL
     menu       every objective, LoRA and bfloat16, once
 
 With --folder, runs that have ended are taken as they are: the same command goes on where it was stopped.
@@ -225,8 +225,9 @@ class Benchmark:
         theirs: list[float] = []
         rewards: list[float] = []
         for seed in range(self.arguments.seeds):
-            # TRL samples no other groups in the place of those whose rewards are equal.
-            alike = self.grpo(f"alike-{seed}", seed, {"grpo.drop_zero_variance": False, "eval.interval": 0})
+            # TRL samples no other groups in the place of those whose rewards are equal, and with the present policy.
+            keys = {"grpo.drop_zero_variance": False, "rollout.max_staleness": 0, "eval.interval": 0}
+            alike = self.grpo(f"alike-{seed}", seed, keys)
             ours.append(alike)
             theirs.append(self.train_with_trl(seed))
             of_steps = statistics.fmean(json.loads((self.folder / f"trl-{seed}-rewards.json").read_text()))

@@ -69,7 +69,7 @@ class ConnectBody(Body):
     """Pass versions on to other actors"""
 
 
-class Orders(Protocol):
+class EngineCommands(Protocol):
     """What routes do to an engine. All of it may block, each is called in a thread."""
 
     @property
@@ -97,7 +97,7 @@ class ActorServer(abc.ABC):
     """The routes that all actors have.
 
     Args:
-        orders: what they do to the engine.
+        commands: what they do to the engine.
         token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         relay_host: address on which versions are passed on to other actors, where the trainer wants that.
     """
@@ -106,8 +106,8 @@ class ActorServer(abc.ABC):
     statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400, OtherJob: 409}
     """The HTTP status of what a request may raise; anything else is a defect and 500"""
 
-    def __init__(self, orders: Orders, token: str | None, relay_host: str):
-        self._orders = orders
+    def __init__(self, commands: EngineCommands, token: str | None, relay_host: str):
+        self._commands = commands
         self._token, self._relay_host = token, relay_host
         self._turn = asyncio.Lock()
         self._connecting = threading.Lock()
@@ -201,21 +201,21 @@ class ActorServer(abc.ABC):
 
     async def _pause(self, request: web.Request) -> web.Response:
         body = await parse_body(request, PauseBody)
-        await asyncio.to_thread(self._orders.pause, body.mode == "abort")
+        await asyncio.to_thread(self._commands.pause, body.mode == "abort")
         return answer(self.state())
 
     async def _resume(self, _request: web.Request) -> web.Response:
-        await asyncio.to_thread(self._orders.resume)
+        await asyncio.to_thread(self._commands.resume)
         return answer(self.state())
 
     async def _sleep(self, request: web.Request) -> web.Response:
         body = await parse_body(request, SleepBody)
-        await asyncio.to_thread(self._orders.sleep, body.level, body.finish_s)
+        await asyncio.to_thread(self._commands.sleep, body.level, body.finish_s)
         return answer(self.state())
 
     async def _wake(self, request: web.Request) -> web.Response:
         body = await parse_body(request, WakeBody)
-        await asyncio.to_thread(self._orders.wake, body.tags)
+        await asyncio.to_thread(self._commands.wake, body.tags)
         return answer(self.state())
 
     async def _connect(self, request: web.Request) -> web.Response:
@@ -238,12 +238,12 @@ class ActorServer(abc.ABC):
                     theirs = f"job {old.epoch}, whose registry is at {old.registry}"
                     raise OtherJob(f"this server gets its weights from {theirs}: end that job first")
                 old.close()
-            number = self._orders.new_connection()
+            number = self._commands.new_connection()
             served = None if old is None else old.served
-            if served is not None and (served.epoch, served.version) != self._orders.holds:
+            if served is not None and (served.epoch, served.version) != self._commands.holds:
                 # An apply outlasted the old connection: it does not know what the engine holds now.
                 served = None
-            apply = functools.partial(self._orders.apply, number)
+            apply = functools.partial(self._commands.apply, number)
             options = {"relay_host": self._relay_host if body.relay else "", **self.weights_options()}
             weights = Actor(body.registry, body.actor, body.epoch, body.key, apply, served=served, **options)
             self._weights, self._lost = weights, None
