@@ -99,7 +99,8 @@ DISTILL: dict[str, Any] = {
 }
 UNCORRECTED = {"grpo.off_policy_correction": "none", "grpo.allow_uncorrected": True}
 MENU: dict[str, dict[str, Any]] = {
-    **{name: {"grpo.loss_type": name} for name in LOSS_TYPES},
+    # Some have no bound for tokens of an older policy, which the configuration refuses of an asynchronous run.
+    **{name: {"grpo.loss_type": name, "grpo.allow_uncorrected": True} for name in LOSS_TYPES},
     "lora": {"lora.rank": 16, "optimizer.lr": 2e-3},
     "bfloat16": {"training.mixed_precision_param": "bfloat16", "inference.dtype": "bfloat16"},
 }

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.device import device
-from torchtitan.distributed.placement import local_tensor
+from torchtitan.distributed.placement import is_distributed, local_tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +119,7 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
 
 def _counts_here(gradient: torch.Tensor) -> bool:
     """Of the ranks that hold the same elements, the first along every replicated mesh dimension counts them."""
-    if not isinstance(gradient, DTensor):
+    if not is_distributed(gradient):
         return not dist.is_initialized() or dist.get_rank() == 0
     coordinate = gradient.device_mesh.get_coordinate()
     if coordinate is None:
