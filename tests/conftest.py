@@ -27,7 +27,6 @@ ENGINES_OF_THEIR_OWN = (
     "test_vllm_benchmarks",
     "test_vllm_traps",
 )
-LONGEST_FAST_FILE = "test_whole_runs"
 
 FAMILIES = ("llama3", "qwen2", "qwen3")
 
@@ -142,12 +141,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def fast(item: pytest.Item) -> bool:
         return ENGINES_FOLDER not in item.path.parents and item.get_closest_marker("slow") is None
 
-    long = {item.path for item in items if not fast(item) or item.path.stem == LONGEST_FAST_FILE}
     if config.getoption("--fast"):
         config.hook.pytest_deselected(items=[item for item in items if not fast(item)])
         items[:] = [item for item in items if fast(item)]
-    # Files with long tests first: no process is to be left with one of them at the end.
-    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(optionalhook=True)
