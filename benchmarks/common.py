@@ -187,6 +187,24 @@ def train(
     return read_json_lines(Path(str(settings["job.dump_folder"])) / "latest" / "metrics.jsonl")
 
 
+def once(note: Path, settings: Mapping[str, object], work: Callable[[], str]) -> None:
+    """Do a long work, whose answer says what came of it, unless the note says that it ended, with these settings.
+
+    Ends the benchmark where the note is of other settings.
+    """
+    asked = {key: str(value) for key, value in settings.items()}
+    if note.is_file():
+        if json.loads(note.read_text())["settings"] != asked:
+            raise SystemExit(f"{note} is of a run with other settings: take another folder")
+        return
+    begun, load = time.perf_counter(), os.getloadavg()[0]
+    came = work()
+    seconds = time.perf_counter() - begun
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(json.dumps({"settings": asked, "seconds": seconds, "came": came}))
+    progress(f"{note.stem}: {came}; {seconds:.0f} s, load {load:.1f} before and {os.getloadavg()[0]:.1f} after")
+
+
 def embedded_server(
     folder: Path, model: Path, token: str, *words: object, said: IO[bytes] | None = None
 ) -> tuple[subprocess.Popen[bytes], str]:

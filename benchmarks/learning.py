@@ -30,8 +30,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +125,6 @@ class Benchmark:
         }
         self.start = ""
 
-    def once(self, name: str, settings: dict[str, Any], work: Callable[[], str]) -> None:
-        """Do this work, whose answer says what came of it, unless it has been done with these settings before."""
-        note = self.folder / "runs" / f"{name}.json"
-        asked = {key: str(value) for key, value in settings.items()}
-        if note.is_file():
-            if json.loads(note.read_text())["settings"] != asked:
-                sys.exit(f"{note} is of a run with other settings: take another --folder")
-            return
-        begun, load = time.perf_counter(), os.getloadavg()[0]
-        came = work()
-        seconds = time.perf_counter() - begun
-        note.parent.mkdir(exist_ok=True)
-        note.write_text(json.dumps({"settings": asked, "seconds": seconds, "came": came}))
-        common.progress(f"{name}: {came}; {seconds:.0f} s, load {load:.1f} before and {os.getloadavg()[0]:.1f} after")
-
     def run(self, name: str, start: str | Path, steps: int, *settings: dict[str, Any], **keys: Any) -> Path:
         """The folder of one run from a checkpoint; keys: of tables, with __ for the dot."""
         values = {
@@ -164,7 +148,7 @@ class Benchmark:
                 f"pass@1 {scores[0]:.3f} → {scores[-1]:.3f}" if scores else "not sampled"
             )
 
-        self.once(name, values, work)
+        common.once(self.folder / "runs" / f"{name}.json", values, work)
         return latest.resolve()
 
     def fine_tune(self) -> None:
@@ -262,7 +246,7 @@ class Benchmark:
             common.run(command, TRL_SECONDS, HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
             return f"{options['steps']} steps"
 
-        self.once(f"trl-{seed}", options, work)
+        common.once(self.folder / "runs" / f"trl-{seed}.json", options, work)
         # The evaluation before the first step is enough for it.
         scored = self.run(f"trl-{seed}-scored", output, 1, SFT, eval__stop_at=1e-9, eval__greedy=False)
         return passed(scored)[0]
@@ -359,8 +343,9 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def interval(values: list[float]) -> str:
-    """Mean with an interval of 95 %."""
-    return f"{statistics.fmean(values):.3f} ± {half_interval(values):.3f} ({len(values)} seeds)"
+    """Mean with an interval of 95 %, which one value has not."""
+    mean = f"{statistics.fmean(values):.3f}"
+    return f"{mean} ± {half_interval(values):.3f} ({len(values)} seeds)" if len(values) > 1 else f"{mean} (one seed)"
 
 
 def main() -> None:

@@ -160,23 +160,22 @@ def grouped_speed(tokens: int, repeats: int) -> dict[str, float]:
 def run_figures(folder: Path, seed: int, replay: bool, steps: int) -> dict[str, float]:
     """Gain in mean reward, first and last pass@1 and mean KL of a run of the debug task whose engine computes in bf16.
     A run that the folder already holds is not repeated."""
-    dump = folder / f"{seed}-{replay}-{steps}"
-    rows = read_json_lines(dump / "latest" / "metrics.jsonl") if (dump / "latest").exists() else []
-    if not any(row.get("step") == steps and "eval/pass@1" in row for row in rows):
-        options = {
-            "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu_moe.toml",
-            "job.dump_folder": dump,
-            "model.hf_assets_path": folder / "debug_arithmetic_moe",
-            "parallelism.expert_parallel_degree": 1,
-            "inference.dtype": "bfloat16",
-            "grpo.routing_replay": str(replay).lower(),
-            "training.steps": steps,
-            "training.seed": seed,
-            "lr_scheduler.decay_type": "constant",
-            "eval.interval": steps,
-            "metrics.log_freq": 1,
-        }
-        rows = common.train(options)
+    name = f"{seed}-{replay}-{steps}"
+    options = {
+        "job.config_file": common.REPOSITORY / "train_configs" / "debug_cpu_moe.toml",
+        "job.dump_folder": folder / name,
+        "model.hf_assets_path": folder / "debug_arithmetic_moe",
+        "parallelism.expert_parallel_degree": 1,
+        "inference.dtype": "bfloat16",
+        "grpo.routing_replay": str(replay).lower(),
+        "training.steps": steps,
+        "training.seed": seed,
+        "lr_scheduler.decay_type": "constant",
+        "eval.interval": steps,
+        "metrics.log_freq": 1,
+    }
+    common.once(folder / f"{name}.json", options, lambda: f"{len(common.train(options))} rows of metrics")
+    rows = read_json_lines(folder / name / "latest" / "metrics.jsonl")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     gain = statistics.mean(rewards[-ENDS:]) - statistics.mean(rewards[:ENDS])
     passes = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]

@@ -20,7 +20,7 @@ from tests.engines.models import END, FP32_TOLERANCE, randomize
 from tests.engines.plugins import install
 from tests.journals import journal_of
 from tests.patience import until
-from tests.processes import ROOT, Processes
+from tests.processes import Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.agent.control import AdminClient
 from torchtitan.inference.client import TOKEN_VARIABLE
@@ -223,8 +223,8 @@ def start_actor(
     elif engine == "vllm":
         command += ["--memory-gb", "0.25"]
         theirs = theirs if "--tensor-parallel-size" in ours else (*ONE_PROCESS, *theirs)
-        plugins = install(processes.folder / f"{name}.plugins", vllm_forking.GROUP, vllm_forking.FUNCTION)
-        environment["PYTHONPATH"] = f"{ROOT}:{plugins}"
+        plugins = processes.folder / f"{name}.plugins"
+        environment["PYTHONPATH"] = install(plugins, vllm_forking.GROUP, vllm_forking.FUNCTION)
     command += [*ours, "--engine-arguments", json.dumps(list(theirs))]
     try:
         port = processes.start_server(name, command, START_SECONDS, **{TOKEN_VARIABLE: TOKEN}, **environment)

@@ -13,7 +13,6 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.plugins import install
 from tests.gateways import make_config, play_both_ways, playing
 from tests.patience import asynchronous
-from tests.processes import ROOT
 from torchtitan.config.job_config import JobConfig
 
 pytest.importorskip("openai")
@@ -24,8 +23,8 @@ def test_an_openai_client_plays_with_tools_on(
     backend: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = request.getfixturevalue(f"{backend}_python")
-    plugins = install(tmp_path / "plugins", vllm_forking.GROUP, vllm_forking.FUNCTION)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{plugins}")
+    path = install(tmp_path / "plugins", vllm_forking.GROUP, vllm_forking.FUNCTION)
+    monkeypatch.setenv("PYTHONPATH", path)
     model = make_chat_model(tmp_path / "chat")
     config = make_config(
         model, backend=backend, engine_python=str(python), max_sequences=8, startup_timeout_s=START_SECONDS

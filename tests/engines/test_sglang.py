@@ -32,7 +32,7 @@ from tests.engines.job import (
 from tests.engines.models import END, FP32_TOLERANCE
 from tests.engines.plugins import install
 from tests.patience import PATIENCE_S
-from tests.processes import ROOT, Processes
+from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
@@ -54,9 +54,9 @@ def agent(sglang_python: Path, model: Path, module_processes: Processes) -> Acto
 @pytest.fixture(scope="module")
 def two_workers(sglang_python: Path, model: Path, module_processes: Processes) -> Actor:
     """An engine with two tensor-parallel workers, of which the second waits with files while `hold` exists."""
-    plugins = install(module_processes.folder / "plugins", sglang_holding.GROUP, sglang_holding.FUNCTION)
+    path = install(module_processes.folder / "plugins", sglang_holding.GROUP, sglang_holding.FUNCTION)
     environment = {
-        "PYTHONPATH": f"{ROOT}:{plugins}",
+        "PYTHONPATH": path,
         sglang_holding.VARIABLE: str(module_processes.folder / "hold"),
     }
     options = ("--tensor-parallel-size", "2", *SETTINGS)

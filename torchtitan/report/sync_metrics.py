@@ -1,6 +1,6 @@
 """Figures of the weight synchronisation: weight_sync/versions.jsonl, sums per step, and what the report shows.
 
-All of them come from one reading of the registry's journal (report/sync_metrics.py) and the trainer's own rows.
+All of them come from one reading of the registry's journal and the trainer's own rows.
 """
 
 from __future__ import annotations

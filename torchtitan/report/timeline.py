@@ -1,7 +1,7 @@
 """Who did what when in a run: trainer ranks, registry and actors on one clock, from the files of the run folder.
 
-Read by report/timeline.py (trace.json) and report/plots.py (the report). Times are seconds since 1970 as
-each process saw them; spans of one track nest, since a span is cut where the one around it ends.
+It becomes trace.json here and pictures in report/plots.py. Times are seconds since 1970 as each process saw them; spans
+of one track nest, since a span is cut where the one around it ends.
 """
 
 from __future__ import annotations
