@@ -175,7 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.versions = 20
-    alarms, backend = 0, arguments.backend
+    alarms, largest, backend = 0, 0.0, arguments.backend
     with tempfile.TemporaryDirectory() as name, Processes(Path(name)) as processes:
         folder, file = Path(name), Path(name) / "sabotage"
         os.environ[saboteur.VARIABLE], os.environ[TOKEN_VARIABLE] = str(file), job.TOKEN
@@ -185,11 +185,13 @@ def main() -> None:
                 actor.connect(trainer)
                 watch = Watch(actor, trainer, model, backend != "sglang")
                 found = play(actor, trainer, watch, KINDS[backend], file)
+                watch.difference = 0.0
                 for number in range(arguments.versions):
                     trainer.bring()
                     alarms += bool(watch.noticed())
+                    largest = max(largest, watch.difference)
                     if number % 100 == 99:
-                        common.progress(f"{number + 1} honest versions, {alarms} alarms")
+                        common.progress(f"{number + 1} honest versions, {alarms} alarms, probe at most {largest:.3g}")
             if backend == "embedded":
                 # It merges into what it has loaded, which has been replaced.
                 processes.stop("embedded")
@@ -203,7 +205,7 @@ def main() -> None:
     missed = [kind for kind, who in found.items() if who.startswith("NOTHING")]
     figures = {"missed": len(missed), "false_alarms": alarms}
     given = {name: value for name, value in vars(arguments).items() if name != "json"}
-    conditions = {**given, "noticed_by": found, "cpu": common.processor()}
+    conditions = {**given, "noticed_by": found, "honest_probe_at_most": largest, "cpu": common.processor()}
     common.report("sabotage", figures, BARS, conditions, arguments.json)
 
 
