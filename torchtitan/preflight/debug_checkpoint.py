@@ -38,7 +38,7 @@ from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import newest_export
-from torchtitan.rollout.environments import calculator, guess
+from torchtitan.rollout.environments import builtin
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -84,15 +84,15 @@ def policy_args() -> ModelArgs:
 
 def guess_play(numbers: random.Random) -> Play:
     """A game of a player who looks at the answers only half of the time."""
-    game = guess.Guess()
-    secret = numbers.randint(0, guess.LARGEST)
+    game = builtin.Guess()
+    secret = numbers.randint(0, builtin.LARGEST)
     game.reset(secret)
     play: Play = [("?", False)]
-    low, high, over = 0, guess.LARGEST, False
+    low, high, over = 0, builtin.LARGEST, False
     while not over:
         heeds = numbers.random() < 0.5
-        number = numbers.randint(low, high) if heeds else numbers.randint(0, guess.LARGEST)
-        text = f"{number:02d}{guess.END_OF_GUESS}"
+        number = numbers.randint(low, high) if heeds else numbers.randint(0, builtin.LARGEST)
+        text = f"{number:02d}{builtin.END_OF_GUESS}"
         answer, _, over = game.step(text)
         low = max(low, number + 1) if answer == ">" else low
         high = min(high, number - 1) if answer == "<" else high
@@ -106,13 +106,13 @@ def calculator_play(numbers: random.Random) -> Play:
     if numbers.random() >= 0.1:
         return [(row["prompt"], False), (f"{numbers.randrange(20000):05d}", True), ("<eos>", True)]
     a, b = row["prompt"].rstrip("=").split("+")
-    result = calculator.add(int(a), int(b))
+    result = builtin.add(int(a), int(b))
     return [(row["prompt"], False), (f"[{a}+{b}]", True), (result, False), (row["answer"], True), ("<eos>", True)]
 
 
 @functools.cache
 def _sums() -> list[dict[str, str]]:
-    return calculator.rows()[: calculator.ROWS // 2]
+    return builtin.calculator_rows()[: builtin.CALCULATOR_ROWS // 2]
 
 
 WARM_STARTS: dict[str, Callable[[random.Random], Play]] = {"guess": guess_play, "calculator": calculator_play}

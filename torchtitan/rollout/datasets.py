@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.config.derived import has_engines, judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.environments import calculator, guess
+from torchtitan.rollout.environments import builtin
 from torchtitan.rollout.rewards import NEEDS_ANSWER
 
 Row = dict[str, Any]
@@ -87,8 +87,8 @@ def arithmetic_rows() -> list[Row]:
 
 BUILT_IN: dict[str, Callable[[], list[Row]]] = {
     "arithmetic": arithmetic_rows,
-    "calculator": calculator.rows,
-    "guess": guess.rows,
+    "calculator": builtin.calculator_rows,
+    "guess": builtin.guess_rows,
 }
 
 

@@ -11,8 +11,8 @@ import pytest
 from tests.unit_tests.rollout.test_tokenizer import write_tokenizer
 from torchtitan.errors import UserError
 from torchtitan.preflight.debug_checkpoint import INDEX, WARM_STARTS, batches
-from torchtitan.rollout.environments import calculator
-from torchtitan.rollout.environments.guess import GUESSES, LARGEST, Guess, rows
+from torchtitan.rollout.environments import builtin
+from torchtitan.rollout.environments.builtin import GUESSES, LARGEST, Guess, guess_rows
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 
 numbers = random.Random(0)
@@ -31,7 +31,7 @@ def test_players_of_the_guessing_game(player: Player, wins: float) -> None:
     """Shares of games won as they follow from the rules: bisection, play in line with the answers, and at random."""
     game, won, games = Guess(), 0, 4000
     for number in range(games):
-        game.reset(**{name: value for name, value in rows()[number % 32].items() if name != "prompt"})
+        game.reset(**{name: value for name, value in guess_rows()[number % 32].items() if name != "prompt"})
         low, high, rewards = 0, LARGEST, []
         for turn in range(GUESSES):
             guess = player(low, high)
@@ -52,17 +52,17 @@ def test_players_of_the_guessing_game(player: Player, wins: float) -> None:
 def test_a_sum_must_be_copied() -> None:
     def judge(*texts: str) -> list[float]:
         count = len(texts)
-        return calculator.right(completions=texts, answer=["06912"] * count, finish_reasons=["stop"] * count)
+        return builtin.right(completions=texts, answer=["06912"] * count, finish_reasons=["stop"] * count)
 
-    assert calculator.bracket_calls("[1234+5678]") == [("add", {"a": "1234", "b": "5678"})]
-    result = calculator.add(1234, 5678)
+    assert builtin.bracket_calls("[1234+5678]") == [("add", {"a": "1234", "b": "5678"})]
+    result = builtin.add(1234, 5678)
     assert judge(f"[1234+5678]{result}06912", f"[1234+5678]{result}", "06912", f"[1234+5678]{result}0691") == [
         1,
         0,
         1,
         0,
     ]
-    assert calculator.right(completions=["=06912"], answer=["06912"], finish_reasons=["length"]) == [0.0]
+    assert builtin.right(completions=["=06912"], answer=["06912"], finish_reasons=["length"]) == [0.0]
 
 
 @pytest.mark.parametrize("task", sorted(WARM_STARTS))

@@ -1,18 +1,18 @@
 """Processes without a network, without a view of other processes, and with files that they can only read (Linux).
 
-bubblewrap does all of it. Where it is not installed, util-linux' unshare makes the namespaces and read_only.py does
-the rest inside of them.
+bubblewrap does all of it. Where it is not installed, util-linux' unshare makes the namespaces, and this file, run
+inside of them, does the rest: so nothing of ours is imported at its top.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-from torchtitan.errors import UserError
 
 # The only folder that an isolated process can write to: its own, in memory, gone with it.
 WRITABLE = "/dev/shm"
@@ -24,13 +24,20 @@ BUBBLEWRAP = (
 )  # fmt: skip
 NAMESPACES = (
     "unshare", "--user", "--map-root-user", "--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child",
-    sys.executable, "-IS", str(Path(__file__).with_name("read_only.py").resolve()),
+    sys.executable, "-IS", str(Path(__file__).resolve()),
 )  # fmt: skip
+# Mounted anew in these namespaces.
+FRESH = ((WRITABLE, b"tmpfs"), ("/run", b"tmpfs"), ("/proc", b"proc"))
+# From linux/fcntl.h and linux/mount.h; the number of the system call is the same on all machines.
+AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+SYS_MOUNT_SETATTR = 442
 
 
 @functools.cache
 def isolation_command() -> tuple[str, ...]:
     """The words in front of a command that isolate it. Raises UserError where this system has no way to do so."""
+    from torchtitan.errors import UserError
+
     reasons = []
     for words in (BUBBLEWRAP, NAMESPACES):
         if shutil.which(words[0]) is None:
@@ -48,3 +55,28 @@ def isolation_command() -> tuple[str, ...]:
         f"this system cannot isolate a process ({'; '.join(reasons)}): install bubblewrap, or have unprivileged user "
         "namespaces allowed"
     )
+
+
+class MountAttributes(ctypes.Structure):
+    """struct mount_attr."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def main() -> None:
+    """In namespaces of its own: make all files read-only, and become the command that it is given. A second user
+    namespace takes away the right to undo what was done."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = MountAttributes(attr_set=MOUNT_ATTR_RDONLY)
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    if libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(wanted), size):
+        sys.exit(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+    for folder, kind in FRESH:
+        if libc.mount(kind, folder.encode(), kind, 0, None):
+            sys.exit(f"{folder}: {os.strerror(ctypes.get_errno())}")
+    os.environ["TMPDIR"] = WRITABLE
+    os.execvp("unshare", ["unshare", "--user", "--map-current-user", "--", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
