@@ -23,7 +23,7 @@ from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flavors import find_flavor
-from torchtitan.rollout.datasets import arithmetic_rows
+from torchtitan.rollout.prompts import arithmetic_rows
 from torchtitan.rollout.tokenizer import Tokenizer
 
 BARS: common.Bars = {"share_equal": (">=", 1.0), "share_equal_packs": (">=", 1.0)}

@@ -24,7 +24,7 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import newest_export
-from torchtitan.rollout.datasets import hold_out, load_rows
+from torchtitan.rollout.prompts import hold_out, load_rows
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 CHAT_TEMPLATE = (

@@ -35,7 +35,7 @@ from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.model import check_lora, check_model
 from torchtitan.preflight.stages import check_stage
 from torchtitan.rollout.agents.worker import FUNCTION
-from torchtitan.rollout.datasets import BUILT_IN
+from torchtitan.rollout.prompts import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import isolation_command
 from torchtitan.utils.loading import nearest

@@ -17,8 +17,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Branch, Given, add_turn
 from torchtitan.inference.types import Completion
-from torchtitan.rollout.datasets import load_datasets
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample
 

@@ -14,7 +14,6 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
-from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.demonstrations import DemonstrationMaker
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer, Player
@@ -22,7 +21,7 @@ from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker
 from torchtitan.rollout.journal import Journal
-from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt

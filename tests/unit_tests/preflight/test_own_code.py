@@ -17,7 +17,7 @@ from torchtitan import train
 from torchtitan.api import names_of, write_rows
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.rollout.datasets import load_rows
+from torchtitan.rollout.prompts import load_rows
 from torchtitan.rollout.rewards import load_reward
 from torchtitan.rollout.rewards.builtin import arithmetic
 

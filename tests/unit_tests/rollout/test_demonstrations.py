@@ -11,8 +11,8 @@ import pytest
 from tests.chat_models import CHAT_TEMPLATE, write_chat_tokenizer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.datasets import load_datasets
 from torchtitan.rollout.demonstrations import Demonstration, DemonstrationMaker
+from torchtitan.rollout.prompts import load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer
 
 ASK = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

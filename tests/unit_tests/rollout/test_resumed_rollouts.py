@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit_tests.rollout.test_datasets import Characters
+from tests.unit_tests.rollout.test_prompts import Characters
 from tests.unit_tests.rollout.test_rollouts import (
     BATCH_GROUPS,
     FakeActors,

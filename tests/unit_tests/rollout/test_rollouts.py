@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.patience import PATIENCE_S
 from tests.trajectories import single_turn
-from tests.unit_tests.rollout.test_datasets import Characters
+from tests.unit_tests.rollout.test_prompts import Characters
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each

@@ -17,8 +17,7 @@ from pyarrow import parquet
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.rollout.datasets import arithmetic_rows, hold_out, load_datasets, load_rows
-from torchtitan.rollout.prompts import PromptMaker, PromptStream
+from torchtitan.rollout.prompts import PromptMaker, PromptStream, arithmetic_rows, hold_out, load_datasets, load_rows
 
 
 class Characters:
