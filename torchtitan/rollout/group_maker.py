@@ -1,22 +1,36 @@
-"""From a prompt to a scored group: sampled on the actors, with an environment or without, and judged."""
+"""From a prompt to a scored group: sampled on the actors, with an environment or without, taught and judged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.config.derived import environment_name, learns_from_rewards
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.tables.training import Distill
+from torchtitan.errors import UserError
+from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.trajectory import Branch, add_turn
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.episodes import Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
-from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
 
 Engines = InferencePool | ColocatedPool
+
+# Of a teacher that a server has, and how it is asked.
+TOKEN_VARIABLE = "TORCHTITAN_TEACHER_TOKEN"
+ATTEMPTS = 3
+PAUSE_S = 1.0
+# Requests under way at a time: a server computes a prompt as a whole, so that more would only wait there.
+CONCURRENT = 32
 
 
 class GroupMaker:
@@ -124,3 +138,94 @@ def make_sample(trajectory: Trajectory, reward: float, rewards: dict[str, float 
         trajectory.branches, trajectory.finish_reason, reward, rewards,
         turn_rewards=trajectory.turn_rewards, extra=trajectory.extra,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a kind of server is asked for log-probs of given tokens."""
+
+    request: Callable[[list[int]], tuple[str, dict[str, Any]]]
+    """Tokens -> path and body"""
+    read: Callable[[list[int], Any], list[float]]
+    """Tokens and answer -> log-probs at temperature 1 of all tokens but the first; raises where it is no such answer"""
+
+
+def _ask_vllm(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def _read_vllm(token_ids: list[int], answer: Any) -> list[float]:
+    rows = answer["choices"][0]["prompt_logprobs"]
+    return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+
+
+def _ask_sglang(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+    call = SGLANG.score(token_ids)
+    return call.path, dict(call.body)
+
+
+def _read_sglang(token_ids: list[int], answer: Any) -> list[float]:
+    return [float(row[0]) for row in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
+def _ask_embedded(token_ids: list[int]) -> tuple[str, dict[str, Any]]:
+    return "/v1/score", {"token_ids": token_ids}
+
+
+def _read_embedded(token_ids: list[int], answer: Any) -> list[float]:
+    return [float(value) for value in answer["log_probs"]]
+
+
+ROUTES = {
+    "vllm": Route(_ask_vllm, _read_vllm),
+    "sglang": Route(_ask_sglang, _read_sglang),
+    "embedded": Route(_ask_embedded, _read_embedded),
+}
+"""The keys of distill.teacher_backend"""
+
+
+class Teacher:
+    """A teacher that a server has, for job.stage = "distill": its log-probs of what the policy samples. Belongs to one
+    asyncio loop. The server's token, where it asks for one, is in TORCHTITAN_TEACHER_TOKEN."""
+
+    def __init__(self, config: Distill):
+        self._config, self._route = config, ROUTES[config.teacher_backend]
+        self._client = JsonClient(config.teacher_url, os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        self._free = asyncio.Semaphore(CONCURRENT)
+
+    async def teach(self, trajectories: Sequence[Trajectory]) -> None:
+        """Give every sampled token the teacher's log-prob. Raises UserError where the server gives none."""
+        branches = [branch for one in trajectories for branch in one.branches]
+        scores = await asyncio.gather(*(self.score(branch.token_ids) for branch in branches))
+        for branch, log_probs in zip(branches, scores, strict=True):
+            end = 0
+            for segment in branch.segments:
+                begin, end = end, end + len(segment.token_ids)
+                if isinstance(segment, Completion):
+                    segment.teacher_log_probs = log_probs[begin - 1 : end - 1]
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of all tokens but the first. Raises UserError where the server gives none in three attempts."""
+        path, body = self._route.request(token_ids)
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            await asyncio.sleep(attempt * PAUSE_S)
+            try:
+                async with self._free:
+                    answer = await self._client.call("score", "POST", path, self._config.teacher_timeout_s, body)
+                log_probs = self._route.read(token_ids, answer)
+                if len(log_probs) == len(token_ids) - 1:
+                    return log_probs
+                problem = f"{len(log_probs)} log-probs came for {len(token_ids)} tokens"
+            except (RequestRefused, TokenRefused) as error:
+                problem = str(error)
+                break
+            except ActorError as error:
+                problem = str(error)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                problem = f"{path} answered something else than distill.teacher_backend does: {error!r}"
+                break
+        raise UserError(f"distill.teacher_url = {self._config.teacher_url!r} gives no log-probs: {problem}")
+
+    async def close(self) -> None:
+        await self._client.close()

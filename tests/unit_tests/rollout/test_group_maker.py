@@ -19,8 +19,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.models import load_policy
+from torchtitan.rollout.group_maker import Teacher
 from torchtitan.rollout.journal import decode_batch, encode_batch
-from torchtitan.rollout.teacher import Teacher
 from torchtitan.rollout.types import Batch, Trajectory
 from torchtitan.trainer.policy_trainer import PolicyTrainer
 
@@ -91,7 +91,7 @@ async def test_answers_of_engines_are_read(backend: Any, path: str, answer: Any)
 
 @asynchronous
 async def test_a_server_that_fails_is_asked_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.rollout.teacher.PAUSE_S", 0.0)
+    monkeypatch.setattr("torchtitan.rollout.group_maker.PAUSE_S", 0.0)
     asked: list[str] = []
 
     def post(path: str, body: bytes) -> tuple[int, Any]:
