@@ -13,7 +13,8 @@ from tests.gateways import make_config, playing
 from tests.patience import PATIENCE_S, asynchronous
 from tests.processes import ROOT
 from torchtitan.inference.types import GenerateRequest
-from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
+from torchtitan.rollout.environments.pool import AgentPool
+from torchtitan.rollout.episodes import AgentPlayer
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt
 from torchtitan.utils.json_lines import EventLog

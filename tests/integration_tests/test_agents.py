@@ -16,7 +16,8 @@ from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.inference.types import GenerateRequest
-from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
+from torchtitan.rollout.environments.pool import AgentPool
+from torchtitan.rollout.episodes import AgentPlayer
 from torchtitan.rollout.journal import ReplaySource
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory

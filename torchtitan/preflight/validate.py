@@ -34,7 +34,7 @@ from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
 from torchtitan.preflight.model import check_lora, check_model
 from torchtitan.preflight.stages import check_stage
-from torchtitan.rollout.agents.worker import FUNCTION
+from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.workers.isolation import isolation_command

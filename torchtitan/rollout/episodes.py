@@ -1,4 +1,4 @@
-"""Conversations of several turns: the policy's, on any actor, and the environment's, in a worker process."""
+"""Conversations of several turns: of the policy, on any actor, and an environment or agent, in a worker process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.trajectory import Branch, add_turn
+from torchtitan.inference.trajectory import Branch, add_turn, sampled_segments
 from torchtitan.inference.types import Completion, GenerateRequest, stream_seed
-from torchtitan.rollout.environments.pool import EnvironmentPool, Episode, Reply
+from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode, Reply
+from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
@@ -169,3 +170,49 @@ def _described(messages: list[dict[str, Any]], reply: Reply) -> list[dict[str, A
     if reply.calls:
         messages[-1]["tool_calls"] = [{"type": "function", "function": call} for call in reply.calls]
     return reply.messages
+
+
+class AgentPlayer(Player):
+    """Agents ask the policy through the gateway. `statistics` counts calls that were not answered, too."""
+
+    failures = (CallFailed, GatewayLost)
+
+    def __init__(self, config: JobConfig, gateway: Gateway, agents: AgentPool, tokenizer: Tokenizer):
+        super().__init__(config)
+        self._gateway, self._agents, self._tokenizer = gateway, agents, tokenizer
+        self.statistics["calls_failed"] = 0
+
+    def counts(self) -> Counter[str]:
+        return Counter({**self.statistics, **self._agents.statistics, **self._gateway.statistics})
+
+    async def play_one(self, prompt: Prompt, request: GenerateRequest, group: str, min_version: int) -> Trajectory:
+        environment = self._config.environment
+        row = {self._config.rollout.prompt_column: prompt.text, **prompt.columns}
+        door = await self._gateway.open(
+            request.request_id,
+            request.sampling,
+            min_version=min_version,
+            shares=group,
+            many=bool(environment.verifiers),
+        )
+        try:
+            async with await self._agents.episode() as episode:
+                outcome = await episode.run(row, prompt.index, door, environment.episode_timeout_s)
+        finally:
+            # Also what broke off must not sample any longer.
+            played = await self._gateway.end(door.session)
+            self.statistics["turns"] += len(sampled_segments(played.branches))
+        if played.failed:
+            self.statistics["calls_failed"] += played.failed
+            raise CallFailed("exception", f"{played.failed} calls of the policy were not answered")
+        if not played.branches:
+            raise CallFailed("exception", "the agent has not asked the policy anything")
+        said = self._said(prompt, played.branches)
+        return Trajectory(played.branches, "length" if played.cut else "stop", said, outcome.reward)
+
+    def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
+        """What the policy has said in the branch that ended last, for reward functions."""
+        texts = [self._tokenizer.decode(one.token_ids) for one in branches[-1].sampled]
+        if isinstance(prompt.text, str):
+            return "\n".join(texts)
+        return [{"role": "assistant", "content": text} for text in texts]

@@ -13,10 +13,9 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.rollout.agents.player import AgentPlayer, AgentPool
 from torchtitan.rollout.demonstrations import DemonstrationMaker
-from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.episodes import EpisodePlayer, Player
+from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
+from torchtitan.rollout.episodes import AgentPlayer, EpisodePlayer, Player
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
 from torchtitan.rollout.group_maker import Engines, GroupMaker

@@ -1,4 +1,4 @@
-"""Environments and tools of the user: what their programs look like, and the worker processes that run them.
+"""Environments, tools and agents of the user: what their programs look like, and the worker processes that run them.
 
 Two kinds of class, each without constructor arguments and with `reset(**row)`:
 
@@ -6,5 +6,6 @@ Two kinds of class, each without constructor arguments and with `reset(**row)`:
   client's do too;
 - without: its other public methods are tools, typed and with docstrings, as TRL has it.
 
-Either may have `get_reward()`. See docs/environments.md.
+Either may have `get_reward()`. Agents are programs with a loop of their own, which ask the policy through the gateway:
+functions, commands, verifiers. See docs/environments.md.
 """
