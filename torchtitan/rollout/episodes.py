@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.trajectory import Branch, add_turn, sampled_segments
 from torchtitan.inference.types import Completion, GenerateRequest, stream_seed
-from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode, Reply
+from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
@@ -143,7 +143,9 @@ class EpisodePlayer(Player):
                 break
             reply = await episode.act(text)
             rewards[-1] = reply.reward
-            messages += _described(messages, reply)
+            if reply.calls:
+                messages[-1]["tool_calls"] = [{"type": "function", "function": call} for call in reply.calls]
+            messages += reply.messages
             if reply.done:
                 finish_reason = "stop"
                 break
@@ -163,13 +165,6 @@ class EpisodePlayer(Player):
         adds_up = outcome.reward is not None and math.isclose(outcome.reward, sum(rewards))
         by_turn = rewards if adds_up and any(rewards) else []
         return Trajectory(branches, finish_reason, completion_of, outcome.reward, outcome.attributes, by_turn)
-
-
-def _described(messages: list[dict[str, Any]], reply: Reply) -> list[dict[str, Any]]:
-    """The environment's messages; the turn's own, the last of `messages`, is given its tool calls."""
-    if reply.calls:
-        messages[-1]["tool_calls"] = [{"type": "function", "function": call} for call in reply.calls]
-    return reply.messages
 
 
 class AgentPlayer(Player):
@@ -197,7 +192,7 @@ class AgentPlayer(Player):
         )
         try:
             async with await self._agents.episode() as episode:
-                outcome = await episode.run(row, prompt.index, door, environment.episode_timeout_s)
+                reward = await episode.run(row, prompt.index, door, environment.episode_timeout_s)
         finally:
             # Also what broke off must not sample any longer.
             played = await self._gateway.end(door.session)
@@ -208,7 +203,7 @@ class AgentPlayer(Player):
         if not played.branches:
             raise CallFailed("exception", "the agent has not asked the policy anything")
         said = self._said(prompt, played.branches)
-        return Trajectory(played.branches, "length" if played.cut else "stop", said, outcome.reward)
+        return Trajectory(played.branches, "length" if played.cut else "stop", said, reward)
 
     def _said(self, prompt: Prompt, branches: list[Branch]) -> str | list[dict[str, str]]:
         """What the policy has said in the branch that ended last, for reward functions."""

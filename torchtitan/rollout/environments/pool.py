@@ -150,14 +150,14 @@ class Episode:
     """One episode's environment; a context manager, which gives it back."""
 
     def __init__(self, pool: EnvironmentPool, host: _Host, number: int):
-        self._pool, self.host, self.number = pool, host, number
+        self._pool, self._host, self._number = pool, host, number
         self._finished = False
 
     async def __aenter__(self) -> Episode:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await self._pool.release(self.host, self.number, self._finished)
+        await self._pool.release(self._host, self._number, self._finished)
 
     async def reset(self, row: dict[str, Any]) -> str:
         """Begin; returns what the environment adds to the prompt. Raises CallFailed, as all methods do."""
@@ -177,8 +177,14 @@ class Episode:
         self._finished = True
         return outcome
 
+    async def run(self, row: dict[str, Any], index: int, door: Door, timeout_s: float) -> float | None:
+        """Have an agent play the whole episode; returns its reward."""
+        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=door.base_url, key=door.key)
+        self._finished = True
+        return reply["reward"]
+
     async def _call(self, timeout_s: float, **message: Any) -> dict[str, Any]:
-        return await self._pool.call(self.host, {"episode": self.number, **message}, timeout_s)
+        return await self._pool.call(self._host, {"episode": self._number, **message}, timeout_s)
 
 
 class AgentPool(EnvironmentPool):
@@ -207,21 +213,3 @@ class AgentPool(EnvironmentPool):
         return WorkerProcess(
             "the agent worker", module, self._setup, self._log_file, self._flooded, python=self._python
         )
-
-    async def episode(self) -> AgentEpisode:
-        """A place for one episode, on the worker with the fewest. Raises UserError where no worker starts."""
-        episode = await super().episode()
-        return AgentEpisode(self, episode.host, episode.number)
-
-
-class AgentEpisode(Episode):
-    """One run of an agent; a context manager."""
-
-    async def __aenter__(self) -> AgentEpisode:
-        return self
-
-    async def run(self, row: dict[str, Any], index: int, door: Door, timeout_s: float) -> Outcome:
-        """Have it play; returns how it went. Raises CallFailed: it raised, hung or died."""
-        reply = await self._call(timeout_s, do="run", row=row, index=index, base_url=door.base_url, key=door.key)
-        self._finished = True
-        return Outcome(reply["reward"], {})
