@@ -34,9 +34,6 @@ FUNCTION = re.compile(r"[\w.]+:\w+")
 # The end of what a command prints, in which its reward is looked for.
 TAIL_BYTES = 1 << 16
 
-# What the trainer is told of agents.
-ABOUT = {"tools": [], "rewards": True}
-
 Play = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Plays the episode of a message"""
 
@@ -159,4 +156,4 @@ class Taskset:
 
 
 if __name__ == "__main__":
-    run(lambda setup: (Agents(Taskset(setup).play if "taskset" in setup else find_agent(setup["agent"])), ABOUT))
+    run(lambda setup: (Agents(Taskset(setup).play if "taskset" in setup else find_agent(setup["agent"])), {}))

@@ -80,16 +80,13 @@ class EnvironmentPool:
         )
         self.tools: list[dict[str, Any]] = []
         """JSON schemas of the tools, for the chat template"""
-        self.rewards = False
-        """Whether the environment gives rewards"""
         self.start_timeout_s, self.step_timeout_s = self._config.start_timeout_s, self._config.step_timeout_s
 
     async def start(self) -> None:
         """Start all workers. Raises UserError where one cannot start, or what it is to run is no environment."""
         self._hosts = [self._new_host() for _ in range(self._config.num_workers)]
         await asyncio.gather(*(host.process.start() for host in self._hosts))
-        about = self._hosts[0].process.about
-        self.tools, self.rewards = about["tools"], about["rewards"]
+        self.tools = self._hosts[0].process.about.get("tools", [])
 
     async def close(self) -> None:
         await asyncio.gather(*(host.process.stop() for host in [*self._hosts, *self._retired]))

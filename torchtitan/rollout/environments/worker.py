@@ -1,6 +1,6 @@
 """An environment worker process: messages as in workers/inside.py, any number of episodes side by side.
 
-The set-up has {"factory", "tools", "parser", "longest"}; it answers with what there is: {"steps", "rewards", "tools"}.
+The set-up has {"factory", "tools", "parser", "longest"}; it answers with the schemas of {"tools"}.
 Messages have {"episode": number, "do": …} with
 
     reset   {"row"}     {"text": added to the prompt}
@@ -145,11 +145,6 @@ class Program:
         if tool.name in self.tools:
             raise UserError(f"there are two tools of the name {tool.name!r}")
         self.tools[tool.name] = tool
-
-    @property
-    def about(self) -> dict[str, Any]:
-        rewards = self.steps or callable(getattr(self.factory, "get_reward", None))
-        return {"steps": self.steps, "rewards": rewards, "tools": [tool.schema for tool in self.tools.values()]}
 
 
 class Instance:
@@ -340,7 +335,7 @@ class Host:
 
 def load(setup: dict[str, Any]) -> tuple[Host, dict[str, Any]]:
     program = Program(setup["factory"], setup["tools"], setup["parser"])
-    return Host(program, setup["longest"]), program.about
+    return Host(program, setup["longest"]), {"tools": [tool.schema for tool in program.tools.values()]}
 
 
 if __name__ == "__main__":
