@@ -20,8 +20,7 @@ import common
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.rollout.rewards.builtin import accuracy
-from torchtitan.rollout.rewards.math_check import checker
+from torchtitan.rollout.rewards.builtin import accuracy, checker
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward, math_check
+from torchtitan.rollout.rewards import CHECKS_MATHEMATICS, load_reward
 from torchtitan.rollout.workers.inside import protect, read_message, serve, set_up, write_message
 
 # Characters of a value in a column of completions.jsonl.
@@ -130,7 +130,9 @@ def _is_finite_number(value: Any) -> bool:
 def load(setup: dict[str, Any]) -> tuple[tuple[dict[str, Callable[..., Any]], bool], dict[str, Any]]:
     functions = {name: load_reward(name) for name in setup["functions"]}
     if not CHECKS_MATHEMATICS.isdisjoint(functions):
-        math_check.checker()  # no call's time limit pays for loading it
+        from torchtitan.rollout.rewards import builtin
+
+        builtin.checker()  # no call's time limit pays for loading it
     return (functions, setup["side_by_side"]), {}
 
 
