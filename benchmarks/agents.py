@@ -47,9 +47,9 @@ from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa:
 from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
 from torchtitan.inference.pool import InferencePool  # noqa: E402
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters  # noqa: E402
-from torchtitan.models import export_policy  # noqa: E402
 from torchtitan.models.attention import PackedLayout  # noqa: E402
 from torchtitan.models.decoder import Decoder  # noqa: E402
+from torchtitan.models.hf_checkpoint import export_policy  # noqa: E402
 from torchtitan.models.model_args import ModelArgs  # noqa: E402
 from torchtitan.rollout.gateway.process import Gateway  # noqa: E402
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer  # noqa: E402

@@ -19,10 +19,10 @@ import torch
 
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.flavors import find_flavor
+from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.shape import find_flavor
 from torchtitan.rollout.prompts import arithmetic_rows
 from torchtitan.rollout.tokenizer import Tokenizer
 

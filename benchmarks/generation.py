@@ -33,7 +33,7 @@ except ImportError:
 from torchtitan.inference.embedded.client import EmbeddedClient
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 
 REQUEST_SECONDS = 120.0
 

@@ -35,9 +35,9 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
-from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.expert_args import ExpertArgs
+from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint

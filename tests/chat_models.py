@@ -121,8 +121,8 @@ def teach(directory: Path, conversations: list[list[int]], steps: int = 400, giv
     """Have the checkpoint learn these token sequences by heart, but for the `given` tokens that each begins with."""
     import torch
 
-    from torchtitan.models import export_policy, load_policy
     from torchtitan.models.attention import PackedLayout
+    from torchtitan.models.hf_checkpoint import export_policy, load_policy
 
     policy = load_policy(directory)
     ids = torch.tensor([token for tokens in conversations for token in tokens])

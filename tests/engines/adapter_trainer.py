@@ -15,11 +15,8 @@ from tests.engines.job import Trainer, differences
 from tests.engines.models import randomize_adapters
 from torchtitan.config.job_config import Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.models import load_policy
-from torchtitan.models.hf_checkpoint import load_into
-from torchtitan.models.lora import add_adapters, initialize_adapters, synced_parameters
-from torchtitan.models.peft_checkpoint import save_adapter
-from torchtitan.models.quantized import quantize_projections
+from torchtitan.models.hf_checkpoint import load_into, load_policy, save_adapter
+from torchtitan.models.lora import add_adapters, initialize_adapters, quantize_projections, synced_parameters
 from torchtitan.weight_sync.facade import WeightSync
 
 SETTINGS: dict[str, Any] = {"rank": 4, "alpha": 10.0, "modules_to_save": ["norm"]}

@@ -72,7 +72,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 def randomize_adapters(policy: torch.nn.Module, seed: int) -> None:
     """Adapters of our policy, and its final norm, from the seed; on any layout."""
     from torchtitan.distributed.placement import copy_full_
-    from torchtitan.models.low_rank import is_factor
+    from torchtitan.models.adapter_math import is_factor
 
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in policy.named_parameters():

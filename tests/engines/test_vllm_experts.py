@@ -18,7 +18,7 @@ from tests.processes import Processes
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.parity import probe_tolerance
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.lora import add_adapters, synced_parameters
 from torchtitan.preflight.debug_checkpoint import write_tokenizer
 from torchtitan.weight_sync.facade import WeightSync

@@ -18,8 +18,8 @@ import torch
 from tests.patience import PATIENCE_S
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
-from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import write_trace

@@ -22,7 +22,7 @@ from torchtitan.config.job_config import WeightSync
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.publication import Publication

@@ -24,8 +24,8 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
 from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer
 from torchtitan.rollout.group_maker import make_sample

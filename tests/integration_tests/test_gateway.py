@@ -19,7 +19,7 @@ from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
 from torchtitan.inference import engines
 from torchtitan.inference.trajectory import Branch
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.gateway.process import Door, GatewayLost, Played
 
 openai = pytest.importorskip("openai")

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.config.job_config import Lora
-from torchtitan.models import export_policy, load_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import export_policy, load_adapter, load_policy
 from torchtitan.models.lora import add_adapters
-from torchtitan.models.peft_checkpoint import load_adapter
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]

@@ -8,8 +8,8 @@ import pytest
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.models import export_policy
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.preflight.debug_checkpoint import debug_model_args, write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * RUN_SECONDS)]

@@ -15,7 +15,7 @@ from tests.integration_tests.test_embedded_server import TOKEN, Client, Trainer,
 from tests.patience import eventually
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.digest import differing_parameters
 from torchtitan.weight_sync.staging import StagedVersion
 

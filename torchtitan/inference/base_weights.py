@@ -14,9 +14,17 @@ from typing import Any
 import torch
 
 from torchtitan.errors import UserError
-from torchtitan.models.foreign_args import read_args
-from torchtitan.models.low_rank import ALPHA, BASE_BITS, FACTOR_A, FACTOR_B, low_rank_product
-from torchtitan.models.nf4 import dequantize, is_quantized, quantize
+from torchtitan.models.adapter_math import (
+    ALPHA,
+    BASE_BITS,
+    FACTOR_A,
+    FACTOR_B,
+    dequantize,
+    is_quantized,
+    low_rank_product,
+    quantize,
+)
+from torchtitan.models.shape import read_args
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
 

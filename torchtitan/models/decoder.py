@@ -19,15 +19,14 @@ from torchtitan.distributed.context_parallel import ContextAttention, ContextPar
 from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
-from torchtitan.models.elementwise import RMSNorm, swiglu
+from torchtitan.models.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, swiglu
 from torchtitan.models.expert_args import MISSING
 from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
 from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
-from torchtitan.models.rotary import RotaryTables, rotary_tables, rotate
 
 # DeepSeek's own code and transformers take this whatever config.json says of rms_norm_eps.
 LATENT_EPS = 1e-6

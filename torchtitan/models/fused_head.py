@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.models.kept_tokens import CUT_OFF
-from torchtitan.models.logit_tiles import GradientSums, Projection, RowStatistics, logit_gradients_, on_gpu
+from torchtitan.models.logit_tiles import CUT_OFF, GradientSums, Projection, RowStatistics, logit_gradients_, on_gpu
 
 # (log-probs [n], entropy [n], which rows these are) -> loss of each row [n], differentiable in the first two.
 TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]

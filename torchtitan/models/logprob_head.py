@@ -14,8 +14,7 @@ from typing_extensions import Unpack
 
 from torchtitan.distributed.device import matmul_converts
 from torchtitan.models.fused_head import OnePass, TokenObjective, TwoPass
-from torchtitan.models.kept_tokens import CUT_OFF, KeptTokens
-from torchtitan.models.logit_tiles import Projection, Tiling, choose_tiling, on_gpu
+from torchtitan.models.logit_tiles import CUT_OFF, KeptTokens, Projection, Tiling, choose_tiling, on_gpu
 from torchtitan.models.memory import default_head_budget
 
 if TYPE_CHECKING:

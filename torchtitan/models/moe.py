@@ -166,8 +166,8 @@ class _Combine(torch.autograd.Function):
         return by_rows, None, None, (taken * gradient[:, None]).sum(-1)
 
 
-# How rows reach experts that other ranks have, see expert_parallel.py: rows [R, H] in the order of all experts, counts
-# [E] of them -> what compute(rows, experts) makes of each where its expert is.
+# How rows reach experts that other ranks have, see parallelize.ExpertExchange: rows [R, H] in the order of all experts,
+# counts [E] of them -> what compute(rows, experts) makes of each where its expert is.
 Exchange = Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]], torch.Tensor]
 
 

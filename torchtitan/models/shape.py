@@ -1,18 +1,233 @@
-"""The shape of a run's policy before anything is loaded, and what adapters make of it. No torch here."""
+"""The shape of a run's policy before anything is loaded: a flavor's, or what the files of a checkpoint tell.
+
+FLAVORS are public shapes by family and size, for planning and training from scratch; a checkpoint's own config.json
+always decides where there is one. Of a model that transformers computes, the headers of its files tell the rest. No
+torch here, but for those headers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib.util
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.models.families import FAMILIES
-from torchtitan.models.flavors import find_flavor
-from torchtitan.models.foreign_args import read_args
-from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs
+from torchtitan.models.expert_args import COUNT_KEYS, ExpertArgs
+from torchtitan.models.families import FAMILIES, Family, Scaling
+from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_json, read_model_args
+
+
+def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:
+    """sizes: hidden, intermediate, layers, heads, key-value heads. others: further fields; without a head_dim the heads
+    share the hidden size."""
+    hidden, intermediate, layers, heads, key_value_heads = sizes
+    sized = {"vocab_size": vocabulary, "max_position_embeddings": context, "head_dim": hidden // heads}
+    return ModelArgs(
+        family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        **sized | others,
+    )
+
+
+def _debug(family: str, **others: Any) -> ModelArgs:
+    """A shape of about a million parameters for tests and first runs."""
+    return _shape(family, 2048, 2048, 128, 384, 4, 4, 2, **others)
+
+
+def _llama3(factor: float, *sizes: int, tied: bool = False) -> ModelArgs:
+    scaling, tokens = Scaling("llama3", factor, 8192), {"bos_token_id": 128000, "eos_token_ids": (128001,)}
+    rotary = {"rope_theta": 500000.0, "rope_scaling": scaling}
+    return _shape("llama", 128256, 131072, *sizes, 8, rms_norm_eps=1e-5, tie_word_embeddings=tied, **rotary, **tokens)
+
+
+def _qwen2(context: int, *sizes: int, tied: bool = False, eps: float = 1e-6, theta: float = 1000000.0) -> ModelArgs:
+    # The larger models pad the vocabulary further.
+    vocabulary, tokens = 151936 if tied else 152064, {"bos_token_id": 151643, "eos_token_ids": (151643,)}
+    others = {"rms_norm_eps": eps, "rope_theta": theta, "tie_word_embeddings": tied}
+    return _shape("qwen2", vocabulary, context, *sizes, **others, **tokens)
+
+
+def _qwen3(*sizes: int, tied: bool = False, family: str = "qwen3", experts: ExpertArgs | None = None) -> ModelArgs:
+    tokens = {"bos_token_id": 151643, "eos_token_ids": (151645,)}
+    others = {"head_dim": 128, "rope_theta": 1000000.0, "tie_word_embeddings": tied, "experts": experts}
+    return _shape(family, 151936, 40960, *sizes, **others, **tokens)
+
+
+def _qwen3_moe(expert: int, *sizes: int) -> ModelArgs:
+    return _qwen3(*sizes, family="qwen3_moe", experts=ExpertArgs(128, 8, expert, normalize=True))
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelArgs:
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts, "vocab_size": 201088, "hidden_size": 2880}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "eos_token_id": 200002}
+    shape = {**sizes, **heads, "intermediate_size": 2880, "max_position_embeddings": 131072}
+    return ModelArgs.from_hf_config({"model_type": "gpt_oss", "tie_word_embeddings": False, **shape})
+
+
+FLAVORS: dict[str, dict[str, ModelArgs]] = {
+    "llama3": {
+        "debug": _debug("llama", rope_theta=500000.0, rope_scaling=Scaling("llama3", 8.0, 1024)),
+        "3.2-1B": _llama3(32.0, 2048, 8192, 16, 32, tied=True),
+        "3.2-3B": _llama3(32.0, 3072, 8192, 28, 24, tied=True),
+        "3.1-8B": _llama3(8.0, 4096, 14336, 32, 32),
+        "3.1-70B": _llama3(8.0, 8192, 28672, 80, 64),
+    },
+    "qwen2": {
+        "debug": _debug("qwen2", tie_word_embeddings=True),
+        "2.5-0.5B": _qwen2(32768, 896, 4864, 24, 14, 2, tied=True),
+        "2.5-1.5B": _qwen2(131072, 1536, 8960, 28, 12, 2, tied=True),
+        "2.5-3B": _qwen2(32768, 2048, 11008, 36, 16, 2, tied=True),
+        "2.5-7B": _qwen2(131072, 3584, 18944, 28, 28, 4),
+        "2.5-14B": _qwen2(131072, 5120, 13824, 48, 40, 8, eps=1e-5),
+        "2.5-32B": _qwen2(131072, 5120, 27648, 64, 40, 8, eps=1e-5),
+        "2.5-72B": _qwen2(131072, 8192, 29568, 80, 64, 8, eps=1e-5),
+        "2.5-Math-1.5B": _qwen2(4096, 1536, 8960, 28, 12, 2, tied=True, theta=10000.0),
+        "2.5-Math-7B": _qwen2(4096, 3584, 18944, 28, 28, 4, theta=10000.0),
+        "2.5-Math-72B": _qwen2(4096, 8192, 29568, 80, 64, 8, eps=1e-5, theta=10000.0),
+    },
+    "qwen3": {
+        "debug": _debug("qwen3", tie_word_embeddings=True),
+        "0.6B": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+        "1.7B": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+        "4B": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+        "8B": _qwen3(4096, 12288, 36, 32, 8),
+        "14B": _qwen3(5120, 17408, 40, 40, 8),
+        "32B": _qwen3(5120, 25600, 64, 64, 8),
+    },
+    "qwen3_moe": {
+        "debug": _debug("qwen3_moe", experts=ExpertArgs(8, 2, 96, normalize=True)),
+        "30B-A3B": _qwen3_moe(768, 2048, 6144, 48, 32, 4),
+        "235B-A22B": _qwen3_moe(1536, 4096, 12288, 94, 64, 4),
+    },
+    "gpt_oss": {"20B": _gpt_oss(24, 32), "120B": _gpt_oss(36, 128)},
+}
+
+
+def find_flavor(name: str, flavor: str) -> ModelArgs:
+    """The shape of `flavor` in family `name` (such as llama3). Raises UserError with what is allowed.
+
+    With the name `auto` the flavor alone must tell the family.
+    """
+    families = list(FLAVORS) if name == "auto" else [name]
+    if not set(families) <= set(FLAVORS):
+        raise UserError(f"model.name = {name!r}: allowed are auto, {', '.join(FLAVORS)}")
+    owners = [family for family in families if flavor in FLAVORS[family]]
+    if len(owners) > 1:
+        raise UserError(f"model.flavor = {flavor!r} exists in {', '.join(owners)}: set model.name to one of them")
+    if not owners:
+        known = ", ".join(known for family in families for known in FLAVORS[family])
+        raise UserError(f"model.flavor = {flavor!r} is not known for model.name = {name!r}; known: {known}")
+    return FLAVORS[owners[0]][flavor]
+
+
+FOREIGN_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+# Other kinds mix what lies in a pack, or depend on how long the longest sequence in it is.
+FOREIGN_ATTENTION = {"full_attention", "sliding_attention"}
+FOREIGN_ROPES = {"default", "linear", "llama3", "yarn", "proportional"}
+
+
+@dataclass(frozen=True)
+class ForeignArgs(ModelArgs):
+    """A decoder whose layers are transformers' own. Known are the sizes that memory and time depend on."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False)
+    """Names and shapes of the tensors in its files"""
+
+    @property
+    def kind(self) -> Family:
+        return Family("its own")
+
+    def to_hf_config(self, dtype: str = "float32") -> dict[str, Any]:
+        return json.loads(self.source) | {"torch_dtype": dtype, "dtype": dtype}
+
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the layers' matrices, those of experts left out."""
+        return {
+            _module(name): (shape[0], shape[1])
+            for name, shape in self.shapes
+            if len(shape) == 2 and self.vocab_size not in shape and "experts" not in name and name.endswith(".weight")
+        }
+
+    def weights_per_token(self) -> dict[str, int]:
+        config = json.loads(self.source)
+        experts = next((config[key] for key in COUNT_KEYS if key in config), 1)
+        counts = self.module_parameters()
+        counts = {name: counts[name] for name in ("experts", *self.projection_shapes()) if name in counts}
+        return counts | {"experts": counts.get("experts", 0) * config.get("num_experts_per_tok", 1) // experts}
+
+    def module_parameters(self) -> dict[str, int]:
+        counts = Counter[str]()
+        for name, shape in self.shapes:
+            counts[_module(name)] += math.prod(shape)
+        return dict(counts)
+
+
+def _module(name: str) -> str:
+    return "experts" if ".experts." in name else name.rpartition(".")[0].rpartition(".")[2]
+
+
+def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
+    """The shape of a checkpoint directory; a ForeignArgs where transformers is to compute it: "transformers", or "auto"
+    and the decoder lacks the family.
+
+    Raises UserError where files are missing or broken, and for what neither of them computes.
+    """
+    config = read_json(Path(directory) / "config.json")
+    if implementation == "native" or (implementation == "auto" and config.get("model_type") in FAMILIES):
+        return read_model_args(directory)
+    if importlib.util.find_spec("transformers") is None:
+        text = "only transformers computes it, which is not installed: pip install 'torchtitan-grpo[transformers]'"
+        raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {text}")
+    try:
+        return _read_foreign(Path(directory), config)
+    except UserError as error:
+        raise UserError(f"{directory}: model_type {config.get('model_type')!r}: {error}") from error
+
+
+def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
+    from torchtitan.models.checkpoint_files import open_tensors, tensor_files
+
+    lacking = [key for key in FOREIGN_KEYS if not config.get(key)]
+    if lacking:
+        kind = config.get("model_type")
+        raise UserError(f"config.json of model_type {kind!r} lacks {', '.join(lacking)}: no decoder of text alone")
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [one for one in ropes.values() if isinstance(one, dict)] or [ropes]
+    strange = sorted({*(config.get("layer_types") or ())} - FOREIGN_ATTENTION)
+    strange += sorted({one.get("rope_type") or one.get("type") or "default" for one in each} - FOREIGN_ROPES)
+    strange += ["quantization_config"] * bool(config.get("quantization_config"))
+    if strange:
+        raise UserError(f"{', '.join(strange)} in config.json: not trained here, whatever computes it")
+    files = tensor_files(directory)
+    handles = {path: open_tensors(path) for path in set(files.values())}
+    shapes = {name: tuple(handles[path].get_slice(name).get_shape()) for name, path in files.items()}
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    return ForeignArgs(
+        family=config["model_type"],
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=config.get("intermediate_size") or 4 * hidden,
+        num_hidden_layers=config["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", "lm_head.weight" not in shapes)),
+        max_position_embeddings=config.get("max_position_embeddings", 32768),
+        source=json.dumps(config),
+        shapes=tuple(shapes.items()),
+    )
+
 
 TARGETS = (*PROJECTIONS, "lm_head", "embed_tokens")
 NORMS = (

@@ -19,9 +19,9 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.attention_kernels import packed_attention
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.foreign_args import ForeignArgs
 from torchtitan.models.logprob_head import LogProbHead, full_log_probs
 from torchtitan.models.lora import adapted_modules
+from torchtitan.models.shape import ForeignArgs
 
 # What transformers calls our attention.
 ATTENTION = "torchtitan"

@@ -8,13 +8,13 @@ from pathlib import Path
 from torchtitan.config.derived import has_engines, ranks_per_pack, shard_degree
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.models.flavors import FLAVORS
-from torchtitan.models.foreign_args import ForeignArgs
 from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.models.shape import (
     BLOCK,
+    FLAVORS,
     NORMS,
     TARGETS,
+    ForeignArgs,
     is_missing_debug_checkpoint,
     quantized_projections,
     read_shape,

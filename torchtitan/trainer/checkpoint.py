@@ -296,8 +296,7 @@ class Checkpointer:
 
         Low-rank adapters are merged there, and by themselves in `adapter/step-N`, in PEFT's format.
         """
-        from torchtitan.models.hf_checkpoint import EXPORT_DTYPES, checkpoint_dtype, export_policy
-        from torchtitan.models.peft_checkpoint import save_adapter
+        from torchtitan.models.hf_checkpoint import EXPORT_DTYPES, checkpoint_dtype, export_policy, save_adapter
 
         directory = self.folder.parent / "hf" / f"step-{step}"
         policy: Any = self.policy

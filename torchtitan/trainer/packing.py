@@ -13,7 +13,7 @@ from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.trajectory import Branch, branch_routes
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.expert_args import MISSING
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Batch, Sample
 

@@ -18,12 +18,11 @@ from tests.unit_tests.models.test_lora import config_of, fill
 from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
-from torchtitan.models import export_policy
+from torchtitan.models.adapter_math import is_factor
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.hf_checkpoint import read_model_args
-from torchtitan.models.low_rank import is_factor
+from torchtitan.models.hf_checkpoint import export_policy, save_adapter
+from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.peft_checkpoint import save_adapter
 from torchtitan.trainer.optimizer import build_optimizer
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -19,10 +19,11 @@ from torchtitan.distributed import collectives, device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.models import export_policy, hf_checkpoint
+from torchtitan.models import hf_checkpoint
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.hf_checkpoint import export_policy
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.parallelize import build_policy
 
 # Odd and even totals, for one data-parallel rank and for two and four.

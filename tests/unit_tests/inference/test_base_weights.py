@@ -19,11 +19,10 @@ from torchtitan.inference import base_weights
 from torchtitan.inference.agent.applier import Applier, FileLoader
 from torchtitan.inference.agent.engine import EngineOptions
 from torchtitan.inference.base_weights import BaseWeights
-from torchtitan.models import export_policy, load_policy
+from torchtitan.models.adapter_math import ALPHA
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
 from torchtitan.models.lora import base_parameters
-from torchtitan.models.low_rank import ALPHA
-from torchtitan.models.peft_checkpoint import save_adapter
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 __all__ = ["untied"]

@@ -23,7 +23,7 @@ from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
 from torchtitan.inference.engines import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate
 from torchtitan.rollout.flow import sample_version
 from torchtitan.utils.json_lines import read_json_lines

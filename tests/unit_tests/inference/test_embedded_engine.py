@@ -18,11 +18,11 @@ from tests.roundings import forward_rounding
 from torchtitan.inference.embedded.engine import Engine, Poisoned
 from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.flavors import find_flavor
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.logit_tiles import KeptTokens
+from torchtitan.models.shape import find_flavor
 from torchtitan.weight_sync.staging import WeightsRefused
 
 PROMPTS = [[5, 9, 3], [7] * 9, list(range(20, 37)), list(range(60, 100)), [11, 12, 99, 3, 4, 5, 6, 7, 8, 9, 10]]

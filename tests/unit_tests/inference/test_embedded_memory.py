@@ -13,8 +13,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.engine import Engine, Poisoned
 from torchtitan.inference.embedded.requests import TooLong
-from torchtitan.models import load_policy
 from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.staging import WeightsRefused
 
 

@@ -16,10 +16,10 @@ from tests.roundings import forward_rounding
 from torchtitan.inference.embedded.cache import PrefixStore
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
-from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.flavors import find_flavor
+from torchtitan.models.hf_checkpoint import load_policy
+from torchtitan.models.shape import find_flavor
 
 TURNS, EPISODES, GROUPS = 5, 4, 3
 Turn = tuple[list[int], Completion]

@@ -16,8 +16,8 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import attention_kernels
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.flavors import find_flavor
 from torchtitan.models.parallelize import build_policy
+from torchtitan.models.shape import find_flavor
 
 
 @dataclass

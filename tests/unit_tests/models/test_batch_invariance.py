@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models import batch_invariance
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes, key_length, said_of
 from torchtitan.models.elementwise import swiglu
-from torchtitan.models.flavors import find_flavor
 from torchtitan.models.logit_tiles import exponentials_
 from torchtitan.models.logprob_head import fused_log_probs, fused_objective
+from torchtitan.models.shape import find_flavor
 
 CPU = torch.device("cpu")
 ARGS = find_flavor("qwen3", "debug")

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.unit_tests.models.test_logprob_head import assert_close, make, reference
 from torchtitan.models import fused_head, logit_tiles
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import HeadOptions, LogProbHead, fused_objective
 from torchtitan.models.memory import GPU_HEAD_BYTES
 

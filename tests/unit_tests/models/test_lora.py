@@ -20,10 +20,10 @@ from torchtitan.distributed.placement import copy_full_, held_part
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.weights import AdapterNotApplied
-from torchtitan.models import export_policy, load_policy
+from torchtitan.models.adapter_math import ALPHA, FACTOR_A, FACTOR_B, is_factor
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.hf_checkpoint import load_into, read_model_args
+from torchtitan.models.hf_checkpoint import export_policy, load_adapter, load_into, load_policy, save_adapter
 from torchtitan.models.lora import (
     adapted_modules,
     adapters_off,
@@ -33,9 +33,8 @@ from torchtitan.models.lora import (
     merged_weight,
     synced_parameters,
 )
-from torchtitan.models.low_rank import ALPHA, FACTOR_A, FACTOR_B, is_factor
+from torchtitan.models.model_args import read_model_args
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.peft_checkpoint import load_adapter, save_adapter
 from torchtitan.models.shape import trained_parameters
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import collect

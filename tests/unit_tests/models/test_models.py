@@ -16,10 +16,9 @@ from tests.roundings import forward_rounding
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import LRScheduler
 from torchtitan.errors import UserError
-from torchtitan.models import export_policy, load_policy
-from torchtitan.models.elementwise import rms_norm
-from torchtitan.models.hf_checkpoint import read_model_args
-from torchtitan.models.rotary import rotate
+from torchtitan.models.elementwise import rms_norm, rotate
+from torchtitan.models.hf_checkpoint import export_policy, load_policy
+from torchtitan.models.model_args import read_model_args
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler
 

@@ -37,15 +37,13 @@ from torchtitan.distributed.placement import copy_full_
 from torchtitan.errors import UserError
 from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.models import export_policy, load_policy, nf4
+from torchtitan.models import adapter_math
+from torchtitan.models.adapter_math import BASE_BITS, LEVELS, dequantize, is_factor, is_quantized, quantize, rounded
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import adapters_off, base_parameters, merged_weight
-from torchtitan.models.low_rank import BASE_BITS, is_factor
-from torchtitan.models.nf4 import LEVELS, dequantize, is_quantized, quantize, rounded
+from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
+from torchtitan.models.lora import QuantizedLinear, adapters_off, base_parameters, merged_weight
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.peft_checkpoint import save_adapter
-from torchtitan.models.quantized import QuantizedLinear
 from torchtitan.preflight.plan import make_plan
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
@@ -480,7 +478,7 @@ def test_the_default_dtype_of_a_foreign_process_changes_nothing() -> None:
     weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
     expected = rounded(weight)
     before = torch.get_default_dtype()
-    for cached in (nf4._cells, nf4._pairs):
+    for cached in (adapter_math._cells, adapter_math._pairs):
         cached.cache_clear()
     try:
         torch.set_default_dtype(torch.bfloat16)

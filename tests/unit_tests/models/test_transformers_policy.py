@@ -17,12 +17,10 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.foreign_args import ForeignArgs, read_args
-from torchtitan.models.hf_checkpoint import export_policy, load_into
+from torchtitan.models.hf_checkpoint import export_policy, load_into, save_adapter
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
-from torchtitan.models.peft_checkpoint import save_adapter
-from torchtitan.models.shape import read_shape
+from torchtitan.models.shape import ForeignArgs, read_args, read_shape
 from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model

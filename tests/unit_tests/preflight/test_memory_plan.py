@@ -24,8 +24,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.models import attention_kernels, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.expert_parallel import ExpertExchange, _AllToAll
-from torchtitan.models.parallelize import DTYPES, parallelize
+from torchtitan.models.parallelize import DTYPES, ExpertExchange, _AllToAll, parallelize
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.loading import load_config
 from torchtitan.preflight.plan import make_plan

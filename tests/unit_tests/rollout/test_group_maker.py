@@ -18,7 +18,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer
-from torchtitan.models import load_policy
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.group_maker import Teacher
 from torchtitan.rollout.journal import decode_batch, encode_batch
 from torchtitan.rollout.types import Batch, Trajectory

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan.config.command_line import read_command_line
-from torchtitan.models.flavors import find_flavor
+from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.loading import validated
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,7 @@ from scripts.judge_runs import main as judge
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.flavors import find_flavor
+from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.plan import tensor_parallel_size
 
 ROOT = Path(__file__).resolve().parents[3]

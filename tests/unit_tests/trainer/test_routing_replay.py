@@ -26,8 +26,8 @@ from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.trajectory import Branch, Given, add_turn, branch_routes
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM
-from torchtitan.models import load_policy
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.moe import MoE
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.inference import check_inference

@@ -62,8 +62,8 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 
     from torchtitan.inference.embedded.engine import Engine
     from torchtitan.inference.embedded.server import EngineServer
-    from torchtitan.models import load_policy
     from torchtitan.models.batch_invariance import said_of
+    from torchtitan.models.hf_checkpoint import load_policy
 
     torch.set_num_threads(threads)
     policy = load_policy(arguments.model, getattr(torch, arguments.dtype))

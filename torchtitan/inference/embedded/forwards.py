@@ -15,11 +15,11 @@ from torchtitan.inference.embedded.sequences import Sequence
 from torchtitan.inference.types import Completion
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.elementwise import RotaryTables, rotary_tables
 from torchtitan.models.expert_args import MISSING
 from torchtitan.models.fused_projections import separate_projections
-from torchtitan.models.kept_tokens import KeptTokens
+from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.moe import MoE
-from torchtitan.models.rotary import RotaryTables, rotary_tables
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
 PREFILL_TOKENS = 8192

@@ -17,11 +17,10 @@ from torchtitan.distributed.device import finish_compute
 from torchtitan.distributed.placement import StackPart
 from torchtitan.inference.base_weights import AdapterVersion, is_adapter_version, outlines, read_adapters
 from torchtitan.inference.verification import Torn, Verification
+from torchtitan.models.adapter_math import low_rank_product, rounded
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
 from torchtitan.models.lora import in_files
-from torchtitan.models.low_rank import low_rank_product
-from torchtitan.models.nf4 import rounded
 from torchtitan.weight_sync.digest import differing_parameters
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused, to_copy
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
-from torchtitan.models.flavors import FLAVORS, find_flavor
 from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.shape import FLAVORS, find_flavor
 
 # Elements in the published checkpoints (tied embeddings once).
 PUBLISHED = {
@@ -66,5 +66,5 @@ def test_find_flavor() -> None:
 
 
 def test_shapes_need_no_torch() -> None:
-    code = "import sys, torchtitan.models.flavors; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtitan.models.shape; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -1,9 +1,11 @@
-"""Four-bit NormalFloat (NF4; Dettmers et al. 2023, QLoRA): what a frozen weight becomes where lora.base_bits = 4.
+"""What a low-rank adapter adds to its module's weight, and four-bit NormalFloat, in which that may be held meanwhile.
 
 The one definition for the trainer and for everything that merges adapters, also in processes without a model of ours,
-such as workers of other engines: it needs what those have anyway, and is the same on every device. bitsandbytes makes
-the same bits of a bfloat16 weight (the tests hold one against the other), but those engines lack it, and torchao's NF4
-has become private.
+such as workers of other engines: it needs what those have anyway, and is the same on every device.
+
+NF4 (Dettmers et al. 2023, QLoRA) is what a frozen weight becomes where lora.base_bits = 4. bitsandbytes makes the same
+bits of a bfloat16 weight (the tests hold one against the other), but those engines lack it, and torchao's NF4 has
+become private.
 
 A weight is first rounded to bfloat16, in which engines may hold it: so all get to the same four bits. It also makes
 them unique. No quotient of two bfloat16 numbers comes closer to the middle between two levels than 1e-6 of it, so that
@@ -19,6 +21,24 @@ import torch
 from torchtitan.distributed.device import chunk_elements
 from torchtitan.models.model_args import PROJECTIONS
 from torchtitan.models.shape import BLOCK
+
+FACTOR_A, FACTOR_B = "lora_A.weight", "lora_B.weight"
+ALPHA = "lora_alpha"
+"""Under this name alpha is published beside the factors: its sum is alpha"""
+BASE_BITS = "lora_base_bits"
+"""Under this name, where it is not 16: in how many bits the base is held that the factors were trained on"""
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((FACTOR_A, FACTOR_B))
+
+
+def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """scale · B A in fp32 (float64 where the factors are): what an adapter adds to its module's weight [out, in]."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return scale * (b.to(wide) @ a.to(wide))
+
 
 # Quantiles of a normal distribution, as the paper's appendix E lists them.
 LEVELS = (
