@@ -20,7 +20,7 @@ from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
 from torchtitan.rollout.journal import batch_from_json, read_records
 from torchtitan.rollout.types import Group
-from torchtitan.trainer.checkpoint_folder import whole_steps
+from torchtitan.trainer.run_dir import whole_steps
 from torchtitan.utils.json_lines import read_json_lines
 
 # The first test waits for the whole story.

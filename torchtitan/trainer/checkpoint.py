@@ -29,8 +29,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.errors import UserError
-from torchtitan.trainer import checkpoint_folder
 from torchtitan.trainer.optimizer import BatchLRScheduler
+from torchtitan.trainer.run_dir import (
+    FORMAT,
+    MARKER,
+    begin_checkpoint,
+    checkpoint_path,
+    finish_checkpoint,
+    prune_checkpoints,
+    remove_incomplete_checkpoints,
+    set_aside_checkpoints_after,
+    whole_steps,
+    write_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -245,9 +256,9 @@ class Checkpointer:
             UserError: there is no such checkpoint, or it is of another model or of a base in other bits.
         """
         step = self._agree_on_step(step)
-        path = checkpoint_folder.checkpoint_path(self.folder, step)
-        marker = _read_json(path / checkpoint_folder.MARKER)
-        if marker.get("format") != checkpoint_folder.FORMAT:
+        path = checkpoint_path(self.folder, step)
+        marker = _read_json(path / MARKER)
+        if marker.get("format") != FORMAT:
             raise UserError(f"{path} was written in checkpoint format {marker.get('format')}, not in this version's")
         facts = _read_json(path / "state.json")
         reader = CheckedReader(str(path))
@@ -340,14 +351,14 @@ class Checkpointer:
             logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)
 
     def _begin(self, step: int, document: bytes, rollout: bytes | None) -> None:
-        temporary = checkpoint_folder.begin(self.folder, step)
-        checkpoint_folder.write_file(temporary / "state.json", document)
+        temporary = begin_checkpoint(self.folder, step)
+        write_file(temporary / "state.json", document)
         if rollout is not None:
-            checkpoint_folder.write_file(temporary / "rollout.bin", rollout)
+            write_file(temporary / "rollout.bin", rollout)
 
     def _finish(self, step: int) -> None:
-        checkpoint_folder.finish(self.folder, step, {"ranks": self._world_size})
-        checkpoint_folder.prune(self.folder, self.config.keep_latest_k)
+        finish_checkpoint(self.folder, step, {"ranks": self._world_size})
+        prune_checkpoints(self.folder, self.config.keep_latest_k)
 
     def _on_rank_zero(self, action: Callable[[], None]) -> BaseException | None:
         """Run an action on rank 0; all ranks learn whether it worked."""
@@ -374,18 +385,18 @@ class Checkpointer:
         """The step to load, as rank 0 sees the folder; −1 asks for the newest."""
         found = -1
         if self.rank == 0:
-            steps = checkpoint_folder.whole_steps(self.folder)
+            steps = whole_steps(self.folder)
             found = step if step in steps else steps[-1] if steps and step < 0 else -1
             if found >= 0:
-                checkpoint_folder.remove_incomplete(self.folder)
-                checkpoint_folder.set_aside_after(self.folder, found)
+                remove_incomplete_checkpoints(self.folder)
+                set_aside_checkpoints_after(self.folder, found)
         if self._group is not None:
             message = torch.tensor([found])
             dist.broadcast(message, 0, group=self._group)
             found = int(message.item())
         if found < 0:
             wanted = "whole checkpoint" if step < 0 else f"whole checkpoint of step {step}"
-            raise UserError(f"no {wanted} in {self.folder}; there are: {checkpoint_folder.whole_steps(self.folder)}")
+            raise UserError(f"no {wanted} in {self.folder}; there are: {whole_steps(self.folder)}")
         return found
 
 

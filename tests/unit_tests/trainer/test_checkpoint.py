@@ -18,9 +18,10 @@ from tests.distributed_launcher import run_distributed
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import UserError
-from torchtitan.trainer import checkpoint_folder
+from torchtitan.trainer import checkpoint
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
+from torchtitan.trainer.run_dir import MARKER, whole_steps
 
 
 class Policy(nn.Module):
@@ -96,11 +97,11 @@ def test_async_save_holds_the_state_of_its_step(tmp_path: Path, monkeypatch: pyt
     run.train(2)
     expected = [parameter.detach().clone() for parameter in run.policy.parameters()]
     go_on = threading.Event()
-    begin = checkpoint_folder.begin
-    monkeypatch.setattr(checkpoint_folder, "begin", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
+    begin = checkpoint.begin_checkpoint
+    monkeypatch.setattr(checkpoint, "begin_checkpoint", lambda *args: (go_on.wait(PATIENCE_S), begin(*args))[1])
     run.save(2)
     run.train(3)  # changes every parameter before anything is written
-    assert checkpoint_folder.whole_steps(run.checkpointer.folder) == []
+    assert whole_steps(run.checkpointer.folder) == []
     go_on.set()
     run.checkpointer.wait()
     resumed = Run(tmp_path, seed=1)
@@ -117,14 +118,14 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
         run.save(step)
         saved[step] = run.policy.inner.weight.detach().clone()
     folder = run.checkpointer.folder
-    assert checkpoint_folder.whole_steps(folder) == [2, 3]
+    assert whole_steps(folder) == [2, 3]
     with pytest.raises(UserError, match=r"no whole checkpoint of step 1 .*there are: \[2, 3\]"):
         Run(tmp_path).checkpointer.load(1)
     resumed = Run(tmp_path, keep_latest_k=2)
     assert resumed.checkpointer.load(2).version == 2
     assert torch.equal(resumed.policy.inner.weight, saved[2])
     # The way not taken must not be what the next resume finds as the newest.
-    assert checkpoint_folder.whole_steps(folder) == [2]
+    assert whole_steps(folder) == [2]
     assert (folder / "abandoned-step-3" / "state.json").is_file()
 
 
@@ -136,7 +137,7 @@ def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
     for name in ("step-7.tmp", "step-9", "step-5.removed"):  # cut off: while writing, without marker, while deleting
         (folder / name).mkdir()
         (folder / name / "state.json").write_text("{}")
-    assert checkpoint_folder.whole_steps(folder) == [1]
+    assert whole_steps(folder) == [1]
     assert Run(tmp_path).checkpointer.load().version == 1
     assert [entry.name for entry in folder.iterdir()] == ["step-1"]
 
@@ -156,10 +157,10 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
             with pytest.raises(UserError, match="No space left"):
                 run.save(2)
                 run.checkpointer.wait()
-        assert checkpoint_folder.whole_steps(run.checkpointer.folder) == [1]
+        assert whole_steps(run.checkpointer.folder) == [1]
         run.save(2)  # the next attempt is not stopped by the remains of the failed one
         run.checkpointer.wait()
-        assert checkpoint_folder.whole_steps(run.checkpointer.folder) == [2]
+        assert whole_steps(run.checkpointer.folder) == [2]
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -217,9 +218,9 @@ def test_due_and_repeated_saves(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert [step for step in range(5) if run.checkpointer.due(step)] == [2, 4]
     run.save(2)
-    written = (run.checkpointer.folder / "step-2" / checkpoint_folder.MARKER).stat().st_mtime_ns
+    written = (run.checkpointer.folder / "step-2" / MARKER).stat().st_mtime_ns
     run.save(2)
-    marker = run.checkpointer.folder / "step-2" / checkpoint_folder.MARKER
+    marker = run.checkpointer.folder / "step-2" / MARKER
     assert marker.stat().st_mtime_ns == written and json.loads(marker.read_text())["ranks"] == 1
 
 

@@ -12,8 +12,14 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.trainer import checkpoint_folder
-from torchtitan.trainer.run_dir import NEWEST, Start, mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import (
+    NEWEST,
+    Start,
+    begin_checkpoint,
+    finish_checkpoint,
+    mint_epoch,
+    open_run_directory,
+)
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import read_json_lines
 
@@ -35,8 +41,8 @@ def opened(config: JobConfig) -> Path:
 
 
 def add_checkpoint(run_dir: Path, step: int) -> None:
-    checkpoint_folder.begin(run_dir / "checkpoint", step)
-    checkpoint_folder.finish(run_dir / "checkpoint", step, {})
+    begin_checkpoint(run_dir / "checkpoint", step)
+    finish_checkpoint(run_dir / "checkpoint", step, {})
 
 
 def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
         open_run_directory(make_config(tmp_path, resume="latest"))
     good, empty = opened(make_config(tmp_path)), opened(make_config(tmp_path))
     add_checkpoint(good, 4)
-    checkpoint_folder.begin(empty / "checkpoint", 2)  # begun, never finished
+    begin_checkpoint(empty / "checkpoint", 2)  # begun, never finished
     with pytest.raises(UserError, match=rf"no whole checkpoint in .*Runs with .*: {good} \(step 4\)"):
         open_run_directory(make_config(tmp_path, resume=str(empty)))
     with pytest.raises(UserError, match="load_step = 5: .* of steps 4 only"):
