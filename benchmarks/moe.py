@@ -36,9 +36,8 @@ from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.trajectory import Branch, Given
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.model_args import ExpertArgs, ModelArgs
 from torchtitan.models.moe import MoE, Routing
 from torchtitan.preflight.debug_checkpoint import main as make_debug_checkpoint
 from torchtitan.rollout.types import Batch, Group, Sample

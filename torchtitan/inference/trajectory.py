@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.inference.types import Completion, VersionSpan
-from torchtitan.models.expert_args import MISSING
+from torchtitan.models.model_args import MISSING
 
 
 @dataclass

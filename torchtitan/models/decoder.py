@@ -20,12 +20,11 @@ from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes
 from torchtitan.models.elementwise import RMSNorm, RotaryTables, rotary_tables, rotate, swiglu
-from torchtitan.models.expert_args import MISSING
 from torchtitan.models.families import FAMILIES, Family
 from torchtitan.models.fused_head import TokenObjective
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.logprob_head import LogProbHead
-from torchtitan.models.model_args import ATTENTION_PROJECTIONS, ModelArgs
+from torchtitan.models.model_args import ATTENTION_PROJECTIONS, MISSING, ModelArgs
 from torchtitan.models.moe import MoE, Routing, expert_rows
 
 # DeepSeek's own code and transformers take this whatever config.json says of rms_norm_eps.

@@ -19,9 +19,16 @@ from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.models.expert_args import COUNT_KEYS, ExpertArgs
 from torchtitan.models.families import FAMILIES, Family, Scaling
-from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, PROJECTIONS, ModelArgs, read_json, read_model_args
+from torchtitan.models.model_args import (
+    COUNT_KEYS,
+    FEED_FORWARD_PROJECTIONS,
+    PROJECTIONS,
+    ExpertArgs,
+    ModelArgs,
+    read_json,
+    read_model_args,
+)
 
 
 def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:

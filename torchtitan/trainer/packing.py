@@ -12,9 +12,8 @@ from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
 from torchtitan.inference.trajectory import Branch, branch_routes
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.expert_args import MISSING
 from torchtitan.models.logit_tiles import KeptTokens
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.model_args import MISSING, ModelArgs
 from torchtitan.rollout.types import Batch, Sample
 
 

@@ -1,7 +1,9 @@
-"""One batch through the policy: packed forward, loss, backward, a few optimizer steps."""
+"""One batch through the policy: packed forward, loss, backward, a few optimizer steps; and its reference."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -9,8 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from torchtitan.config.derived import has_reference, learns_from_rewards, ranks_per_pack, reward_weights
+from torchtitan.config.derived import (
+    has_reference,
+    learns_from_rewards,
+    ranks_per_pack,
+    reward_weights,
+    teacher_config,
+    trains_only_adapters,
+)
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
     all_reduce_sum,
@@ -27,13 +37,12 @@ from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figure
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.lora import without_dropout
+from torchtitan.models.lora import adapters_off, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
 from torchtitan.trainer.profiling import Passes, model_flops, throughput
-from torchtitan.trainer.reference_policy import build_reference
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.facade import WeightSync
@@ -388,3 +397,72 @@ class _Totals:
             "mismatch_kl/drift": whole_way * sums["drift"] / drifted if drifted else None,
             "trained_tokens": sums["tokens"] / optimizer_steps,
         } | ({"routing/replayed_share": sums["replayed"] / sums["routed"]} if sums["routed"] else {})
+
+
+def build_reference(config: JobConfig, dims: ParallelDims, policy: Decoder) -> Reference:
+    """The reference for `policy`: its teacher, or itself without its adapters where those are all that is trained, or
+    else a second one that begins as it does.
+
+    A collective.
+    """
+    if config.job.stage == "distill":
+        return ReferencePolicy(teacher_config(config), dims)
+    if trains_only_adapters(config):
+        return BaseReference(policy)
+    return ReferencePolicy(config, dims)
+
+
+class BaseReference:
+    """The trained policy itself, its adapters switched off while it is asked."""
+
+    follows = False
+
+    def __init__(self, policy: Decoder):
+        self.policy = policy
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference."""
+        return adapters_off(self.policy)
+
+    def follow(self, policy: Decoder, version: int) -> None:
+        """The base model does not change."""
+
+
+class ReferencePolicy:
+    """A second policy, laid out over the ranks as the trained one, without gradients.
+
+    Begins with the weights of model.hf_assets_path, also in a resumed run; one that follows is in the checkpoints.
+    """
+
+    def __init__(self, config: JobConfig, dims: ParallelDims):
+        own = copy.deepcopy(config)
+        own.training.enable_cpu_offload = config.training.enable_cpu_offload or config.grpo.reference_cpu_offload
+        own.activation_checkpoint.mode = "none"
+        # No backward follows that would free what a forward has gathered; follow() needs each rank's own part.
+        own.parallelism.fsdp_reshard_after_forward = "always"
+        # The model that adapters were added to, in as many bits.
+        own.lora.rank = 0
+        self.policy: Decoder = build_policy(own, dims).eval().requires_grad_(False)
+        self._decay, self._interval = config.grpo.reference_ema_decay, config.grpo.reference_sync_interval
+
+    @property
+    def follows(self) -> bool:
+        """Whether its weights change."""
+        return self._decay > 0
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block `policy` is the reference: here it always is."""
+        return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def follow(self, policy: Decoder, version: int) -> None:
+        """After a batch: every reference_sync_interval versions, w_ref ← decay · w_ref + (1 - decay) · w."""
+        if not self.follows or version % self._interval:
+            return
+        for mine, theirs in zip(weights(self.policy).values(), weights(policy).values(), strict=True):
+            # Both are laid out alike, so every rank moves its own part.
+            own, new = (one.to_local() if isinstance(one, DTensor) else one for one in (mine, theirs))
+            own.lerp_(new.to(own.device, own.dtype), 1 - self._decay)
+
+
+Reference = BaseReference | ReferencePolicy

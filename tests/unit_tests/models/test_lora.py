@@ -39,7 +39,7 @@ from torchtitan.models.shape import trained_parameters
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import collect
 from torchtitan.trainer.optimizer import build_optimizer
-from torchtitan.trainer.reference_policy import build_reference
+from torchtitan.trainer.policy_trainer import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 
 TOKENS = torch.arange(3, 31)

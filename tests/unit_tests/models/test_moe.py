@@ -12,10 +12,9 @@ from tests.mixtures import MIXTURES, make_mixture
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
-from torchtitan.models.expert_args import MISSING
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.lora import synced_parameters
-from torchtitan.models.model_args import read_model_args
+from torchtitan.models.model_args import MISSING, read_model_args
 from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
 from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
 from torchtitan.weight_sync.plan import plan_rank

@@ -48,7 +48,7 @@ from torchtitan.preflight.plan import make_plan
 from torchtitan.preflight.validate import validate
 from torchtitan.trainer.checkpoint import Checkpointer, collect
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.trainer.reference_policy import build_reference
+from torchtitan.trainer.policy_trainer import build_reference
 from torchtitan.weight_sync.staging import WeightsRefused
 
 

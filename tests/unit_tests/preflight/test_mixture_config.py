@@ -11,9 +11,8 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.expert_args import ExpertArgs
 from torchtitan.models.memory import estimate_memory
-from torchtitan.models.model_args import ModelArgs
+from torchtitan.models.model_args import ExpertArgs, ModelArgs
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model

@@ -12,8 +12,7 @@ from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tok
 from torchtitan.errors import UserError
 from torchtitan.inference.trajectory import Given
 from torchtitan.inference.types import Completion, SamplingParameters, VersionSpan
-from torchtitan.rollout.gateway.sessions import Session, branches_from_json
-from torchtitan.rollout.gateway.wire import parse_chat, said
+from torchtitan.rollout.gateway.calls import Session, branches_from_json, parse_chat, said
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
 

@@ -21,8 +21,7 @@ from torchtitan.models.memory import MemoryEstimate
 from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.plan import make_plan
 from torchtitan.trainer.checkpoint import Checkpointer
-from torchtitan.trainer.policy_trainer import PolicyTrainer
-from torchtitan.trainer.reference_policy import Reference, ReferencePolicy, build_reference
+from torchtitan.trainer.policy_trainer import PolicyTrainer, Reference, ReferencePolicy, build_reference
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from torchtitan.inference.types import Completion
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.elementwise import RotaryTables, rotary_tables
-from torchtitan.models.expert_args import MISSING
 from torchtitan.models.fused_projections import separate_projections
 from torchtitan.models.logit_tiles import KeptTokens
+from torchtitan.models.model_args import MISSING
 from torchtitan.models.moe import MoE
 
 # Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.

@@ -23,8 +23,8 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.trajectory import Branch
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.rollout.gateway.calls import branches_from_json
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
-from torchtitan.rollout.gateway.sessions import branches_from_json
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import EventLog
 

@@ -25,9 +25,8 @@ from torchtitan.inference.client import ActorClient, ActorError
 from torchtitan.inference.engine_server import write_port_file
 from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
-from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer, PeerFailed
-from torchtitan.rollout.gateway.sessions import Session
-from torchtitan.rollout.gateway.wire import (
+from torchtitan.rollout.gateway.calls import (
+    Session,
     WrongCall,
     chat_answer,
     chat_frames,
@@ -37,6 +36,7 @@ from torchtitan.rollout.gateway.wire import (
     said,
     tokens_answer,
 )
+from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer, PeerFailed
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 
