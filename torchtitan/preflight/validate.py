@@ -37,7 +37,7 @@ from torchtitan.preflight.stages import check_stage
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
-from torchtitan.rollout.workers.isolation import isolation_command
+from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.utils.loading import nearest
 from torchtitan.weight_sync.faults import Fault, FaultError
 

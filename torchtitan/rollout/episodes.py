@@ -18,7 +18,7 @@ from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.workers.process import CallFailed
+from torchtitan.rollout.worker_process import CallFailed
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import pytest
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.pool import EnvironmentPool
-from torchtitan.rollout.workers.process import LOGGED_BYTES, CallFailed
+from torchtitan.rollout.worker_process import LOGGED_BYTES, CallFailed
 from torchtitan.utils.json_lines import EventLog
 
 HERE = "tests.unit_tests.rollout.environment_examples"

@@ -1,4 +1,4 @@
-"""An agent worker process: messages as in workers/inside.py, any number of episodes side by side.
+"""An agent worker process: messages as in inside_worker.py, any number of episodes side by side.
 
 The set-up has {"agent"}, `package.module:function` or a command line, or {"taskset", "harness", "renderer", "model",
 "max_turns"}: then this runs in verifiers' own environment, and needs none of the trainer's packages. Messages have
@@ -27,7 +27,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.rollout.environments.worker import read_number
-from torchtitan.rollout.workers.inside import run, without_stop_iteration
+from torchtitan.rollout.inside_worker import run, without_stop_iteration
 from torchtitan.utils.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")

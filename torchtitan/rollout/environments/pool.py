@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.command import find_python
 from torchtitan.rollout.gateway.process import Door
-from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
+from torchtitan.rollout.worker_process import CallFailed, WorkerProcess
 from torchtitan.utils.json_lines import EventLog
 
 # Characters of an observation beyond which it cannot fit into a completion: no token is longer.

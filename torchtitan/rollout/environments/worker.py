@@ -1,4 +1,4 @@
-"""An environment worker process: messages as in workers/inside.py, any number of episodes side by side.
+"""An environment worker process: messages as in inside_worker.py, any number of episodes side by side.
 
 The set-up has {"factory", "tools", "parser", "longest"}; it answers with the schemas of {"tools"}.
 Messages have {"episode": number, "do": …} with
@@ -31,8 +31,8 @@ from typing import Any
 import pydantic
 
 from torchtitan.errors import UserError
+from torchtitan.rollout.inside_worker import run, without_stop_iteration
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
-from torchtitan.rollout.workers.inside import run, without_stop_iteration
 from torchtitan.utils.loading import load_object
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)

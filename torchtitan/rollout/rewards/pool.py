@@ -14,9 +14,9 @@ from typing import Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.rollout.rewards import load_reward
+from torchtitan.rollout.rewards.isolation import isolation_command
 from torchtitan.rollout.types import Prompt, Trajectory
-from torchtitan.rollout.workers.isolation import isolation_command
-from torchtitan.rollout.workers.process import CallFailed, WorkerProcess
+from torchtitan.rollout.worker_process import CallFailed, WorkerProcess
 
 logger = logging.getLogger(__name__)
 

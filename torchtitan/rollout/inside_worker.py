@@ -1,4 +1,4 @@
-"""Inside of a worker process: messages in and out, and what the user's code must not do to them or to the machine.
+"""Inside of a process that runs the user's code: messages in and out, and what is kept from that code.
 
 A message is a JSON object behind its length. The first one sets the worker up and is answered by {"ready": true, …} or
 {"error": text}. Every later one has an `id`, which its reply repeats; replies may come in any order.

@@ -1,4 +1,4 @@
-"""A worker process as its parent sees it: calls with deadlines, and how they fail."""
+"""A process that runs the user's code (rewards, environments, agents) as its parent sees it: calls with deadlines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.rollout.workers.inside import HEADER
+from torchtitan.rollout.inside_worker import HEADER
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ class WorkerProcess:
 
     Args:
         what: what messages call it, such as "the reward worker".
-        setup: the first message, see inside.py; the folders to import from are added.
+        setup: the first message, see inside_worker.py; the folders to import from are added.
         log_file: what it prints is appended there, up to a limit.
         flooded: called once when it has printed more than that.
         python: that runs it, if not ours.
-        isolated_by: the words in front of its command that isolate it (isolation.py).
+        isolated_by: the words in front of its command that isolate it (rewards/isolation.py).
     """
 
     def __init__(
