@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchtitan.config.derived import shard_degree, shares_devices
 from torchtitan.config.job_config import Inference, JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, parts_on_host
+from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, hides_gpus, usable_cores

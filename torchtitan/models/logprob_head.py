@@ -13,9 +13,9 @@ from torch import nn
 from typing_extensions import Unpack
 
 from torchtitan.distributed.device import matmul_converts
+from torchtitan.models.costs import default_head_budget
 from torchtitan.models.fused_head import OnePass, TokenObjective, TwoPass
 from torchtitan.models.logit_tiles import CUT_OFF, KeptTokens, Projection, Tiling, choose_tiling, on_gpu
-from torchtitan.models.memory import default_head_budget
 
 if TYPE_CHECKING:
     from torchtitan.models.lora import Adapter

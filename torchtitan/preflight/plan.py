@@ -19,7 +19,7 @@ from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.command import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
-from torchtitan.models.memory import BYTES, MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
+from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import differing_nccl
@@ -36,7 +36,7 @@ WEIGHTS_SHARE = 0.4
 def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     """Seconds that `ranks` H100s train on a batch whose sequences are all of the largest length.
 
-    Operations as in trainer/profiling.py (two per weight and token forward, four backward), and those of layers that
+    Operations as in models/costs.py (two per weight and token forward, four backward), and those of layers that
     are computed again for the backward.
     """
     sequences, length = global_batch_size(config, ranks), config.training.seq_len

@@ -8,12 +8,15 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 from torchtitan.config.derived import has_engines, sleeps_between_batches, trains_on_gpu, without_masters
-from torchtitan.config.job_config import JobConfig
+from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
 from torchtitan.distributed.parallel_dims import ParallelDims
@@ -32,7 +35,6 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.profiling import profile
 from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
@@ -355,3 +357,27 @@ class Job:
             facts = json.dumps((asdict(start), mint_epoch(start.run_dir), secrets.token_urlsafe(32))).encode()
         start, epoch, token = json.loads(broadcast_bytes(facts))
         return Start(**start), epoch, token
+
+
+@contextlib.contextmanager
+def profile(config: Profiling, run_dir: Path, rank: int) -> Iterator[torch.profiler.profile | None]:
+    """Every profile_freq steps, record one step (after one to warm up) into {folder}/step-N/rank-R.json.
+
+    None where nothing is recorded. The files open in Perfetto and chrome://tracing.
+    """
+    if not config.enable_profiling:
+        yield None
+        return
+    folder = run_dir / config.save_traces_folder
+
+    def save(profiler: torch.profiler.profile) -> None:
+        target = folder / f"step-{profiler.step_num}"
+        target.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(target / f"rank-{rank}.json"))
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=max(config.profile_freq - 2, 0), warmup=1, active=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=save) as profiler:
+        yield profiler

@@ -36,13 +36,13 @@ from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figures, stage_settings
 from torchtitan.inference.trajectory import sampled_segments
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import adapters_off, weights, without_dropout
 from torchtitan.models.parallelize import build_policy, reduce_gradients
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.trainer.optimizer import BatchLRScheduler, ExpertLoad, build_optimizer
 from torchtitan.trainer.packing import MicroBatch, micro_batches, minibatches, trained_tokens
-from torchtitan.trainer.profiling import Passes, model_flops, throughput
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.facade import WeightSync
@@ -135,8 +135,7 @@ class PolicyTrainer:
             self.reference.follow(self.policy, batch.version + 1)
         result.metrics = stage_figures(self.config, totals.reduce(self.dims, len(schedule)))
         seconds = time.perf_counter() - started
-        flops = model_flops(self.policy.args, batch.samples, self._passes())
-        result.metrics |= throughput(flops, seconds, self.dims.world_size, peak_flops())
+        result.metrics |= throughput(self._operations(batch), seconds, self.dims.world_size, peak_flops())
         result.metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else None,
             "learning_rate": learning_rate,
@@ -167,11 +166,15 @@ class PolicyTrainer:
         loss = -total / max(tokens, 1.0)
         return {"eval/loss": loss, "eval/tokens": tokens / ranks_per_pack(self.config)}
 
-    def _passes(self) -> Passes:
-        grpo = self.config.grpo
+    def _operations(self, batch: Batch) -> float:
+        """What the model needs for this batch."""
+        grpo, lora = self.config.grpo, self.config.lora
         scored = int(grpo.recompute_old_log_probs) + (self.reference is not None)
-        lora = self.config.lora
-        return Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
+        passes = Passes(grpo.num_iterations, scored, updated=lora.modules_to_save if lora.rank else None)
+        # The last token of a sequence is predicted, and goes in nowhere.
+        lengths = [len(branch) - 1 for sample in batch.samples for branch in sample.branches]
+        completions = sum(len(sample.completion_ids) for sample in batch.samples)
+        return model_flops(self.policy.args, lengths, completions, passes)
 
     def _assign_advantages(self, batch: Batch) -> None:
         grpo = self.config.grpo

@@ -18,7 +18,7 @@ from torchtitan.inference.agent.command import memory_beside_trainer
 from torchtitan.inference.colocated.replica import OptimizerOffload
 from torchtitan.inference.colocated.vllm_engine import engine_arguments
 from torchtitan.inference.placement import GIB, EngineMemory, engine_memory
-from torchtitan.models.memory import estimate_memory
+from torchtitan.models.costs import estimate_memory
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.preflight.plan import describe_plan
 

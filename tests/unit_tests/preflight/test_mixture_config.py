@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.models.memory import estimate_memory
+from torchtitan.models.costs import estimate_memory
 from torchtitan.models.model_args import ExpertArgs, ModelArgs
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.check import Check

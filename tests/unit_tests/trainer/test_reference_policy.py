@@ -16,8 +16,8 @@ from torchtitan.distributed import device
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.placement import full_tensor
 from torchtitan.models.attention import PackedLayout
+from torchtitan.models.costs import MemoryEstimate
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.memory import MemoryEstimate
 from torchtitan.models.parallelize import build_policy
 from torchtitan.preflight.plan import make_plan
 from torchtitan.trainer.checkpoint import Checkpointer

@@ -13,9 +13,9 @@ from tests.unit_tests.trainer.test_policy_trainer import SpiedTrainer, run_confi
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed import device
 from torchtitan.models.batch_invariance import InvariantSizes
+from torchtitan.models.costs import throughput
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.rollout.types import Sample
-from torchtitan.trainer.profiling import model_flops, throughput
 
 PRODUCTS = ("mm", "addmm", "_foreach_mm")
 
@@ -41,7 +41,7 @@ def test_operations_are_those_that_torch_counts(tiny_checkpoint: Callable[..., P
     trainer, batch = SpiedTrainer(config), make_batch(0)
     with FlopCounterMode(display=False) as counter:
         metrics = trainer.train_batch(batch).metrics
-    flops = model_flops(trainer.policy.args, batch.samples, trainer._passes())
+    flops = trainer._operations(batch)
     attention = attention_flops(trainer.policy.args, batch.samples, 3 + scored)
     # The head leaves out tokens without weight.
     assert flops - attention == pytest.approx(products(counter), rel=0.02)
@@ -63,8 +63,7 @@ def test_modules_that_are_trained_beside_adapters_are_counted(tiny_checkpoint: C
         args, samples = trainer.policy.args, batch.samples
         tokens = sum(len(sample.prompt_ids) + len(sample.completion_ids) - 1 for sample in samples)
         adapters = 6 * args.num_hidden_layers * sum(args.projection_shapes()["o_proj"]) * tokens
-        flops = model_flops(args, samples, trainer._passes())
-        return products(counter) - adapters, flops - attention_flops(args, samples, 3)
+        return products(counter) - adapters, trainer._operations(batch) - attention_flops(args, samples, 3)
 
     torch_alone, ours_alone = count()
     assert ours_alone == pytest.approx(torch_alone, rel=0.02)

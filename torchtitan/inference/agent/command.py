@@ -22,7 +22,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
 from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.placement import GIB, colocated_memory, device_bytes_of_driver, threads_per_actor
-from torchtitan.models.memory import version_bytes
+from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
 
 # Both engines call it so.

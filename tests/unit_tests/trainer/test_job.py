@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from torchtitan.config.job_config import Profiling
-from torchtitan.trainer.profiling import profile
+from torchtitan.trainer.job import profile
 
 
 def test_every_so_many_steps_one_is_recorded(tmp_path: Path) -> None:
