@@ -320,10 +320,6 @@ class Checkpointer:
             logger.info("its adapters alone are in %s", adapter)
         return directory
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Wait for a save in the background; raises UserError if it failed."""
-        self.wait(timeout_s)
-
     @property
     def _base_bits(self) -> int:
         lora = getattr(self.policy, "lora", None)
@@ -338,15 +334,11 @@ class Checkpointer:
     def _write(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         started = time.perf_counter()
         temporary = self.folder / f"step-{step}.tmp"
-        problem = self._on_rank_zero(lambda: self._begin(step, document, rollout))
-        if problem is not None:
-            raise problem
+        self._on_rank_zero(lambda: self._begin(step, document, rollout))
         self._distributed(
             state_dict_saver.save, state, storage_writer=FileSystemWriter(str(temporary), sync_files=True)
         )
-        problem = self._on_rank_zero(lambda: self._finish(step))
-        if problem is not None:
-            raise problem
+        self._on_rank_zero(lambda: self._finish(step))
         if self.rank == 0:
             logger.info("checkpoint of step %d written in %.1f s", step, time.perf_counter() - started)
 
@@ -360,9 +352,9 @@ class Checkpointer:
         finish_checkpoint(self.folder, step, {"ranks": self._world_size})
         prune_checkpoints(self.folder, self.config.keep_latest_k)
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> BaseException | None:
-        """Run an action on rank 0; all ranks learn whether it worked."""
-        problem: BaseException | None = None
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0. Raises OSError on all ranks where it did not work."""
+        problem: OSError | None = None
         if self.rank == 0:
             try:
                 action()
@@ -373,7 +365,8 @@ class Checkpointer:
             dist.broadcast(failed, 0, group=self._group)
             if failed.item() and problem is None:
                 problem = OSError("rank 0 could not write; its message says why")
-        return problem
+        if problem is not None:
+            raise problem
 
     def _distributed(self, operation: Callable[..., Any], state: dict[str, torch.Tensor], **arguments: Any) -> None:
         with warnings.catch_warnings():

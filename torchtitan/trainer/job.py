@@ -317,7 +317,7 @@ class Job:
         self.checkpointer = Checkpointer(
             config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing
         )
-        self._closing.callback(self.checkpointer.close, config.checkpoint.save_deadline_s)
+        self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         restored = None
         if start.load_step is not None:
             restored = self.checkpointer.load(start.load_step)

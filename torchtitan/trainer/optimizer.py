@@ -18,7 +18,7 @@ from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed.collectives import all_reduce_sum
 from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.moe import MoE
+from torchtitan.models.parallelize import mixtures
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class ExpertLoad:
 
     def __init__(self, policy: Decoder, rate: float):
         self._rate = rate
-        self._mixtures = [layer.mlp for layer in policy.model.layers if isinstance(layer.mlp, MoE)]
+        self._mixtures = mixtures(policy)
         self._loads: dict[int, torch.Tensor] = {}
         for mixture in self._mixtures:
             mixture.record = functools.partial(self._count, mixture.gate.args.count)

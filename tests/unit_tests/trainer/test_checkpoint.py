@@ -73,7 +73,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, async_mode: str) -> None:
     run.train(3)
     run.save(3)
     expected = run.train(4)  # in async mode the save goes on meanwhile
-    run.checkpointer.close()
+    run.checkpointer.wait()
     resumed = Run(tmp_path, seed=99)
     restored = resumed.checkpointer.load()
     assert restored.version == 3
@@ -244,7 +244,7 @@ def sharded_run(run_dir: str) -> dict[str, list]:
     run.train(3, without_dropout=True)
     run.save(3)
     run.train(2, without_dropout=True)
-    run.checkpointer.close()
+    run.checkpointer.wait()
     expected = full(run)
     resumed = build()
     restored = resumed.checkpointer.load()
