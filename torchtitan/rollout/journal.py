@@ -205,7 +205,7 @@ class Journal:
     def set_aside(self, step: int) -> tuple[int, ReplaySource]:
         """As resume_at, but batches from `step` on are kept in a file beside this one.
 
-        What an earlier life of the run had kept there and did not come to stays.
+        What an earlier start of the same launch had kept there and did not come to stays.
 
         Returns:
             (the version that the trainer had reached, the batches).
@@ -228,14 +228,19 @@ class Journal:
                     source.seek(start)
                     file.write(source.readline())
         whole.replace(kept)
-        self.resume_at(step)
+        self._cut_at(step)
         return reached, ReplaySource(self.path.parent, self, KEPT_NAME)
 
     def resume_at(self, step: int) -> None:
-        """Forget what happened after the checkpoint of `step`: batches of version >= step, decisions on later versions.
+        """Forget what happened after the checkpoint of `step`: batches of version >= step, also those that were kept to
+        be trained on again, and decisions on later versions.
 
         What a killed run had recorded beyond its last checkpoint never became part of the resumed one.
         """
+        self.path.with_name(KEPT_NAME).unlink(missing_ok=True)
+        self._cut_at(step)
+
+    def _cut_at(self, step: int) -> None:
         offset = 0
         for end, record in read_records(self.path):
             last = step - 1 if record["record"] == "batch" else step

@@ -205,4 +205,10 @@ def test_batches_after_the_checkpoint_are_kept_over_any_number_of_restarts(tmp_p
         journal.append_decision(2, True)
         journal.close()
     assert [kept.read_batch(version) for version in kept.versions] == [make_batch(1), make_batch(2), make_batch(3)]
+    # Someone goes back by hand: what was kept until then must not be trained on after that, if ranks are lost again.
+    journal = Journal(tmp_path)
+    journal.resume_at(1)
+    journal.append_batch(make_batch(1))
+    journal.close()
+    assert Journal(tmp_path).set_aside(1)[1].versions == [1]
     assert Journal(tmp_path).set_aside(4)[1].versions == []
