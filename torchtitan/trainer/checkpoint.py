@@ -209,7 +209,7 @@ class Checkpointer:
         if step == self._last_saved:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
-        facts = {"version": step, "scheduler": self.scheduler.state_dict(), "base_bits": self._base_bits}
+        facts = {"version": step, "scheduler": self.scheduler.state_dict(), **self._adapters}
         # A tensor in most optimizers, and then saved with the others.
         counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
         facts["optimizer_steps"] = max(counts, default=0)
@@ -253,7 +253,7 @@ class Checkpointer:
         Later checkpoints are renamed to abandoned-step-N, incomplete ones removed.
 
         Raises:
-            UserError: there is no such checkpoint, or it is of another model or of a base in other bits.
+            UserError: there is no such checkpoint, or it cannot be read, or is of another model or of other adapters.
         """
         step = self._agree_on_step(step)
         path = checkpoint_path(self.folder, step)
@@ -279,15 +279,27 @@ class Checkpointer:
                 raise UserError(
                     f"{path} is of another model: {name} should have shape {list(tensor.shape)}, found {found}"
                 )
-        # Shapes do not show it: adapters of a base that was rounded fit one that was not. Older checkpoints do not say.
-        bits = facts.get("base_bits", self._base_bits)
-        if bits != self._base_bits:
+        if extra := [name for name in saved if name.startswith("model.") and name not in state]:
             raise UserError(
-                f"{path} holds adapters that were trained on a base in {bits} bits, but this run's base is in "
-                f"{self._base_bits}: resume with lora.base_bits = {bits}, or start a new run"
+                f"{path} is of another model, or of more adapters (lora.target_modules, lora.modules_to_save): "
+                f"{extra[0]} was trained there, and this run does not have it"
             )
-        with torch.no_grad():
-            self._distributed(state_dict_loader.load, state, storage_reader=reader)
+        # Shapes do not show these. Older checkpoints do not say.
+        for key, own in self._adapters.items():
+            if (found := facts.get(key, own)) != own:
+                raise UserError(
+                    f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
+                    f"lora.{key} = {found:g}, or start a new run"
+                )
+        try:
+            with torch.no_grad():
+                self._distributed(state_dict_loader.load, state, storage_reader=reader)
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            raise UserError(
+                f"{path} cannot be read ({reason!r}): resume from an earlier one with checkpoint.load_step, of "
+                f"{checkpoint_folder.whole_steps(self.folder)}"
+            ) from error
         if all(name in state for name in random_state):
             torch.set_rng_state(state[f"random.{self.rank}.cpu"])
             if torch.cuda.is_available():
@@ -321,9 +333,10 @@ class Checkpointer:
         return directory
 
     @property
-    def _base_bits(self) -> int:
+    def _adapters(self) -> dict[str, float]:
+        """Keys of [lora] that decide what the adapters' values mean."""
         lora = getattr(self.policy, "lora", None)
-        return 16 if lora is None else lora.base_bits
+        return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
 
     def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         try:

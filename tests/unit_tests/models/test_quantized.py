@@ -385,31 +385,40 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
         engine.apply_weights("epoch", 3, synced(policy) | {BASE_BITS: torch.tensor([3.0])})
 
 
-@pytest.mark.parametrize("saved", [4, 16])
-def test_a_checkpoint_on_a_base_in_other_bits_is_refused(checkpoint: Path, tmp_path: Path, saved: int) -> None:
-    def attach(bits: int) -> Checkpointer:
-        policy = quantized(checkpoint, **{"lora.base_bits": bits})
+@pytest.mark.parametrize(
+    ("saved", "resumed", "said"),
+    [
+        ({"lora.base_bits": 4}, {"lora.base_bits": 16}, "base_bits = 4, .* has 16: resume with lora.base_bits = 4"),
+        ({"lora.base_bits": 16}, {"lora.base_bits": 4}, "base_bits = 16, .* has 4: resume with lora.base_bits = 16"),
+        ({"lora.alpha": 4.5}, {"lora.alpha": 9.0}, "alpha = 4.5, .* has 9: resume with lora.alpha = 4.5"),
+        ({}, {"lora.target_modules": ["q_proj"]}, r"more adapters .* model\.\S+lora_A.weight was trained"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    checkpoint: Path, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], said: str
+) -> None:
+    def attach(changes: dict[str, Any]) -> Checkpointer:
+        policy = quantized(checkpoint, **changes)
         optimizer = build_optimizer(policy, Optimizer())
         scheduler = BatchLRScheduler(optimizer, LRScheduler(), total_batches=10)
         return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
 
     attach(saved).save(3)
     assert attach(saved).load().version == 3
-    other = attach(20 - saved)
+    other = attach(resumed)
     for parameter in other.policy.parameters():
         if parameter.requires_grad:
             parameter.detach().zero_()
-    said = rf"step-3 .* base in {saved} bits, .* is in {20 - saved}: resume with lora.base_bits = {saved}, or start"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"step-3 .*{said}"):
         other.load()
     # Nothing was taken over from it.
     assert not any(parameter.any() for parameter in other.policy.parameters() if parameter.requires_grad)
-    # Those that do not say how many are resumed as ever.
-    facts = tmp_path / "checkpoint" / "step-3" / "state.json"
-    facts.write_text(
-        json.dumps({key: value for key, value in json.loads(facts.read_text()).items() if key != "base_bits"})
-    )
-    assert other.load().version == 3
+    if saved:
+        # Those that do not say what they are of are resumed as ever.
+        facts = tmp_path / "checkpoint" / "step-3" / "state.json"
+        known = json.loads(facts.read_text())
+        facts.write_text(json.dumps({key: value for key, value in known.items() if f"lora.{key}" not in saved}))
+        assert other.load().version == 3
 
 
 # The configuration

@@ -163,6 +163,18 @@ def test_the_last_whole_one_survives_a_failed_save(tmp_path: Path, monkeypatch: 
         assert whole_steps(run.checkpointer.folder) == [2]
 
 
+def test_a_damaged_checkpoint_is_refused_and_names_the_others(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step in (1, 2):
+        run.train(1)
+        run.save(step)
+    (file,) = (run.checkpointer.folder / "step-2").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"step-2 cannot be read \(EOFError.*checkpoint.load_step, of \[1, 2\]"):
+        Run(tmp_path).checkpointer.load()
+    assert Run(tmp_path).checkpointer.load(1).version == 1
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)
