@@ -113,7 +113,7 @@ def hold_out(
 
 def _prompt_key(prompt: Any, seed: int) -> bytes:
     text = json.dumps(prompt, sort_keys=True, ensure_ascii=False)
-    return hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=16).digest()
+    return hashlib.blake2b(f"{seed}:{text}".encode(errors="replace"), digest_size=16).digest()
 
 
 def _read_jsonl(path: Path) -> list[Row]:

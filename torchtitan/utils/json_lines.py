@@ -34,7 +34,8 @@ class JsonLines:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row. Raises OSError where the file cannot be written; a later row may then still go in whole."""
-        self._append(self._encode(row).encode() + b"\n")
+        # Half of a character, which a reward function may have read from JSON, is a question mark.
+        self._append(self._encode(row).encode(errors="replace") + b"\n")
 
     def close(self) -> None:
         """May be called twice; the next row opens the file again."""

@@ -63,7 +63,7 @@ def test_arithmetic_is_right_and_complete() -> None:
         assert len(row["answer"]) == 3 and int(row["answer"][::-1]) == int(a) + int(b)
 
 
-@given(st.integers(0, 5), st.floats(0, 1), st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30))
+@given(st.integers(0, 5), st.floats(0, 1), st.lists(st.sampled_from("abcdefg\ud83d"), min_size=1, max_size=30))
 @settings(max_examples=50, deadline=None)
 def test_held_out_prompts_never_occur_in_training(seed: int, fraction: float, letters: list[str]) -> None:
     rows = [{"prompt": letter, "number": i} for i, letter in enumerate(letters)]

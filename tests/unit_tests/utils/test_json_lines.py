@@ -46,6 +46,12 @@ def test_a_row_that_fails_half_way_spoils_no_other(tmp_path: Path, monkeypatch: 
     assert file.path.read_text() == '{"a":1}\n{"c":3}\n'
 
 
+def test_half_a_character_costs_no_row(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "rows.jsonl", ensure_ascii=False) as file:
+        file.write({"half": "a\ud83db", "whole": "é"})
+    assert read_json_lines(file.path) == [{"half": "a?b", "whole": "é"}]
+
+
 def test_tails_of_a_file_take_long_lines_and_torn_ends(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("short\n" + "x" * 100 + "\nlast\ntorn")
