@@ -44,12 +44,11 @@ from benchmarks import common  # noqa: E402
 from benchmarks.weight_sync_chaos_actor import SHAPES, parameter_values  # noqa: E402
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig  # noqa: E402
 from torchtitan.weight_sync import faults, servers  # noqa: E402
-from torchtitan.weight_sync.coverage import merge_layouts  # noqa: E402
 from torchtitan.weight_sync.digest import slot_checksums  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
-from torchtitan.weight_sync.manifest import content_digest  # noqa: E402
-from torchtitan.weight_sync.slot_states import SlotState  # noqa: E402
+from torchtitan.weight_sync.manifest import content_digest, merge_layouts  # noqa: E402
+from torchtitan.weight_sync.slots import SlotState  # noqa: E402
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 STEP_SECONDS = 0.02
@@ -179,8 +178,8 @@ class Run:
 
     def leaked_slots(self) -> int:
         """Slots that hold something which nobody needs, once all actors serve the newest version."""
-        writer = self.sync._publisher.slots.writer()
-        count = self.sync._publisher.slots.count
+        writer = self.sync.publisher.slots.writer()
+        count = self.sync.publisher.slots.count
         used = sum(writer.view(index).state is not SlotState.FREE for index in range(count))
         return max(0, used - self.slots_in_use)
 
@@ -233,9 +232,8 @@ class Run:
 
     @property
     def _supervised(self) -> dict[str, servers.SupervisedProcess]:
-        publication = self.sync._publication
-        assert publication.registry is not None
-        return {"server": publication.shard_server, "registry": publication.registry}
+        assert self.sync.registry is not None
+        return {"server": self.sync.shard_server, "registry": self.sync.registry}
 
     def _strike(self, kind: str, actor: str, number: int) -> bool:
         processes = self._supervised
@@ -272,7 +270,7 @@ class Run:
 
     @property
     def _buckets(self) -> int:
-        return self.sync._publisher.layout.bucket_count(0)
+        return self.sync.publisher.layout.bucket_count(0)
 
     def _planned(self, text: str, number: int) -> bool:
         text += f",name=fault-{number}"
@@ -308,7 +306,7 @@ class Run:
     @functools.cache  # noqa: B019
     def _digest(self, version: int) -> str:
         """Of what the trainer held. A registry that is killed may not have written down what it has published."""
-        layout = merge_layouts([self.sync._publisher.layout.to_json()])
+        layout = merge_layouts([self.sync.publisher.layout.to_json()])
         values = {f"p{index}": parameter_values(version, index) for index in range(len(SHAPES))}
         return content_digest(layout.layout_id(), [list(slot_checksums(layout, 0, values))])
 

@@ -41,8 +41,8 @@ from benchmarks import common
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.facade import Publication
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion
 

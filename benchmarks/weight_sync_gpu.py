@@ -30,10 +30,9 @@ import torch
 from benchmarks import common
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.weight_sync.device_memory import DeviceMemories, device_references
-from torchtitan.weight_sync.device_slots import DeviceSlots
+from torchtitan.weight_sync.device_slots import DeviceMemories, DeviceSlots, device_references
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.slot_states import LiveSlots
+from torchtitan.weight_sync.slots import LiveSlots
 
 BARS = {
     "snapshot_share_of_copy": (">=", 0.8),

@@ -29,11 +29,14 @@ sys.path.insert(0, str(REPOSITORY))
 import torch  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from torchtitan.weight_sync.coverage import check_coverage, merge_layouts  # noqa: E402
-from torchtitan.weight_sync.manifest import Layout  # noqa: E402
+from torchtitan.weight_sync.manifest import (  # noqa: E402
+    Layout,
+    check_coverage,
+    merge_layouts,
+)
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
 from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
-from torchtitan.weight_sync.slot_states import LiveSlots  # noqa: E402
+from torchtitan.weight_sync.slots import LiveSlots  # noqa: E402
 
 BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
 BUCKET_BYTES = 4 << 20

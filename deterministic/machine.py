@@ -15,8 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torchtitan.weight_sync.runtime import Channel, Done, Place, Timer
-from torchtitan.weight_sync.wire import Encoded, Message, ProtocolError, validate
+from torchtitan.weight_sync.wire import Channel, Done, Encoded, Message, Place, ProtocolError, Timer, validate
 
 Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1

@@ -13,18 +13,15 @@ from dataclasses import dataclass
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
-from torchtitan.weight_sync.boundary import Boundary
-from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.delta import decode_into
 from torchtitan.weight_sync.handshake import ACTOR, Identity
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout
+from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout, merge_layouts
 from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.relay import Relay
-from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slot_states import SlotWriter
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.slots import Boundary, SlotWriter
+from torchtitan.weight_sync.wire import Channel, Message
 
 TOKEN = "token"
 REGISTRY = "registry"

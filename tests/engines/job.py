@@ -28,7 +28,7 @@ from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.plan import unique_parameters
 
 Answer = TypeVar("Answer")
 # Of every agent and engine here, in TOKEN_VARIABLE.

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.parameters import unique_parameters
+from torchtitan.weight_sync.plan import unique_parameters
 
 SECONDS = 120.0
 EPOCH = "e1-fsdp"

@@ -24,8 +24,8 @@ from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.actor import Actor
+from torchtitan.weight_sync.facade import Publication
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.puller import Served
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused

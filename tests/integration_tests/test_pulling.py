@@ -25,9 +25,9 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync
+from torchtitan.weight_sync.facade import Publication
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.publication import Publication
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.weight_files import read_weights
 

@@ -21,12 +21,12 @@ from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
 from tests.processes import ROOT, free_ports
-from torchtitan.weight_sync import device_memory, device_slots, publisher, shard_server
+from torchtitan.weight_sync import device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.server_thread import ShardServerThread
+from torchtitan.weight_sync.servers import ShardServerThread
 from torchtitan.weight_sync.staging import StagedVersion
 
 __all__ = ["start"]
@@ -217,14 +217,14 @@ def test_slots_on_a_device_are_read_where_they_are(
     monkeypatch.setattr(device_slots, "_are_on_device", lambda _where, on_device: on_device)
     monkeypatch.setattr(publisher, "pin", lambda _slots: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: type("Gpu", (), {"uuid": "GPU-1"}))
-    monkeypatch.setattr(device_memory, "_exported", export)
+    monkeypatch.setattr(device_slots, "_exported", export)
     opened: list[str] = []
 
     def open_memory(fields: dict[str, Any]) -> torch.Tensor:
         opened.append(fields["handle"])
         return exported[int(fields["handle"], 16)]
 
-    monkeypatch.setattr(device_memory, "_open", open_memory)
+    monkeypatch.setattr(device_slots, "_open", open_memory)
     job = start(transport="ipc")
     assert isinstance(job.publication.publisher.slots, DeviceSlots) and thread_of(job)
     assert job.publication.publisher.layout.checksum == "sum"

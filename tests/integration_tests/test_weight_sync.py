@@ -87,7 +87,7 @@ class Job:
         for actor in self._actors:
             actor.close()
         self.sync.close()
-        servers = self.sync._publication.registry, self.sync._publication.shard_server
+        servers = self.sync.registry, self.sync.shard_server
         assert all(server.process.poll() is not None for server in servers if isinstance(server, ServerProcess))
 
 
@@ -230,7 +230,7 @@ def test_a_skipped_version_is_owed(tmp_path: Path) -> None:
         job.actor("a", engine)
         job.step()
         assert job.sync.wait_until_applied(0, PATIENCE_S, at_least=1).applied == {"a"}
-        registry = job.sync._publication.registry
+        registry = job.sync.registry
         assert registry is not None
         # Without a registry no version is published, and every slot fills.
         frozen = registry.process
@@ -327,7 +327,7 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
             equal.append(all(torch.equal(received[version][name], value) for name, value in full.items()))
             assert received[version].keys() == full.keys()
         dist.barrier()
-    own = sum(shard.elements for shard in sync._publisher.layout.ranks[0].shards)
+    own = sum(shard.elements for shard in sync.publisher.layout.ranks[0].shards)
     statistics = sync.statistics()
     dist.barrier()
     for actor in actors:

@@ -13,10 +13,10 @@ from benchmarks.weight_sync_gpu import LateStream
 from tests.checksums import sum_checksum_numpy
 from tests.integration_tests.test_pulling import Job
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync import snapshot
+from torchtitan.weight_sync import publisher as publisher_module
 from torchtitan.weight_sync.device_slots import sum_checksum
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.slot_states import LiveSlots
+from torchtitan.weight_sync.slots import LiveSlots
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def wait_until_ready(publisher: Publisher, serial: int) -> torch.Tensor:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_slots_hold_what_a_plain_cast_gives(on_device: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SCRATCH_BYTES", 1 << 16)  # several parts, and parameters cut into pieces
+    monkeypatch.setattr(publisher_module, "SCRATCH_BYTES", 1 << 16)  # several parts, and parameters cut into pieces
     generator = torch.Generator().manual_seed(3)
     values = [torch.randn(shape, generator=generator) for shape in ((257, 129), (7,), (50000,), ())]
     parameters = {f"p{index}": value.cuda() for index, value in enumerate(values)}

@@ -24,22 +24,19 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.checksums import checksum_function, reads_devices
 from torchtitan.weight_sync.delta import decode_into, element_bytes
-from torchtitan.weight_sync.device_memory import DeviceMemories
-from torchtitan.weight_sync.device_slots import memory_tensor
+from torchtitan.weight_sync.device_slots import DeviceMemories, memory_tensor
 from torchtitan.weight_sync.disk import FileReader
 from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, LedPuller, in_figures
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
-from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest
+from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
 from torchtitan.weight_sync.nccl import ReceivingLink
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.relay import Relay
-from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.slots import SharedFiles, open_shared
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
 
 logger = logging.getLogger(__name__)
 

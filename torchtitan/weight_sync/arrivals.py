@@ -10,11 +10,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.checksums import streaming_checksum
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
-from torchtitan.weight_sync.runtime import Channel, Place, Runtime
-from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.clients import Source
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, streaming_checksum
+from torchtitan.weight_sync.wire import Channel, Message, Place, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.arrivals")
 
@@ -106,7 +104,7 @@ class Engine(Protocol):
         """The staging memory of a bucket."""
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """An entry of a link has come; see source.Wanted. Called on the loop's thread."""
+        """An entry of a link has come; see clients.Wanted. Called on the loop's thread."""
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
         """Copy what a reference points to into the bucket's staging memory; the checksum of the copy.

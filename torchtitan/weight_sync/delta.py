@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout
-from torchtitan.weight_sync.runtime import Runtime
-from torchtitan.weight_sync.slot_states import LiveSlots
-from torchtitan.weight_sync.wire import ProtocolError
+from torchtitan.weight_sync.slots import LiveSlots
+from torchtitan.weight_sync.wire import ProtocolError, Runtime
 
 # With more of its elements changed a bucket goes as it is: beyond this a thread encodes less than 1 Gbit per second.
 MOST_CHANGED = 0.5

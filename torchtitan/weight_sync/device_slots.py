@@ -1,5 +1,9 @@
 """Slots as tensors: on the device for transports that read them there (nccl, ipc), else over shared memory.
 
+ipc on a GPU names slots by CUDA IPC handles, which actors on the same machine open. Handles go only to who has proved
+its key, and what comes back is looked at field by field: nothing is unpickled. The actor verifies its copy, so it does
+not matter to it what becomes of the slot meanwhile.
+
 Their checksum there is "sum", a reduction that costs a GPU little and that every device computes alike. Over the bytes
 as 32-bit words w[i] (the last one filled up with zeros), modulo 2^64: the sum of w[i] and the sum of w[i] * (2i + 1).
 Integers, so the order of additions does not matter. A flipped bit changes the second sum by an odd multiple of a power
@@ -10,13 +14,17 @@ detects; a peer's honesty is the token's affair.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import numpy
 import torch
 
 from torchtitan.distributed import device
-from torchtitan.distributed.device import in_background
+from torchtitan.distributed.device import finish_background, in_background, use
 from torchtitan.weight_sync.slots import SharedSlots, SlotWords
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
 _WORD_BYTES = 4
 # Rows share one row of weights, and so many rows at a time stay in a cache (measured best on a CPU: 1.7 GB/s a core).
@@ -60,7 +68,7 @@ def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bo
 
 
 def checksum_kind(where: torch.device, on_device: bool) -> str:
-    """The kind of checksum that reads such slots where they are (checksums.py)."""
+    """The kind of checksum that reads such slots where they are (checksum_function)."""
     return "sum" if _are_on_device(where, on_device) else "xxh3"
 
 
@@ -137,3 +145,75 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 def _row_sums(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """[2, rows] int64: plain sums, and sums weighted by 2 * column + 1."""
     return torch.stack((rows.sum(1, dtype=torch.int64), (rows * weights[: rows.shape[1]]).sum(1)))
+
+
+def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
+    """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
+    # Once for all actors and restarts: every export of a tensor adds to what torch keeps for it.
+    if slots.exports is None:
+        uuid = str(torch.cuda.get_device_properties(slots.device).uuid)
+        slots.exports = [_exported(tensor, uuid) for tensor in slots.tensors]
+    exports = slots.exports
+    return lambda slot, start, _end: {"memory": exports[slot], "offset": start}
+
+
+def _exported(tensor: torch.Tensor, uuid: str) -> Message:
+    _, handle, length, offset, counter, counter_offset, event, event_needed = tensor.untyped_storage()._share_cuda_()
+    return {
+        "gpu": uuid,
+        "handle": handle.hex(),
+        "length": length,
+        "offset": offset,
+        "counter": counter.hex(),
+        "counter_offset": counter_offset,
+        "event": event.hex(),
+        "event_needed": event_needed,
+    }
+
+
+class DeviceMemories:
+    """Memory of shard servers, opened when it is first named."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def copy(self, reference: Any, target: torch.Tensor) -> None:
+        """Fill `target`, one-dimensional uint8 on any device. Raises ProtocolError for what names no such memory, and
+        whatever torch raises for a handle that does not open."""
+        memory, offset = reference["memory"], field_of(reference, "offset", int)
+        name = json.dumps(memory, sort_keys=True)
+        if name not in self._opened:
+            self._opened[name] = _open(memory)
+        opened = self._opened[name]
+        if offset > len(opened) - len(target):
+            raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
+        with in_background(opened.device):
+            target.copy_(opened[offset : offset + len(target)], non_blocking=True)
+            finish_background(opened.device)
+
+
+def _open(fields: Message) -> torch.Tensor:
+    gpu = field_of(fields, "gpu", str)
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    if gpu not in visible:
+        raise ProtocolError(f"the trainer's slots are on GPU {gpu}, which this process does not see")
+    where = torch.device("cuda", visible.index(gpu))
+    use(where)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        where.index,
+        _bytes(fields, "handle"),
+        field_of(fields, "length", int),
+        field_of(fields, "offset", int),
+        _bytes(fields, "counter"),
+        field_of(fields, "counter_offset", int),
+        _bytes(fields, "event"),
+        field_of(fields, "event_needed", bool),
+    )
+    return torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
+
+
+def _bytes(fields: Message, name: str) -> bytes:
+    try:
+        return bytes.fromhex(field_of(fields, name, str))
+    except ValueError as error:
+        raise ProtocolError(f"{name} is not hexadecimal") from error

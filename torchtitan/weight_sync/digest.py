@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from torchtitan.distributed.device import in_background
-from torchtitan.weight_sync.checksums import checksum_function, streaming_checksum
 from torchtitan.weight_sync.layout_tables import ShardEntry
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.manifest import Layout, checksum_function, streaming_checksum
 from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
 
 # Names in a message.

@@ -1,4 +1,5 @@
-"""What the training loop sees of the weight synchronisation, on every rank.
+"""What the training loop sees of the weight synchronisation, on every rank: its publisher, its shard server, and on
+rank 0 the registry and the view of the actors that it gives.
 
     sync = WeightSync(config, dict(policy.named_parameters()), epoch=epoch, token=token, run_dir=run_dir)
     no_vote = not sync.reserve()            # before the backward of a batch's last optimizer step
@@ -10,7 +11,9 @@ Apart from `wait_until_applied` and `pin`, nothing here waits for another proces
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +22,179 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from torchtitan.config.derived import ON_DEVICE
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
+from torchtitan.weight_sync.clients import RegistryClient
+from torchtitan.weight_sync.device_slots import DeviceSlots
+from torchtitan.weight_sync.disk import FolderOwner
+from torchtitan.weight_sync.handshake import TRAINER, Identity
 from torchtitan.weight_sync.manifest import DTYPE_BYTES
-from torchtitan.weight_sync.parameters import unique_parameters
-from torchtitan.weight_sync.plan import PlanError
-from torchtitan.weight_sync.publication import Publication
-from torchtitan.weight_sync.publisher import Snapshot
+from torchtitan.weight_sync.plan import PlanError, unique_parameters
+from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.registry_state import Settings
+from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, ShardServerThread, numeric, towards
+from torchtitan.weight_sync.slots import Boundary
+from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.weight_files import PackedRank
 from torchtitan.weight_sync.wire import Message
+
+logger = logging.getLogger(__name__)
+
+# A condition may look at more than the status, such as whether the registry was given up.
+LOOK_SECONDS = 1.0
+
+
+class Publication:
+    """parameters: checkpoint name -> parameter, in the same order on every rank. config: where and how it is sent;
+    other ranks listen where they reach rank 0's machine. folder: of the run folder, for logs and the journal. registry:
+    what rank 0's `registry_address` says; None on rank 0, which starts it. Raises UserError for an address that cannot
+    be used, a folder that another job writes to, and shards that files cannot hold."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor | StackPart],
+        settings: Settings,
+        config: WeightSyncConfig,
+        *,
+        epoch: str,
+        token: str,
+        folder: Path,
+        rank: int = 0,
+        local_rank: int = 0,
+        registry: str | None = None,
+        dtype: str = "float32",
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        host = numeric(config.host) if registry is None else towards(registry)
+        self._closed = False
+        self._owner: FolderOwner | None = None
+        files = ""
+        if config.transport == "disk":
+            disk_folder = Path(config.disk_path or folder.parent / "weights")
+            files = str(disk_folder.resolve())
+            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
+        # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
+        slots = 2 + settings.lanes + settings.delta
+        self.publisher = Publisher(
+            parameters,
+            rank=rank,
+            dtype=dtype,
+            num_slots=slots,
+            bucket_bytes=config.bucket_bytes,
+            on_device=config.transport in ON_DEVICE,
+        )
+        if files:
+            try:
+                PackedRank(self.publisher.layout, 0)
+            except ValueError as error:
+                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
+        self.boundary = Boundary(self.publisher)
+        self.registry: RegistryServer | None = None
+        self.watcher: Watcher | None = None
+        if registry is None:
+            where = host, config.port, config.max_restarts
+            self.registry = RegistryServer(epoch, token, settings, folder, where, files)
+            registry = self.registry.address
+            self.watcher = Watcher(registry, token, epoch)
+        self.registry_address = registry
+        self.shard_server: ShardServerProcess | ShardServerThread
+        where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
+        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
+        if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
+            chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
+            self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
+        else:
+            facts |= {"transport": config.transport, "world_size": settings.world_size, "disk_folder": files}
+            self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
+
+    @property
+    def failure(self) -> str:
+        """Why no further version will be published, or nothing."""
+        failures = [self.publisher.failure, self.shard_server.failure]
+        if self.registry is not None and self.watcher is not None:
+            failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
+        return "; ".join(filter(None, failures))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End everything within about `timeout` seconds. May be called twice."""
+        if self._closed:
+            return
+        self._closed, deadline = True, time.monotonic() + timeout
+        if self.watcher is not None:
+            self.watcher.close(timeout)
+        self.shard_server.close(deadline)
+        if self.registry is not None:
+            self.registry.close(deadline)
+        self.publisher.close()
+        if self._owner is not None:
+            self._owner.close()
+
+
+class Watcher:
+    """Holds the newest status message and passes pins on."""
+
+    def __init__(self, registry: str, token: str, epoch: str):
+        self._epoch = epoch
+        self._runtime = SocketRuntime()
+        identity, fields = Identity.of(token, TRAINER, "0"), {"epoch": epoch}
+        # Looked for as long as the job lives: the registry's restarts are bounded where it is started.
+        self._registry = RegistryClient(self._runtime, registry, identity, fields, self._send_pin, self._on_message)
+        self._changed = threading.Condition()
+        self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
+        self._pin: int | None = None
+        self._closed = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name="weight-sync-watcher", daemon=True)
+        self._thread.start()
+
+    def status(self) -> Message:
+        """The latest status; treat it as read-only."""
+        return self._status
+
+    def wait_for(self, condition: Callable[[Message], bool], timeout: float) -> None:
+        """Wait until `condition(status)` holds, at most `timeout` seconds and not beyond close().
+
+        It is asked whenever a status arrives, and once per LOOK_SECONDS without one.
+        """
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not condition(self._status) and (left := deadline - time.monotonic()) > 0 and not self._closed:
+                self._changed.wait(min(left, LOOK_SECONDS))
+
+    def pin(self, version: int | None) -> None:
+        """Actors that serve `version` keep it (None: no longer)."""
+        self._pin = version
+        self._runtime.post(self._send_pin)
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread, and whatever waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._runtime.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self._registry.start()
+            self._runtime.run()
+        except Exception as error:
+            logger.exception("the watcher of the actors has failed")
+            with self._changed:
+                self.failure = f"the watcher of the actors has failed: {error!r}"
+                self._changed.notify_all()
+
+    def _send_pin(self) -> None:
+        self._registry.tell({"type": "pin", "version": self._pin})
+
+    def _on_message(self, message: Message) -> None:
+        if message["type"] == "status" and message.get("epoch") == self._epoch:
+            with self._changed:
+                self._status = message
+                self._changed.notify_all()
+
 
 # What metrics.jsonl says of each actor's last version; report/sync_metrics.py has everything of every version.
 ACTOR_FIGURES = ("transfer_s", "apply_s", "pause_s", "adapter_norm", "adapter_applied_norm")
@@ -62,7 +228,7 @@ class SyncOutcome:
     missing: dict[str, str]
 
 
-class WeightSync:
+class WeightSync(Publication):
     """Publishes this rank's shards; on rank 0 also starts the registry and watches the actors.
 
     Args:
@@ -100,7 +266,7 @@ class WeightSync:
             math.prod(parameter.shape) for parameter in unique_parameters(parameters).values()
         )
         try:
-            self._publication = Publication(
+            super().__init__(
                 parameters,
                 Settings.of(config, world_size, size, drain_s),
                 config,
@@ -114,18 +280,14 @@ class WeightSync:
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error
-        self.registry_address = self._publication.registry_address
-        self._watcher = self._publication.watcher
-        self._boundary, self._publisher = self._publication.boundary, self._publication.publisher
         self._snapshot_s = self._stall_s = 0.0
-        self._closed = False
 
     # Step boundary (every rank)
 
     def reserve(self) -> bool:
         """Reserve a slot for the version that the coming optimizer step makes. False is this rank's no. Never waits."""
         begun = time.perf_counter()
-        reserved = self._boundary.reserve()
+        reserved = self.boundary.reserve()
         self._stall_s += time.perf_counter() - begun
         return reserved
 
@@ -135,7 +297,7 @@ class WeightSync:
         This thread does only on the CPU. Without the fence a snapshot that is under way would be torn.
         """
         begun = time.perf_counter()
-        self._publisher.fence()
+        self.publisher.fence()
         self._stall_s += time.perf_counter() - begun
 
     def commit(self, version: int, noes: int) -> Literal["published", "skipped"]:
@@ -143,7 +305,7 @@ class WeightSync:
 
         A skipped version is owed. Raises UserError when a process of the synchronisation has died too often.
         """
-        return "published" if self._snapshot(lambda: self._boundary.commit(version, noes)) else "skipped"
+        return "published" if self._snapshot(lambda: self.boundary.commit(version, noes)) else "skipped"
 
     def snapshot_owed(self, version: int) -> bool:
         """On every rank, at the controller's command: snapshot the owed version while there is no data.
@@ -151,29 +313,29 @@ class WeightSync:
         Where a rank has no free slot the version is dropped on all ranks, and stays owed. Returns whether this rank
         had one.
         """
-        return self._snapshot(lambda: self._boundary.snapshot_owed(version))
+        return self._snapshot(lambda: self.boundary.snapshot_owed(version))
 
     def _snapshot(self, take: Callable[[], bool]) -> bool:
         self._check_alive()
         begun = time.perf_counter()
         snapshotted = take()
         if snapshotted:
-            self._snapshot_s += self._publisher.snapshot_seconds
+            self._snapshot_s += self.publisher.snapshot_seconds
         self._stall_s += time.perf_counter() - begun
         return snapshotted
 
     @property
     def owed(self) -> int | None:
         """The version that was skipped, or dropped because a rank could not snapshot it (that only rank 0 knows)."""
-        if self._watcher is None:
-            return self._boundary.owed(None, ())
-        status = self._watcher.status()
-        return self._boundary.owed(status["newest"], status["dropped"])
+        if self.watcher is None:
+            return self.boundary.owed(None, ())
+        status = self.watcher.status()
+        return self.boundary.owed(status["newest"], status["dropped"])
 
     @property
     def has_free_slot(self) -> bool:
         """Whether a command to snapshot the owed version would find a slot on this rank."""
-        return self._publisher.has_free_slot()
+        return self.publisher.has_free_slot()
 
     # Actors (rank 0)
 
@@ -185,12 +347,12 @@ class WeightSync:
         }
 
     def _actors(self) -> dict[str, Message]:
-        return {} if self._watcher is None else self._watcher.status()["actors"]
+        return {} if self.watcher is None else self.watcher.status()["actors"]
 
     @property
     def published_version(self) -> int | None:
         """The newest version that every rank holds, as rank 0 last heard."""
-        return None if self._watcher is None else self._watcher.status()["newest"]
+        return None if self.watcher is None else self.watcher.status()["newest"]
 
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True
@@ -202,7 +364,7 @@ class WeightSync:
         recovered. `missing` leaves out those that were gone before, and are: that is no news. Rank 0 only; other ranks
         return at once with nothing.
         """
-        if self._watcher is None:
+        if self.watcher is None:
             return SyncOutcome(frozenset(), {})
         begun = time.perf_counter()
         gone = {name for name, actor in self._actors().items() if not _is_live(actor)}
@@ -210,14 +372,14 @@ class WeightSync:
         def all_have_it(status: Message) -> bool:
             actors = status["actors"].values()
             waited_for = [actor for actor in actors if _is_live(actor) and not actor["pinned"]]
-            return bool(self._publication.failure) or (
+            return bool(self.failure) or (
                 status["newest"] is not None
                 and status["newest"] >= version
                 and sum(_has(actor, version) for actor in actors) >= at_least
                 and all(_has(actor, version) for actor in waited_for)
             )
 
-        self._watcher.wait_for(all_have_it, timeout)
+        self.watcher.wait_for(all_have_it, timeout)
         self._check_alive()
         if counts_as_stall:
             self._stall_s += time.perf_counter() - begun
@@ -233,16 +395,16 @@ class WeightSync:
 
     def pin(self, version: int, timeout: float = 5.0) -> frozenset[str]:
         """Actors that serve `version` keep it until unpin(), for an evaluation. Returns them. Rank 0 only."""
-        if self._watcher is None:
+        if self.watcher is None:
             return frozenset()
-        self._watcher.pin(version)
-        self._watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
+        self.watcher.pin(version)
+        self.watcher.wait_for(lambda status: status.get("pinned") == version, timeout)
         return frozenset(name for name, actor in self._actors().items() if actor["pinned"])
 
     def unpin(self) -> None:
         """The evaluation is over. Does not wait."""
-        if self._watcher is not None:
-            self._watcher.pin(None)
+        if self.watcher is not None:
+            self.watcher.pin(None)
 
     # Figures and end
 
@@ -250,14 +412,14 @@ class WeightSync:
         """Keys for metrics.jsonl. The two times are sums over the trainer thread since the last call, in seconds; what
         it spent on synchronisation altogether is their sum."""
         figures: dict[str, float] = {
-            "weight_sync/versions_published": self._boundary.published,
-            "weight_sync/versions_skipped": self._boundary.skipped,
+            "weight_sync/versions_published": self.boundary.published,
+            "weight_sync/versions_skipped": self.boundary.skipped,
             "time/snapshot_s": self._snapshot_s,
             "time/sync_stall_s": self._stall_s - self._snapshot_s,
         }
         self._snapshot_s = self._stall_s = 0.0
-        if self._watcher is not None:
-            figures["weight_sync/evictions"] = self._watcher.status()["evictions"]
+        if self.watcher is not None:
+            figures["weight_sync/evictions"] = self.watcher.status()["evictions"]
             for name, actor in self._actors().items():
                 figures[f"weight_sync/{name}/version"] = actor["version"]
                 given = actor["figures"]
@@ -266,19 +428,12 @@ class WeightSync:
 
     def take_snapshots(self) -> list[Snapshot]:
         """This rank's snapshots whose fence was reached since the last call, at most the newest few."""
-        snapshots = self._publisher.snapshots
+        snapshots = self.publisher.snapshots
         return [snapshots.popleft() for _ in range(len(snapshots))]
 
     def _check_alive(self) -> None:
-        failure = self._publication.failure
-        if failure:
-            raise UserError(f"weight synchronisation has failed: {failure}")
-
-    def close(self, timeout: float = 5.0) -> None:
-        """End shard server and registry within about `timeout` seconds. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._publication.close(timeout)
+        if self.failure:
+            raise UserError(f"weight synchronisation has failed: {self.failure}")
 
 
 def _is_live(actor: Message) -> bool:

@@ -18,15 +18,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchtitan.weight_sync.arrivals import Transfer
+from torchtitan.weight_sync.clients import Source
 from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.slots import anonymous_file, named
 from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.source import Source
 from torchtitan.weight_sync.staging import StagedVersion
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message, ProtocolError
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Message, ProtocolError
 
 logger = logging.getLogger("torchtitan.weight_sync.group")
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.runtime import Channel, Runtime, Timer, no_message
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer, no_message
 
 logger = logging.getLogger(__name__)
 

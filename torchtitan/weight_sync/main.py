@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
-from torchtitan.weight_sync.catalogue import Catalogue
-from torchtitan.weight_sync.disk import SlotFiles
+from torchtitan.weight_sync.disk import Catalogue, SlotFiles
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings

@@ -12,15 +12,13 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.weight_sync import coverage, faults
+from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.arrivals import Arrivals, Engine, Transfer
+from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
-from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused
-from torchtitan.weight_sync.registry_client import RegistryClient
-from torchtitan.weight_sync.relay import Relay
-from torchtitan.weight_sync.runtime import Channel, Runtime, Timer
-from torchtitan.weight_sync.source import Source
-from torchtitan.weight_sync.wire import HEARTBEAT_SECONDS, Message, ProtocolError
+from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused, check_coverage
+from torchtitan.weight_sync.readers import Relay
+from torchtitan.weight_sync.wire import HEARTBEAT_SECONDS, Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -89,7 +87,7 @@ class Puller:
         self._numbers = itertools.count(1)
         name = identity.name
         self._arrivals = arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
-        # See source.Wanted.
+        # See clients.Wanted.
         self.place, self.bucket, self.lost = arrivals.place, arrivals.bucket, arrivals.lost
         self._gone_in_a_row = 0
         self._pauses = 0
@@ -225,7 +223,7 @@ class Puller:
 
     def _read_layout(self, data: Message) -> Layout:
         layout = Layout.from_json(data)
-        coverage.check_coverage(layout)
+        check_coverage(layout)
         return layout
 
     def _move_sources(self) -> None:
@@ -242,7 +240,7 @@ class Puller:
         self._move_sources()
 
     def troubled(self, source: Source) -> bool:
-        """See source.Wanted."""
+        """See clients.Wanted."""
         if self._peer is None:
             return False
         self._leave_peer()
@@ -353,7 +351,7 @@ class Puller:
             self._pause_ends.cancel()
             self._pause_ends = None
 
-    # Buckets (see source.Wanted)
+    # Buckets (see clients.Wanted)
 
     def requests(self, rank: int) -> list[Message]:
         """What is missing of this rank, and does not arrive already."""
@@ -377,7 +375,7 @@ class Puller:
             self._staged_whole(pull)
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """See source.Wanted."""
+        """See clients.Wanted."""
         self._engine.linked(channel, message)
 
     def _damaged(self, source: Source, key: BucketKey) -> None:

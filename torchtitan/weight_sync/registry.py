@@ -1,7 +1,7 @@
 """The registry, a process beside rank 0: publishes a version when all ranks have it, and says which ones live.
 
 It orders nothing. Shard servers tell it what they hold, actors what they pull and serve; it tells all of them the
-newest version and the lanes (lanes.py). A new registry (term) hears the same again from everybody.
+newest version and the lanes. A new registry (term) hears the same again from everybody.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
-from torchtitan.weight_sync.catalogue import Catalogue
-from torchtitan.weight_sync.coverage import merge_layouts
+from torchtitan.weight_sync.disk import Catalogue
 from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
-from torchtitan.weight_sync.lanes import MOST_LOST_LANES, Lanes
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest
-from torchtitan.weight_sync.registry_state import Actor, Gathering, Rank, Settings, relaying
-from torchtitan.weight_sync.relay import relay_sources
-from torchtitan.weight_sync.runtime import Channel, Runtime
-from torchtitan.weight_sync.wire import SILENCE_SECONDS, Encoded, Message, ProtocolError
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest, merge_layouts
+from torchtitan.weight_sync.readers import relay_sources
+from torchtitan.weight_sync.registry_state import MOST_LOST_LANES, Actor, Gathering, Lanes, Rank, Settings, relaying
+from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
 

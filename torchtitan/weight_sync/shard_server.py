@@ -11,15 +11,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.checksums import checksum_function
+from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.delta import Deltas, element_bytes
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity, role_key
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.manifest import Layout, checksum_function
 from torchtitan.weight_sync.readers import Link, Reader, Readers
-from torchtitan.weight_sync.registry_client import RegistryClient
-from torchtitan.weight_sync.runtime import Channel, Runtime
-from torchtitan.weight_sync.slot_states import LiveSlots, Words
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.slots import LiveSlots, Words
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 

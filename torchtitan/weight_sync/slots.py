@@ -1,20 +1,265 @@
-"""Slots in memory that the trainer and its shard server share, and the words that say whose each is. No torch.
+"""A rank's slots: whose each is, the memory that the trainer and its shard server share, and the vote. No torch.
+
+A slot's state is one 64-bit word that two processes share: FREE → RESERVED → WRITING → READY → FREE. Every transition
+belongs to exactly one of them: from FREE to READY to the trainer's SlotWriter, from READY on to the shard server's
+LiveSlots. Words are aligned, one store each: neither needs a lock. The doorbell after a store is a system call, which
+also orders the slot's bytes before it.
 
 The memory has no name (memfd), so nothing is left behind however a process dies. Processes of the same user reach it
 through /proc: so actors of this machine copy buckets out of it themselves (ipc on a CPU), and verify their copies.
-State words are 64-bit and aligned: one store each, no lock. The doorbell after a store is a system call, which also
-orders the slot's bytes before it.
 """
 
 from __future__ import annotations
 
+import enum
 import mmap
 import os
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torchtitan.weight_sync.slot_states import SlotView, SlotWriter
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
+
+_NUMBER_BITS = 30
+_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
+
+
+class SlotState(enum.IntEnum):
+    FREE = 0
+    RESERVED = 1
+    WRITING = 2
+    READY = 3
+
+
+_STATES = tuple(SlotState)
+_READY_WORD = SlotState.READY << 2 * _NUMBER_BITS
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What a word says. `serial` numbers the snapshots of an epoch: a version that was dropped may be taken again."""
+
+    state: SlotState
+    version: int
+    serial: int
+
+    def pack(self) -> int:
+        """The word."""
+        return (self.state << 2 * _NUMBER_BITS) | (self.version << _NUMBER_BITS) | self.serial
+
+    @classmethod
+    def unpack(cls, word: int) -> SlotView:
+        """The view of a word."""
+        state = _STATES[word >> 2 * _NUMBER_BITS]
+        return cls(state, (word >> _NUMBER_BITS) & _NUMBER_MASK, word & _NUMBER_MASK)
+
+
+class Words(Protocol):
+    """A row of 64-bit words: shared memory, or a list in tests."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+def filled(words: Words) -> dict[int, tuple[int, int]]:
+    """serial -> (slot index, version) of all slots that hold a snapshot."""
+    # Read often: without a view of each word.
+    return {
+        word & _NUMBER_MASK: (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
+        for index, word in enumerate(words)
+        if word >= _READY_WORD
+    }
+
+
+class SlotWriter:
+    """The trainer's transitions. None of them waits."""
+
+    def __init__(self, words: Words):
+        self._words = words
+
+    def view(self, index: int) -> SlotView:
+        return SlotView.unpack(self._words[index])
+
+    def has_free(self) -> bool:
+        """Whether reserve() would find a slot."""
+        return any(self.view(index).state is SlotState.FREE for index in range(len(self._words)))
+
+    def reserve(self) -> int | None:
+        """FREE → RESERVED for the first free slot; its index, or None when there is none."""
+        for index in range(len(self._words)):
+            if self.view(index).state is SlotState.FREE:
+                self._move(index, SlotState.FREE, SlotView(SlotState.RESERVED, 0, 0))
+                return index
+        return None
+
+    def release(self, index: int) -> None:
+        """RESERVED → FREE: the step was dropped, or another rank voted no."""
+        self._move(index, SlotState.RESERVED, SlotView(SlotState.FREE, 0, 0))
+
+    def begin(self, index: int, version: int, serial: int) -> None:
+        """RESERVED → WRITING."""
+        self._move(index, SlotState.RESERVED, SlotView(SlotState.WRITING, version, serial))
+
+    def finish(self, index: int) -> None:
+        """WRITING → READY: the fence has fired. From here on the slot is the shard server's."""
+        view = self.view(index)
+        self._move(index, SlotState.WRITING, SlotView(SlotState.READY, view.version, view.serial))
+
+    def _move(self, index: int, expected: SlotState, new: SlotView) -> None:
+        found = self.view(index).state
+        if found is not expected:
+            raise RuntimeError(f"slot {index} is {found.name}, expected {expected.name}")
+        self._words[index] = new.pack()
+
+
+class LiveSlots:
+    """A snapshot is kept while it lives, while it may still come to live, and while a thread reads its memory.
+
+    Sockets read only what lives: who changes that closes them before anything else happens.
+    """
+
+    def __init__(self, words: Words):
+        self._words = words
+        self._holds: Counter[int] = Counter()
+        self.newest = -1
+        """Serial that was published last, as far as is known"""
+        self.lanes: dict[int, float] = {}
+        """Older serials that live -> since when"""
+        self.base: int | None = None
+        """An older one that is kept for deltas"""
+        self._dropped: frozenset[int] = frozenset()
+
+    def filled(self) -> dict[int, tuple[int, int]]:
+        """Serial -> (slot, version) of every snapshot that is there."""
+        return filled(self._words)
+
+    def lives(self, serial: int) -> bool:
+        """Whether this snapshot may be read."""
+        return serial == self.newest or serial in self.lanes
+
+    def readable(self, serial: int) -> tuple[int, int] | None:
+        """(slot, version) of a snapshot that lives, None where there is none.
+
+        An actor may hear of a version before this process does: what is newer than all that is known may be read too.
+        """
+        lives = self.lives(serial) or (serial > self.newest and serial not in self._dropped)
+        return self.filled().get(serial) if lives else None
+
+    def base_slot(self, serial: int) -> int | None:
+        """The slot of a snapshot that a delta may be taken against, None where there is none."""
+        found = self.filled().get(serial)
+        return found[0] if found is not None and (serial == self.base or self.lives(serial)) else None
+
+    def live(
+        self, newest: int, lanes: Collection[int], dropped: Collection[int], now: float, base: int | None = None
+    ) -> None:
+        """What the registry says. A lane keeps the time of its beginning."""
+        if newest >= self.newest:
+            self.newest = newest
+            self.base = base
+            self.lanes = {serial: self.lanes.get(serial, now) for serial in lanes}
+            self._dropped = frozenset(dropped)
+            self.sweep()
+
+    def expire(self, now: float, lease_s: float) -> None:
+        """End lanes that are too old, also where no registry says so."""
+        old = [serial for serial, since in self.lanes.items() if now - since > lease_s]
+        for serial in old:
+            del self.lanes[serial]
+        if old:
+            self.sweep()
+
+    def hold(self, serial: int) -> None:
+        """A thread is about to read the memory."""
+        self._holds[serial] += 1
+
+    def let_go(self, serial: int) -> None:
+        """It does not read it any more."""
+        self._holds[serial] -= 1
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Free what is over."""
+        for serial, (index, _version) in self.filled().items():
+            over = serial < self.newest or serial in self._dropped
+            if over and serial != self.base and not self.lives(serial) and not self._holds[serial]:
+                del self._holds[serial]
+                self._words[index] = SlotView(SlotState.FREE, 0, 0).pack()
+
+
+class SlotPort(Protocol):
+    """This rank's slots, as the boundary uses them."""
+
+    def reserve(self) -> bool:
+        """Take a slot for the next snapshot. False when none is free; a reservation that is there already is kept."""
+
+    def release(self) -> None:
+        """Give the reservation back, if there is one."""
+
+    def snapshot(self, version: int, serial: int) -> None:
+        """Fill the reserved slot."""
+
+    def fail(self, version: int, serial: int) -> None:
+        """This rank cannot take a snapshot that all were told to take."""
+
+
+class Boundary:
+    """One rank's side of the vote, and what it owes. All ranks call it in the same order with the same arguments."""
+
+    def __init__(self, slots: SlotPort):
+        self._slots = slots
+        self.serial = 0
+        self.published = self.skipped = 0
+        self._owed: int | None = None
+        self._last_snapshot = (0, -1)
+
+    def reserve(self) -> bool:
+        """False is this rank's no to the coming version."""
+        return self._slots.reserve()
+
+    def commit(self, version: int, noes: int) -> bool:
+        """Snapshot `version`, or, if any rank voted no, skip it: then it is owed. Whether it was snapshotted."""
+        self.serial += 1
+        if noes:
+            self._slots.release()
+            self.skipped += 1
+            self._owed = version
+            return False
+        self._snapshot(version)
+        return True
+
+    def snapshot_owed(self, version: int) -> bool:
+        """Snapshot the owed version. Without a slot here it is dropped on all ranks, and stays owed: False."""
+        self.serial += 1
+        if self._slots.reserve():
+            self._snapshot(version)
+            return True
+        self._slots.fail(version, self.serial)
+        self._owed = version
+        return False
+
+    def _snapshot(self, version: int) -> None:
+        self._slots.snapshot(version, self.serial)
+        self.published += 1
+        self._owed = None
+        self._last_snapshot = (self.serial, version)
+
+    def owed(self, newest: int | None, dropped: Collection[Sequence[int]]) -> int | None:
+        """The version that was skipped, or dropped because another rank could not snapshot it.
+
+        newest: the newest published version; dropped: (serial, version) of the last dropped snapshots.
+        """
+        if self._owed is None and any(tuple(pair) == self._last_snapshot for pair in dropped):
+            version = self._last_snapshot[1]
+            return version if newest is None or newest < version else None
+        return self._owed
+
 
 _PAGE = mmap.PAGESIZE
 _WORD_BYTES = 8

@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.runtime import Channel, Done, Place
-from torchtitan.weight_sync.wire import Message, ProtocolError, payload_bytes, validate
+from torchtitan.weight_sync.wire import Channel, Done, Message, Place, ProtocolError, payload_bytes, validate
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ import numpy as np
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.coverage import check_coverage
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, LayoutError, RankLayout, content_digest
+from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, LayoutError, RankLayout, check_coverage, content_digest
 
 if TYPE_CHECKING:
     import torch

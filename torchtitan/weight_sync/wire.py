@@ -1,8 +1,11 @@
-"""What the processes of the weight synchronisation have in common: messages and their bytes, addresses, checked fields.
+"""What the parts of the weight synchronisation need of each other and of the machine.
 
 Messages are JSON objects with a type, some of which carry bytes. Nothing that arrives is unpickled or evaluated. A
 connection starts with a challenge and response over a per-job token, in both directions, before any other message is
 read; sizes are limited before and after.
+
+Time, timers, threads and channels come through a Runtime alone. Production gives the parts one over sockets and threads
+(sockets.py); the tests give them one with a virtual clock and a network of their own, and drive the same code.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import ipaddress
 import json
 import secrets
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 Message = dict[str, Any]
 
@@ -178,3 +182,80 @@ def validate(message: Any) -> Message:
 def payload_bytes(message: Message) -> int:
     """How many bytes follow this message."""
     return message.get("bytes", 0) if message["type"] == "bucket" else 0
+
+
+Done = Callable[[Any, BaseException | None], None]
+"""Called with the result of a piece of work, or with what it raised."""
+
+
+Place = tuple[memoryview, Callable[[memoryview], None]]
+"""Memory of exactly as many bytes as arrive, and what is called with each piece of it that has been filled."""
+
+
+class Timer(Protocol):
+    """A call in the future."""
+
+    def cancel(self) -> None:
+        """Make it a no-op."""
+
+
+class Channel:
+    """Messages in both directions, any of which may carry bytes. Sending never blocks.
+
+    Who uses a channel sets its callbacks: on_message(channel, message): a message has arrived, with the bytes that it
+    carries. place(channel, message): where what is about to arrive goes, or None to drop it, message included.
+    on_close(channel, reason): the channel is over; called once.
+    """
+
+    def __init__(self) -> None:
+        self.on_message: Callable[[Channel, Message], None] = no_message
+        self.on_close: Callable[[Channel, str], None] = lambda _channel, _reason: None
+        self.place: Callable[[Channel, Message], Place | None] = _no_payload
+        self.closed = False
+        self.throttle: Callable[[], int] | None = None
+        """Fault injection: how many payload bytes per second may leave, 0 for as many as can"""
+
+    def send(
+        self, message: Message, payload: memoryview | None = None, on_sent: Callable[[], None] | None = None
+    ) -> None:
+        """Queue a message. The payload is not copied: it is read until `on_sent` is called or the channel closes."""
+        raise NotImplementedError
+
+    def trust(self) -> None:
+        """The peer has proved who it is: accept long messages and payloads from now on."""
+        raise NotImplementedError
+
+    def close(self, reason: str) -> None:
+        """Close now; what is queued is lost."""
+        raise NotImplementedError
+
+
+def no_message(_channel: Channel, _message: Message) -> None:
+    """For a channel on which nothing may arrive yet."""
+    raise ProtocolError("a message came before the handshake was over")
+
+
+def _no_payload(_channel: Channel, message: Message) -> Place | None:
+    raise ProtocolError(f"a {message['type']!r} carries no bytes")
+
+
+class Runtime(Protocol):
+    """All callbacks run on one thread, one after the other."""
+
+    def now(self) -> float:
+        """Seconds of a clock that never jumps."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Run `callback` after `seconds`."""
+
+    def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
+        """Run `function` on a thread kept for such work, then `done` as a callback. No order is promised."""
+
+    def dial(
+        self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
+    ) -> Callable[[], None]:
+        """Connect to `host:port`, where the host is numeric. Calls one of the two, unless the returned function is
+        called first, as it has to be once this takes too long."""
+
+    def listen(self, where: Any, accept: Callable[[Channel], None]) -> Callable[[], None]:
+        """Accept channels at `where` (a listening socket). The returned function ends it."""

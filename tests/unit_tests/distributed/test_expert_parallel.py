@@ -22,8 +22,7 @@ from torchtitan.models.lora import synced_parameters
 from torchtitan.models.parallelize import build_policy
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
-from torchtitan.weight_sync.plan import plan_rank
+from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
 EP, TP = "parallelism.expert_parallel_degree", "parallelism.tensor_parallel_degree"
 CP = "parallelism.context_parallel_degree"

@@ -16,8 +16,7 @@ from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.lora import synced_parameters
 from torchtitan.models.model_args import MISSING, read_model_args
 from torchtitan.models.moe import grouped_linear, grouped_outer, places_of
-from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
-from torchtitan.weight_sync.plan import plan_rank
+from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
 LENGTHS = [37, 5, 70]
 

@@ -24,8 +24,7 @@ from torchtitan.models.shape import ForeignArgs, read_args, read_shape
 from torchtitan.models.transformers_policy import TransformersPolicy, check_packing
 from torchtitan.preflight.check import Check
 from torchtitan.preflight.model import check_model
-from torchtitan.weight_sync.parameters import LocalTensors, placed_parameters
-from torchtitan.weight_sync.plan import plan_rank
+from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank
 
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 # Layer norms with biases, multipliers of logits, windows, sinks, latent attention, stacked experts.

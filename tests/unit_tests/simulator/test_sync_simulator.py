@@ -27,9 +27,9 @@ from simulator.scenario import Scenario, slowest_of
 from simulator.world import World
 from torchtitan.errors import UserError
 from torchtitan.weight_sync.arrivals import Arrivals
+from torchtitan.weight_sync.clients import Source
 from torchtitan.weight_sync.manifest import BucketKey
 from torchtitan.weight_sync.registry import STATUS_SECONDS
-from torchtitan.weight_sync.source import Source
 
 SMALL: dict[str, Any] = {
     "hours": 0.05,

@@ -7,8 +7,7 @@ from typing import Any
 from deterministic.machine import Machine, Process
 from deterministic.parts import TOKEN
 from torchtitan.weight_sync.handshake import Call, Identity
-from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 
 class Client:

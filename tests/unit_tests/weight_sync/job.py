@@ -20,7 +20,7 @@ from torchtitan.weight_sync.readers import IDLE_SECONDS
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slot_states import SlotState, SlotView
+from torchtitan.weight_sync.slots import SlotState, SlotView
 from torchtitan.weight_sync.wire import Message
 
 RESTART_SECONDS = 0.3

@@ -10,8 +10,7 @@ from functools import partial
 from deterministic.machine import Machine, Process, Violation
 from deterministic.parts import REGISTRY
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts, Shape
-from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 JOIN_SECONDS = 0.1
 # A registry or shard server that dies or freezes is noticed and started again, actors and ranks find it, and the last

@@ -17,7 +17,7 @@ from torchtitan.weight_sync.actor import Actor, reachable_host
 from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.group import LeadingEngine, Outcome, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.relay import Relay
+from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.staging import StagedVersion
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")

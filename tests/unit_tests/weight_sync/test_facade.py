@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.boundary import Boundary
-from torchtitan.weight_sync.facade import MOST_FAILURES, SyncOutcome, WeightSync
-from torchtitan.weight_sync.publication import Publication
+from torchtitan.weight_sync.facade import MOST_FAILURES, Publication, SyncOutcome, WeightSync
 from torchtitan.weight_sync.servers import listen
+from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.wire import Message
 
 
@@ -40,9 +39,10 @@ class Registry:
 
 def sync_of(registry: Registry, failure: str = "") -> WeightSync:
     sync: Any = object.__new__(WeightSync)
-    sync.epoch, sync._watcher, sync._publication = "e", registry, SimpleNamespace(failure=failure)
+    sync.epoch, sync.watcher, sync.registry = "e", registry, None
+    sync.publisher, sync.shard_server = SimpleNamespace(failure=failure), SimpleNamespace(failure="")
     sync._stall_s = sync._snapshot_s = 0.0
-    sync._boundary = SimpleNamespace(published=5, skipped=1)
+    sync.boundary = SimpleNamespace(published=5, skipped=1)
     made: WeightSync = sync
     return made
 

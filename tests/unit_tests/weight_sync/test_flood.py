@@ -9,7 +9,7 @@ import pytest
 from deterministic.machine import Machine, Process
 from tests.unit_tests.weight_sync.job import REGISTRY, Actor, Job, Shape
 from torchtitan.weight_sync import handshake
-from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync.wire import Channel
 
 STRANGERS = 2000
 

@@ -9,8 +9,7 @@ import pytest
 from deterministic.machine import Machine, Process
 from torchtitan.weight_sync import handshake
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Call, Gate, Identity, role_key
-from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 
 class Port:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchtitan.weight_sync.lanes import Lanes
-from torchtitan.weight_sync.slot_states import LiveSlots, SlotState, SlotView, SlotWriter
+from torchtitan.weight_sync.registry_state import Lanes
+from torchtitan.weight_sync.slots import LiveSlots, SlotState, SlotView, SlotWriter
 
 
 def lanes_with(*pulls: str, limit: int = 1) -> Lanes:

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.weight_sync.coverage import check_coverage, merge_layouts
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import (
     DTYPE_BYTES,
@@ -23,6 +22,8 @@ from torchtitan.weight_sync.manifest import (
     Layout,
     LayoutError,
     RankLayout,
+    check_coverage,
+    merge_layouts,
 )
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
 

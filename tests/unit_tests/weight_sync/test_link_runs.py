@@ -18,9 +18,8 @@ from deterministic.parts import Slots
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Actor, Job, Parts
 from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 # What was under way when a channel ended is given up within this time.
 ABORT_SECONDS = 0.05

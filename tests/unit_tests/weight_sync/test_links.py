@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
-from torchtitan.weight_sync import communicator, nccl
-from torchtitan.weight_sync.communicator import Broken, PairStore, Poller
-from torchtitan.weight_sync.nccl import Chunks, ReceivingLink, SendingLink
-from torchtitan.weight_sync.runtime import Channel
+from torchtitan.weight_sync import nccl
+from torchtitan.weight_sync.nccl import Broken, Chunks, PairStore, Poller, ReceivingLink, SendingLink
 from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Message, ProtocolError
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
 
 BUCKET = 1000
 CPU = torch.device("cpu")
@@ -112,10 +110,8 @@ def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    send = communicator.GlooCommunicator.send
-    monkeypatch.setattr(
-        communicator.GlooCommunicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1]
-    )
+    send = nccl.GlooCommunicator.send
+    monkeypatch.setattr(nccl.GlooCommunicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
     pair = make_pair(timeout_s=0.5)
     pair.fetch(pair.send(bytes(256))[0], 256)
     assert len(launched) == 1
@@ -164,7 +160,7 @@ def test_error_of_the_communicator_answers_every_fetch(
     abort_fails: bool, make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it raises: staging memory that waits for an answer would never be quiet again."""
-    connect, aborted = communicator.connect, threading.Event()
+    connect, aborted = nccl.connect, threading.Event()
 
     class Failing:
         def __init__(self, whole: Any):
@@ -236,7 +232,7 @@ def test_peer_that_is_frozen_while_it_connects_is_given_up() -> None:
 
         def meet(store: PairStore, rank: int, ends: queue.Queue[Any]) -> None:
             try:
-                ends.put(communicator.connect(store, rank, CPU))
+                ends.put(nccl.connect(store, rank, CPU))
             except Broken as error:
                 ends.put(error)
 
@@ -259,13 +255,13 @@ def test_groups_made_at_the_same_time_leave_torchs_error_handling_as_it_was() ->
     seen = []
 
     def second() -> None:
-        with communicator._errors_are_ours():
+        with nccl._errors_are_ours():
             inside.set()
             first_left.wait(PATIENCE_S)
             seen.append(os.environ[name])
 
     thread = threading.Thread(target=second)
-    with communicator._errors_are_ours():
+    with nccl._errors_are_ours():
         thread.start()
         assert not inside.wait(0.2), "two threads change it at a time"
     first_left.set()
@@ -304,20 +300,18 @@ class Group:
 
 
 @pytest.fixture
-def nccl_end(monkeypatch: pytest.MonkeyPatch) -> communicator.NcclCommunicator:
+def nccl_end(monkeypatch: pytest.MonkeyPatch) -> nccl.NcclCommunicator:
     """The class for GPUs, over a group that is made up."""
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _where: None)
-    end = object.__new__(communicator.NcclCommunicator)
+    end = object.__new__(nccl.NcclCommunicator)
     end._group, end._stream, end._peer = Group(Work()), None, 1  # type: ignore[assignment]
     end.where, end.given_up = CPU, threading.Event()
     return end
 
 
 @pytest.mark.parametrize("method", ["send", "receive"])
-def test_errors_of_nccl_are_those_of_a_broken_communicator(
-    method: str, nccl_end: communicator.NcclCommunicator
-) -> None:
+def test_errors_of_nccl_are_those_of_a_broken_communicator(method: str, nccl_end: nccl.NcclCommunicator) -> None:
     nccl_end._group.work.error = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(Broken, match="aborted"):
         getattr(nccl_end, method)(torch.zeros(1))
@@ -326,7 +320,7 @@ def test_errors_of_nccl_are_those_of_a_broken_communicator(
 @pytest.mark.parametrize(
     ("what", "match"), [("late", "under way for 0.1 s"), ("given up", "given up"), ("error", "remote")]
 )
-def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: communicator.NcclCommunicator) -> None:
+def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: nccl.NcclCommunicator) -> None:
     pending, group = nccl_end.send(torch.zeros(1)), nccl_end._group
     if what == "given up":
         threading.Timer(0.1, nccl_end.give_up).start()

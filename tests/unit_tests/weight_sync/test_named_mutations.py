@@ -12,11 +12,11 @@ import pytest
 from tests.unit_tests.weight_sync import runs
 from tests.unit_tests.weight_sync.job import Job, Parts
 from torchtitan.weight_sync.arrivals import Arrivals
+from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.handshake import Call
 from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.registry_client import RegistryClient
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slot_states import LiveSlots
+from torchtitan.weight_sync.slots import LiveSlots
 
 MOST_RUNS = 400
 

@@ -21,18 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.patience import PATIENCE_S, until
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import servers, wire
-from torchtitan.weight_sync.checksums import bucket_checksum
-from torchtitan.weight_sync.manifest import (
-    LayoutError,
-    Manifest,
-    content_digest,
-)
-from torchtitan.weight_sync.parameters import placed_parameters, unique_parameters
-from torchtitan.weight_sync.plan import Placed, Sharded
+from torchtitan.weight_sync.manifest import LayoutError, Manifest, bucket_checksum, content_digest
+from torchtitan.weight_sync.plan import Placed, Sharded, placed_parameters, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.servers import SupervisedProcess
-from torchtitan.weight_sync.slot_states import LiveSlots, SlotState
-from torchtitan.weight_sync.slots import SharedSlots
+from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState
 from torchtitan.weight_sync.staging import Staging
 
 

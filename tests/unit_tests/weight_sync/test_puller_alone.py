@@ -14,8 +14,7 @@ from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_la
 from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
-from torchtitan.weight_sync.runtime import Channel
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 BUCKETS, SERVER, OTHER = 2, "10.0.0.1:6000", "10.0.1.2:7000"
 LAYOUT = whole_layout(1, BUCKETS)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan.weight_sync import device_memory
+from torchtitan.weight_sync import device_slots
 from torchtitan.weight_sync.actor import Fetcher
-from torchtitan.weight_sync.device_memory import DeviceMemories
+from torchtitan.weight_sync.device_slots import DeviceMemories
 from torchtitan.weight_sync.slots import SharedSlots, file_references, named, open_shared
 from torchtitan.weight_sync.wire import ProtocolError
 
@@ -88,7 +88,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     uuids = lambda index: SimpleNamespace(uuid=("GPU-a", "GPU-b")[index])  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", uuids)
-    monkeypatch.setattr(device_memory, "use", lambda where: asked.append(("use", str(where))))
+    monkeypatch.setattr(device_slots, "use", lambda where: asked.append(("use", str(where))))
     monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
     monkeypatch.setattr(
         torch.UntypedStorage, "_new_shared_cuda", lambda *named: asked.append(named) or storage, raising=False

@@ -14,9 +14,8 @@ from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, cont
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity, role_key
 from torchtitan.weight_sync.readers import IDLE_SECONDS
-from torchtitan.weight_sync.runtime import Channel
 from torchtitan.weight_sync.shard_server import LONGEST_BUCKET_SECONDS
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 BUCKETS = 4
 

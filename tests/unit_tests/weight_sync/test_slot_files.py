@@ -21,10 +21,8 @@ from safetensors.torch import load_file, save_file
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.catalogue import Catalogue, FolderOwner
-from torchtitan.weight_sync.checksums import bucket_checksum
-from torchtitan.weight_sync.disk import FileReader, SlotFiles
-from torchtitan.weight_sync.manifest import Layout, Manifest, content_digest
+from torchtitan.weight_sync.disk import Catalogue, FileReader, FolderOwner, SlotFiles
+from torchtitan.weight_sync.manifest import Layout, Manifest, bucket_checksum, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
 from torchtitan.weight_sync.weight_files import PackedRank, file_checksum, read_weights
 from torchtitan.weight_sync.wire import ProtocolError

@@ -17,11 +17,9 @@ from tests.unit_tests.weight_sync.streams import DelayedStream
 from torchtitan.distributed.device import side_stream
 from torchtitan.weight_sync import publisher as publisher_module
 from torchtitan.weight_sync.device_slots import sum_checksum
-from torchtitan.weight_sync.parameters import placed_parameters
-from torchtitan.weight_sync.plan import plan_rank
-from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.slot_states import LiveSlots, SlotState
-from torchtitan.weight_sync.snapshot import DirectFiller, ScratchFiller, cut_rows
+from torchtitan.weight_sync.plan import placed_parameters, plan_rank
+from torchtitan.weight_sync.publisher import DirectFiller, Publisher, ScratchFiller, cut_rows
+from torchtitan.weight_sync.slots import LiveSlots, SlotState
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
 from torchtitan.inference.embedded.weights import Verifier
-from torchtitan.weight_sync.coverage import merge_layouts
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.layout_tables import ParameterEntry
-from torchtitan.weight_sync.manifest import Layout
+from torchtitan.weight_sync.manifest import Layout, merge_layouts
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
 from torchtitan.weight_sync.staging import Proof, StagedVersion
 
