@@ -14,7 +14,7 @@ import xxhash
 
 from deterministic.machine import Machine, Process, Violation
 from torchtitan.weight_sync.delta import decode_into
-from torchtitan.weight_sync.handshake import ACTOR, Identity
+from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
 from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout, merge_layouts
 from torchtitan.weight_sync.puller import Puller
@@ -188,7 +188,7 @@ class Actor:
         self.staging = [bytearray(shape.buckets * BUCKET_BYTES) for _ in range(shape.ranks)]
         runtime, relay, address = self.process.runtime, None, ""
         if shape.relay_fanout:
-            relay = Relay(runtime, shape.epoch, self.bucket)
+            relay = Relay(runtime, shape.epoch, self.bucket, role_key(TOKEN, ACTOR, self.name))
             address = f"10.0.{1 + self.number // 250}.{self.number % 250}:{7000 + self.lives}"
             relay.start(address)
         self.relay = relay

@@ -289,7 +289,7 @@ class Actor(_Pulling):
         engine = StagingEngine(apply, where, self._runtime.post)
         if relay_host:
             self._listener, options["relay_address"] = _listen(relay_host, registry)
-            self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory)
+            self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory, key)
         self.puller = Puller(*names, engine, progress_s=progress_s, **options)
 
     def _listen(self) -> None:

@@ -38,7 +38,6 @@ class Transfer:
     """Of these, from another actor"""
     delta_bytes: int = 0
     """Of these, as deltas"""
-    told_bytes: int = 0
 
     def count(self, count: int, is_delta: bool, now: float) -> None:
         """So many bytes have come."""

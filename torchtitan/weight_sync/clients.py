@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 class RegistryClient:
     """fields: of the hello. on_join(): a registry is there, which knows nothing of this client. on_message(message):
     what it says. retry_for_s: how long it may be out of reach before `failure` says so, and nothing is tried any more.
+    beat(): asked every HEARTBEAT_SECONDS; what the ping is to say.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class RegistryClient:
         on_join: Callable[[], None],
         on_message: Callable[[Message], None],
         retry_for_s: float = math.inf,
+        beat: Callable[[], Message] = dict,
     ):
         self._runtime, self._address, self._identity, self._fields = runtime, address, identity, fields
-        self._on_join, self._on_said, self._retry_for_s = on_join, on_message, retry_for_s
+        self._on_join, self._on_said, self._retry_for_s, self._beat = on_join, on_message, retry_for_s, beat
         self.failure = ""
         self.ready: Callable[[], bool] = lambda: True
         """Whether this client may join yet"""
@@ -132,7 +134,7 @@ class RegistryClient:
         # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
         if self._is_silent():
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")
-        self.tell({"type": "ping"})
+        self.tell({"type": "ping", **self._beat()})
 
     def _is_silent(self) -> bool:
         return self._runtime.now() - self._heard_at > SILENCE_SECONDS
@@ -266,5 +268,5 @@ class Source:
             self._wanted.gone(message)
         elif kind == "entry":
             self._wanted.linked(channel, message)
-        elif kind != "granted":
+        else:
             raise ProtocolError(f"a shard server does not send {kind!r} to an actor")

@@ -65,9 +65,9 @@ class LedPuller(Puller):
             self._ordered = version
         self._consider()
 
-    def _on_layout(self, message: Message) -> None:
+    def _on_model(self, message: Message) -> None:
         self._engine.shared = message["staging"]  # type: ignore[attr-defined]
-        super()._on_layout(message)
+        super()._on_model(message)
 
     def _on_newest(self, message: Message) -> None:
         before = self._newest
@@ -168,35 +168,33 @@ class Leader(Puller):
             self.poisoned, self.serving = True, None
         super()._joined()
 
-    def _look(self) -> None:
+    def _look(self) -> Message:
         for number, worker in list(self._workers.items()):
             if self._runtime.now() - worker.heard_at > SILENCE_SECONDS:
                 worker.channel.close(f"worker {number} said nothing for {SILENCE_SECONDS:g} s")
-        super()._look()
+        return super()._look()
 
     def _hurry(self, pull: Transfer) -> None:
         """Workers see for themselves that nothing arrives."""
 
-    def _on_layout(self, message: Message) -> None:
+    def _on_model(self, message: Message) -> None:
         before = self._layout
-        super()._on_layout(message)
+        super()._on_model(message)
         assert self._layout is not None
         if self._layout is not before:
             self._free_memory()
             self._memory = anonymous_file("weights-staging", self._layout.slot_starts()[-1])
-            self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
-            self._send(self._model)
+        assert self._memory is not None
+        self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
+        self._send(self._model)
 
     def _new_sources(self, ranks: int) -> list[Source]:
         # Only workers pull.
         return []
 
-    def _move_sources(self) -> None:
-        self._send({"type": "servers", "servers": self._servers})
-
     def _on_newest(self, message: Message) -> None:
         super()._on_newest(message)
-        self._newest_message = {name: value for name, value in message.items() if name not in ("source", "children")}
+        self._newest_message = {name: value for name, value in message.items() if name not in ("source", "pinned")}
 
     # Pulling
 
@@ -229,8 +227,8 @@ class Leader(Puller):
                 self._pause()
 
     def _progress(self, worker: _Worker, count: int) -> None:
-        worker.bytes = count
-        if self._pull is not None:
+        if self._pull is not None and count > worker.bytes:
+            worker.bytes = count
             self._pull.bytes = sum(one.bytes for one in self._workers.values())
             self._pull.moved_at = self._runtime.now()
 
@@ -291,7 +289,6 @@ class Leader(Puller):
         channel.on_close = lambda _channel, reason: self._lost(number, worker, reason)
         if self._model is not None:
             channel.send(self._model)
-        channel.send({"type": "servers", "servers": self._servers})
 
     def _lost(self, number: int, worker: _Worker, reason: str) -> None:
         if self._workers.get(number) is not worker:
@@ -309,8 +306,7 @@ class Leader(Puller):
         kind = message["type"]
         if kind == "ping":
             worker.channel.send({"type": "pong"})
-        elif kind == "progress":
-            self._progress(worker, message["bytes"])
+            self._progress(worker, message.get("bytes") or 0)
         elif kind == "ended":
             self._ended(number, worker, message)
         elif kind == "serving":

@@ -18,7 +18,7 @@ from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused, check_coverage
 from torchtitan.weight_sync.readers import Relay
-from torchtitan.weight_sync.wire import HEARTBEAT_SECONDS, Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -68,7 +68,8 @@ class Puller:
         self.poisoned = False
         self.applied = self.refused = 0
         fields = {"epoch": epoch, "instance": instance, "address": relay_address}
-        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message, retry_for_s)
+        ways = self._joined, self._on_message, retry_for_s, self._look
+        self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
         self._tell = self.registry.tell
         self._layout: Layout | None = None
         self._layout_id = ""
@@ -101,7 +102,6 @@ class Puller:
     def start(self) -> None:
         """Begin to look for the registry."""
         self.registry.start()
-        self._look()
 
     def close(self) -> None:
         """Close every connection. An apply that has begun goes on."""
@@ -161,23 +161,18 @@ class Puller:
         served = {"version": self.serving.version, "digest": self.serving.digest}
         self._tell({"type": "serving", **served, "figures": figures})
 
-    def _look(self) -> None:
-        """Every now and then: tell how far the pull is, and look whether it gets on."""
-        if self._closed:
-            return
-        self._runtime.call_later(HEARTBEAT_SECONDS, self._look)
+    def _look(self) -> Message:
+        """Every now and then: whether the pull gets on. Returns what the registry is to be told of that."""
         pull = self._pull
         if pull is None:
-            return
-        if pull.bytes != pull.told_bytes:
-            pull.told_bytes = pull.bytes
-            self._tell({"type": "progress", "bytes": pull.bytes})
+            return {}
         # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
         if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
             pull.moved_at = self._runtime.now()
             self._hurry(pull)
         elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
             self._leave_peer()
+        return {"bytes": pull.bytes}
 
     def _hurry(self, pull: Transfer) -> None:
         for rank in {rank for rank, _ in pull.missing}:
@@ -187,36 +182,32 @@ class Puller:
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
         if kind == "model":
-            self._on_layout(message)
-        elif kind == "servers":
-            self._servers = list(map(str, message["servers"]))
-            self._move_sources()
+            self._on_model(message)
         elif kind == "newest":
             self._on_newest(message)
-        elif kind == "lanes":
-            self._on_lanes(message)
-        elif kind == "pinned":
-            self._pinned = message.get("version")
-        elif kind == "relay" and self._relay is not None:
-            self._relay.key = message["key"]
+        elif kind == "live":
+            self._on_live(message)
         else:
             raise ProtocolError(f"a registry does not send {kind!r} to an actor")
         self._consider()
 
-    def _on_layout(self, message: Message) -> None:
-        if message["layout_id"] == self._layout_id:
-            return
+    def _on_model(self, message: Message) -> None:
+        self._servers = list(map(str, message["servers"]))
+        if message["layout_id"] != self._layout_id:
+            self._on_layout(message["layout_id"], message["layout"])
+        self._move_sources()
+
+    def _on_layout(self, layout_id: str, data: Message) -> None:
         try:
-            layout = self._read_layout(message["layout"])
+            layout = self._read_layout(data)
             self._end_pull("lost", "the layout changed")
             self._needs = self._arrivals.prepare(layout)
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
-        self._layout, self._layout_id = layout, message["layout_id"]
+        self._layout, self._layout_id = layout, layout_id
         for source in self._sources:
             source.drop("the layout changed")
         self._sources = self._new_sources(len(layout.ranks))
-        self._move_sources()
 
     def _new_sources(self, ranks: int) -> list[Source]:
         return [Source(self._runtime, self._puller, self.epoch, rank, self) for rank in range(ranks)]
@@ -256,14 +247,17 @@ class Puller:
             raise ProtocolError(str(error)) from error
         if manifest.epoch != self.epoch:
             raise ProtocolError(f"a version of epoch {manifest.epoch}")
-        if self._newest is None or self._newest[0] != message["serial"]:
+        if self._newest is None or self._newest[0] != message["newest"]:
             self._end_pause()
-        self._newest = message["serial"], manifest
+        self._newest = message["newest"], manifest
         self._offered_peer = message.get("source")
-        self._on_lanes(message)
+        self._on_live(message)
 
-    def _on_lanes(self, message: Message) -> None:
-        self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
+    def _on_live(self, message: Message) -> None:
+        self._pinned = message.get("pinned", self._pinned)
+        # A new registry has not heard yet of what was published before it.
+        if self._newest is None or message["newest"] >= self._newest[0]:
+            self._lanes, self._room, self._base = set(message["lanes"]), message["room"], message.get("base")
 
     # Pulling
 
@@ -323,16 +317,11 @@ class Puller:
             return
         self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
         self._tell_ended(pull.manifest.version, outcome, reason)
-        self._end_leases(pull)
         if self._relay is not None:
             self._relay.hold(self._layout, None)
         # A bucket that is half here must not be written any further.
         for rank in {rank for rank, _ in pull.placing}:
             self._sources[rank].drop("the pull is over")
-
-    def _end_leases(self, pull: Transfer) -> None:
-        for source in self._sources:
-            source.tell({"type": "done", "pull": pull.number})
 
     def _pause(self) -> None:
         """After a version that could not be had: it is tried again later, something newer at once."""
@@ -393,7 +382,6 @@ class Puller:
     # Engine
 
     def _staged_whole(self, pull: Transfer) -> None:
-        self._end_leases(pull)
         self._arrivals.transfer = None
         self._gone_in_a_row = self._pauses = 0
         if not self._survives("staged", pull.manifest.version):

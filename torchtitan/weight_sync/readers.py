@@ -1,8 +1,8 @@
 """Answers those who pull: a lease on a snapshot, then its buckets as fast as the socket takes them.
 
 Shard servers serve from their slots so, and actors that pass a version on (Relay) from their staging memory, while it
-is still arriving: a bucket leaves as soon as it is verified. The registry says who pulls from whom, and gives the key
-for it. An actor that is let down by another one goes on at the trainer.
+is still arriving: a bucket leaves as soon as it is verified. The registry says who pulls from whom, and gives who pulls
+the key for it. An actor that is let down by another one goes on at the trainer.
 """
 
 from __future__ import annotations
@@ -126,10 +126,6 @@ class Readers:
         reader = self.channels[channel]
         if message["type"] == "open":
             self._open(reader, message)
-        elif message["type"] == "done":
-            if message["pull"] == reader.pull:
-                reader.waiting.clear()
-                reader.serial = -1
         elif message["type"] in ("entry", "credit") and reader.link is not None:
             reader.link.heard(message)
         else:
@@ -143,7 +139,6 @@ class Readers:
             return
         if reader.pull != message["pull"]:
             reader.waiting.clear()
-            reader.channel.send({"type": "granted", "pull": message["pull"]})
         reader.pull, reader.serial, reader.asked_at = message["pull"], message["serial"], self._runtime.now()
         base, again = message.get("base"), message.get("again") is True
         reader.waiting.extend((bucket, base, again) for bucket in buckets)
@@ -194,10 +189,9 @@ class Readers:
             if reader.sending is not None and self._store.version(reader.sending) is None:
                 # Half a bucket is on its way, and its memory may be written again from now on.
                 reader.channel.close(f"snapshot {reader.sending} is gone")
-            elif reader.serial >= 0 and self._store.version(reader.serial) is None:
+            elif reader.waiting and self._store.version(reader.serial) is None:
                 reader.channel.send({"type": "gone", "pull": reader.pull})
                 reader.waiting.clear()
-                reader.serial = -1
 
     def end_what_is_idle(self) -> None:
         """Every now and then. What is half sent ends with its snapshot at the latest."""
@@ -224,37 +218,32 @@ def _buckets_in(ranges: list[Any] | None, count: int) -> list[int]:
 TICK_SECONDS = 1.0
 
 
-def relay_sources(addresses: Mapping[str, str], fanout: int, relay_key: Callable[[str], str]) -> dict[str, Message]:
+def relay_sources(addresses: Mapping[str, str], fanout: int, key_of: Callable[[str], str]) -> dict[str, Message]:
     """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out.
 
     addresses: by actor, in the order in which they are to have it; fanout: how many pull from the trainer, and from
-    each actor; relay_key(name): what that actor knows of those who pull from it (see Relay.key).
+    each actor; key_of(name): that actor's own key (see Relay).
     """
     names = list(addresses)
     found: dict[str, Message] = {}
     for number, child in enumerate(names[fanout:] if fanout else []):
         parent = names[number // fanout]
-        key = role_key(relay_key(parent), PEER, child)
+        key = role_key(key_of(parent), PEER, child)
         found[child] = {"name": parent, "address": addresses[parent], "key": key}
     return found
 
 
 class Relay:
-    """memory(key): a bucket of staging memory. What it holds is of one transfer at a time."""
+    """memory(key): a bucket of staging memory. What it holds is of one transfer at a time. key: the actor's own, from
+    which the keys of those follow that may pull from here."""
 
-    def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview]):
+    def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview], key: str):
         self._runtime, self._memory = runtime, memory
         self._layout: Layout | None = None
         self._transfer: Transfer | None = None
         self._closed = False
-        self.key = ""
-        """From which the keys of those follow that may pull from here; the registry says it to this actor alone"""
-        roles = frozenset((PEER,))
-        self.readers = Readers(runtime, epoch, roles, self._key_of, self, "relay")
+        self.readers = Readers(runtime, epoch, frozenset((PEER,)), partial(role_key, key), self, "relay")
         self._stop_listening: Callable[[], None] = lambda: None
-
-    def _key_of(self, _role: str, name: str) -> str | None:
-        return role_key(self.key, PEER, name) if self.key else None
 
     def start(self, listener: Any) -> None:
         """Begin to accept other actors."""

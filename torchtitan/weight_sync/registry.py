@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan.weight_sync import faults, wire
 from torchtitan.weight_sync.disk import Catalogue
-from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, Gate, Identity, role_key
+from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest, merge_layouts
 from torchtitan.weight_sync.readers import relay_sources
 from torchtitan.weight_sync.registry_state import MOST_LOST_LANES, Actor, Gathering, Lanes, Rank, Settings, relaying
@@ -62,14 +62,14 @@ class Registry:
         self._trainer: Channel | None = None
         self._layouts: dict[int, Message] = {}
         self._layout_hashes: dict[int, str] = {}
-        self._model: Encoded | None = None
-        self._layout_id = ""
+        self._model: Message = {}
+        """What actors are told of the layout, once it is known"""
         self._gathering: dict[int, Gathering] = {}
         self._dropped: dict[int, int] = {}
         """Serial -> version"""
         self.newest: Manifest | None = None
         self._newest_message: Message = {}
-        self._pin: Message | None = None
+        self._pin: Message = {}
         """What actors are told of it, once the trainer has said: until then they keep what another registry said"""
         self._evictions = 0
         self._failure = self._dropped_because = ""
@@ -148,18 +148,14 @@ class Registry:
         old = self._ranks.get(rank)
         if old is not None:
             old.channel.close("replaced")
-        moved = old is None or old.address != fields["address"]
         self._ranks[rank] = Rank(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
-        if self.newest is not None:
-            channel.send(self._live())
-        if moved:
-            self._tell_actors(self._servers())
+        channel.send(self._live())
         self._changed()
 
     def _on_rank_lost(self, rank: int, channel: Channel, reason: str) -> None:
         if self._ranks[rank].channel is channel:
-            # Its address is still said: an actor that dials it sees for itself.
+            # Its address remains: an actor that dials it sees for itself.
             logger.warning("shard server of rank %d lost: %s", rank, reason)
             self._write("server_lost", {"rank": rank, "reason": reason})
             self._ranks[rank].heard_at = float("inf")
@@ -187,7 +183,7 @@ class Registry:
         found = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
         if self._layout_hashes.setdefault(rank, found) != found:
             raise ProtocolError(f"rank {rank} reports another layout than before")
-        if self._model is not None or self._failure:
+        if self._model or self._failure:
             return
         self._layouts[rank] = layout
         if len(self._layouts) < self.settings.world_size:
@@ -201,9 +197,12 @@ class Registry:
             self._changed()
             return
         self._layouts.clear()
-        self._model, self._layout_id = Encoded(whole.to_json()), whole.layout_id()
-        self._write("layout", {"layout_id": self._layout_id, "bytes": whole.total_bytes})
-        self._tell_actors({"type": "model", "layout_id": self._layout_id, "layout": self._model})
+        about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
+        servers = [self._ranks[number].address for number in range(self.settings.world_size)]
+        self._model = {"type": "model", **about, "servers": servers}
+        self._write("layout", {"layout_id": about["layout_id"], "bytes": whole.total_bytes})
+        for channel in self._actor_channels():
+            channel.send(self._model)
         self._publish_what_is_whole()
 
     def _merge(self, layouts: list[Message]) -> Layout:
@@ -221,21 +220,21 @@ class Registry:
 
     def _publish_what_is_whole(self) -> None:
         whole = [s for s, one in self._gathering.items() if len(one.checksums) == self.settings.world_size]
-        if whole and self._model is not None:
+        if whole and self._model:
             self._publish(max(whole))
 
     def _publish(self, serial: int) -> None:
         gathered = self._gathering[serial]
         faults.at("publish", version=gathered.version)
         checksums = [gathered.checksums[rank] for rank in range(self.settings.world_size)]
-        digest = content_digest(self._layout_id, checksums)
-        self.newest = Manifest(self.epoch, gathered.version, self._layout_id, tuple(map(tuple, checksums)), digest)
+        layout_id = self._model["layout_id"]
+        digest = content_digest(layout_id, checksums)
+        self.newest = Manifest(self.epoch, gathered.version, layout_id, tuple(map(tuple, checksums)), digest)
         self._newest_message = {
             "type": "newest",
-            "serial": serial,
             "epoch": self.epoch,
             "version": gathered.version,
-            "layout_id": self._layout_id,
+            "layout_id": layout_id,
             "checksums": Encoded(checksums),
             "digest": digest,
         }
@@ -247,20 +246,16 @@ class Registry:
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
         # In one message: what an actor is pulling may live on as a lane.
-        newest, sources = {**self._newest_message, **self._lanes_message(), "type": "newest"}, self._relay_sources()
+        live, fanout = self._live(), self.settings.relay_fanout
+        # Who pulls from which other actor. The fast ones come first.
+        able = relaying(self.actors, self.lanes.lost) if fanout else {}
+        sources = relay_sources(able, fanout, partial(role_key, self._token, ACTOR))
         for name, actor in self.actors.items():
             if actor.channel is not None:
-                actor.channel.send({**newest, "source": sources.get(name)})
-        self._tell_live(actors=False)
-
-    def _relay_sources(self) -> dict[str, Message]:
-        """Who pulls from which other actor. The fast ones come first."""
-        fanout = self.settings.relay_fanout
-        return relay_sources(relaying(self.actors, self.lanes.lost) if fanout else {}, fanout, self._relay_key)
-
-    def _relay_key(self, name: str) -> str:
-        """By which an actor knows the keys of all that may pull from it."""
-        return role_key(self._token, PEER, name)
+                actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})
+        for server in self._ranks.values():
+            server.channel.send(live)
+        self._changed()
 
     def _drop(self, serial: int, version: int, reason: str) -> None:
         self._gathering.pop(serial, None)
@@ -282,21 +277,25 @@ class Registry:
         return list(self._versions.values())
 
     def _live(self) -> Message:
-        newest = -1 if self.lanes.newest is None else self.lanes.newest
-        lanes, base = sorted(self.lanes.lanes), self.lanes.base
-        return {"type": "live", "newest": newest, "lanes": lanes, "base": base, "dropped": sorted(self._dropped)}
+        lanes = self.lanes
+        return {
+            "type": "live",
+            "newest": -1 if lanes.newest is None else lanes.newest,
+            "lanes": sorted(lanes.lanes),
+            "room": lanes.room,
+            "base": lanes.base,
+            "dropped": sorted(self._dropped),
+            **self._pin,
+        }
 
-    def _lanes_message(self) -> Message:
-        lanes, base = sorted(self.lanes.lanes), self.lanes.base
-        return {"type": "lanes", "lanes": lanes, "room": self.lanes.room, "base": base}
-
-    def _tell_live(self, actors: bool = True) -> None:
+    def _tell_live(self) -> None:
         live = self._live()
-        for server in self._ranks.values():
-            server.channel.send(live)
-        if actors:
-            self._tell_actors(self._lanes_message())
+        for channel in [*(server.channel for server in self._ranks.values()), *self._actor_channels()]:
+            channel.send(live)
         self._changed()
+
+    def _actor_channels(self) -> list[Channel]:
+        return [actor.channel for actor in self.actors.values() if actor.channel is not None]
 
     def _tell_if_changed(self, before: Message) -> None:
         if self._live() != before:
@@ -317,25 +316,10 @@ class Registry:
         actor.state, actor.version, actor.digest = "JOINING", -1, ""
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
         self._write("join", {"actor": name, "instance": instance})
-        if self._model is not None:
-            channel.send({"type": "model", "layout_id": self._layout_id, "layout": self._model})
-        channel.send(self._servers())
-        if self._pin is not None:
-            channel.send(self._pin)
-        if actor.address:
-            channel.send({"type": "relay", "key": self._relay_key(name)})
-        if self.newest is not None:
-            channel.send({**self._newest_message, **self._lanes_message(), "type": "newest"})
+        if self._model:
+            channel.send(self._model)
+        channel.send({**self._live(), **self._newest_message})
         self._changed()
-
-    def _servers(self) -> Message:
-        found = [self._ranks.get(rank) for rank in range(self.settings.world_size)]
-        return {"type": "servers", "servers": ["" if server is None else server.address for server in found]}
-
-    def _tell_actors(self, message: Message) -> None:
-        for actor in self.actors.values():
-            if actor.channel is not None:
-                actor.channel.send(message)
 
     def _on_actor_lost(self, name: str, channel: Channel, reason: str) -> None:
         actor = self.actors.get(name)
@@ -366,9 +350,7 @@ class Registry:
         actor.heard_at = now
         if kind == "ping":
             channel.send({"type": "pong"})
-            return
-        if kind == "progress":
-            self.lanes.progress(name, message["bytes"], now)
+            self.lanes.progress(name, message.get("bytes") or 0, now)
             return
         before = self._live()
         if kind == "pulling":
@@ -421,17 +403,16 @@ class Registry:
             return
         if message["type"] != "pin":
             raise ProtocolError(f"a trainer does not send {message['type']!r}")
-        self._pin = {"type": "pinned", "version": message.get("version")}
+        self._pin = {"pinned": message.get("version")}
         for actor in self.actors.values():
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
                 actor.applies_since = self._runtime.now()
-        self._tell_actors(self._pin)
-        self._changed()
+        self._tell_live()
 
     @property
     def _pinned(self) -> int | None:
-        return None if self._pin is None else self._pin["version"]
+        return self._pin.get("pinned")
 
     def _on_trainer_lost(self, channel: Channel, _reason: str) -> None:
         if self._trainer is channel:
@@ -467,7 +448,6 @@ class Registry:
         """Close every connection."""
         self._stop_listening()
         self._gate.close()
-        channels = [server.channel for server in self._ranks.values()]
-        channels += [actor.channel for actor in self.actors.values() if actor.channel is not None]
-        for channel in [*channels, *([self._trainer] if self._trainer is not None else [])]:
+        servers = [server.channel for server in self._ranks.values()]
+        for channel in [*servers, *self._actor_channels(), *([self._trainer] if self._trainer is not None else [])]:
             channel.close("the registry ends")

@@ -30,6 +30,10 @@ SILENCE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
 _NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
 _MAYBE_NUMBER = (int, type(None))
+# newest: serial that was published last; lanes: older serials that are still being pulled; room: whether another one
+# may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the trainer has
+# said so also `pinned`: the version that actors keep, if any.
+_LIVE = {"newest": _NUMBER, "lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER, "dropped": _LIST}
 # What each message must hold; a field that may be None may be left out.
 SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     # The handshake
@@ -37,45 +41,29 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
     "welcome": {"proof": _TEXT, "fields": _OBJECT},
     "refuse": {"reason": _TEXT},
-    # Any client to the registry, and its answer
-    "ping": {},
+    # Any client to the registry, and its answer. bytes: of an actor that pulls, how many have come
+    "ping": {"bytes": _MAYBE_NUMBER},
     "pong": {},
     # Shard server -> registry. snapped may say which file holds it, failed why there is none
     "layout": {"layout": _OBJECT},
     "snapped": {"serial": _NUMBER, "version": _NUMBER, "checksums": _LIST},
     "failed": {"serial": _NUMBER, "version": _NUMBER},
-    # Registry -> shard server. newest: serial that was published last; lanes: older serials that are still being
-    # pulled; base: one that is kept for deltas; dropped: serials that will never be published
-    "live": {"newest": _NUMBER, "lanes": _LIST, "base": _MAYBE_NUMBER, "dropped": _LIST},
-    # Registry -> actor. servers: one address per rank; room: whether another lane may begin; base: what deltas may be
-    # taken against; relay: from which key those of the actors follow that may pull from this one
-    "model": {"layout_id": _TEXT, "layout": _OBJECT},
-    "servers": {"servers": _LIST},
-    "newest": {
-        "serial": _NUMBER,
-        "version": _NUMBER,
-        "digest": _TEXT,
-        "checksums": _LIST,
-        "lanes": _LIST,
-        "room": bool,
-        "base": _MAYBE_NUMBER,
-    },
-    "lanes": {"lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER},
-    "pinned": {"version": _MAYBE_NUMBER},
-    "relay": {"key": _TEXT},
+    # Registry -> shard servers and actors
+    "live": _LIVE,
+    # Registry -> actor. servers: one address per rank; newest: also the first time, and may name another actor to pull
+    # from, as `source`
+    "model": {"layout_id": _TEXT, "layout": _OBJECT, "servers": _LIST},
+    "newest": {**_LIVE, "version": _NUMBER, "digest": _TEXT, "checksums": _LIST},
     # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
     "pulling": {"serial": _NUMBER, "version": _NUMBER},
-    "progress": {"bytes": _NUMBER},
     "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
     "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
     "poisoned": {"version": _NUMBER, "reason": _TEXT},
     # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
     # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
     "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
-    "done": {"pull": _NUMBER},
     # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
     # the snapshot `base`
-    "granted": {"pull": _NUMBER},
     "gone": {"pull": _NUMBER},
     "bucket": {"pull": _NUMBER, "rank": _NUMBER, "bucket": _NUMBER},
     # Shard server <-> actor, for nccl: what the two ends of a communicator have to know of each other to meet (value in
@@ -88,7 +76,6 @@ SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
     "pin": {"version": _MAYBE_NUMBER},
     "status": {"actors": _OBJECT, "newest": _MAYBE_NUMBER, "dropped": _LIST},
 }
-_NUMBER_LISTS = {"live": ("lanes", "dropped"), "lanes": ("lanes",), "newest": ("lanes",)}
 
 
 class ProtocolError(Exception):
@@ -170,7 +157,7 @@ def validate(message: Any) -> Message:
         value = message.get(name)
         if not isinstance(value, expected) or (type(value) is bool and expected is not bool):
             raise ProtocolError(f"message {kind!r} needs field {name!r} of type {expected}")
-    for name in _NUMBER_LISTS.get(kind, ()):
+    for name in ("lanes", "dropped") if kind in ("live", "newest") else ():
         if any(type(element) is not int for element in message[name]):
             raise ProtocolError(f"message {kind!r} needs a list of numbers as {name!r}")
     size = message.get("bytes", 0) if kind == "bucket" else 0

@@ -234,7 +234,7 @@ class Job:
             self._check_relayed(channel, message, payload)
             return
         if "base" in message:
-            self._check_delta(rank, rank.server.readers.channels[channel].serial, message, payload)
+            self._check_delta(rank, rank.server.readers.channels[channel].sending, message, payload)
             return
         index = next(index for index, memory in enumerate(rank.slots.memory) if memory is payload.obj)
         view = SlotView.unpack(rank.slots.words[index])
@@ -251,10 +251,9 @@ class Job:
             if self.machine.now - since > self.shape.lease_s + 1.0 and not frozen:
                 raise Violation(f"snapshot {view.serial} is read {self.machine.now - since:.1f} s after its end")
 
-    def _check_delta(self, rank: Rank, serial: int, message: Message, payload: memoryview) -> None:
+    def _check_delta(self, rank: Rank, serial: int | None, message: Message, payload: memoryview) -> None:
         """It makes the bucket that it is for of the one that it is against."""
-        if serial < 0:
-            return  # Its pull has ended, and the rest of it is dropped.
+        assert serial is not None
         base, new = (
             content(self.shape.epoch, self.version_of[one], rank.number, self.shape.buckets)
             for one in (message["base"], serial)
@@ -269,7 +268,8 @@ class Job:
         actor = next(actor for actor in self.actors if actor.process is channel.process)
         assert actor.relay is not None
         reader = actor.relay.readers.channels[channel]
-        version, start = self.version_of[reader.sending or reader.serial], message["bucket"] * BUCKET_BYTES
+        assert reader.sending is not None
+        version, start = self.version_of[reader.sending], message["bucket"] * BUCKET_BYTES
         wanted = content(self.shape.epoch, version, message["rank"], self.shape.buckets)
         if bytes(payload) != wanted[start : start + BUCKET_BYTES]:
             raise Violation(f"{actor.name} passes on bytes that are not of version {version}")
@@ -287,9 +287,7 @@ class Job:
         found = sum(actor.puller.corrupted for actor in self.actors)
         if found > self.machine.corrupted and not self.shape.by_reference:
             raise Violation(f"{found} buckets arrived damaged, the network has damaged {self.machine.corrupted}")
-        # A child may hear of its parent before the parent hears of it.
-        usual = ("was given up", "a peer called")
-        errors = [error for error in self.machine.protocol_errors if not any(part in error for part in usual)]
+        errors = [error for error in self.machine.protocol_errors if "was given up" not in error]
         if errors:
             raise Violation(f"protocol errors: {errors}")
 

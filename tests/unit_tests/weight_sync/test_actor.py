@@ -111,7 +111,7 @@ def test_nobody_waits_for_workers_whose_leader_has_ended(monkeypatch: pytest.Mon
 
 
 def test_a_relay_has_what_is_verified_of_one_snapshot() -> None:
-    relay = Relay(Process(Machine(0), "a").runtime, "e", lambda _key: memoryview(b"bytes"))
+    relay = Relay(Process(Machine(0), "a").runtime, "e", lambda _key: memoryview(b"bytes"), "key")
     assert relay.version(5) is None and relay.buckets(0) is None and not relay.has(5, 0, 0, None)
     relay.hold(whole_layout(2, 3), Transfer(1, 5, MANIFEST, {(0, 1)}, 0.0, moved_at=0.0))
     # What is newer may be asked for: it is about to come here, too.

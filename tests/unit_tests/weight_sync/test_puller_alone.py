@@ -26,6 +26,8 @@ class Server:
     def __init__(self, machine: Machine, address: str, role: str, fields: Message):
         self.machine = machine
         self.heard: list[Message] = []
+        self.bytes: int | None = None
+        """What the last ping has said"""
         self.channels: list[Channel] = []
         self.process = Process(machine, address)
         admit = lambda _identity, _fields: fields  # noqa: E731
@@ -38,6 +40,7 @@ class Server:
 
     def _on_message(self, channel: Channel, message: Message) -> None:
         if message["type"] == "ping":
+            self.bytes = message.get("bytes")
             channel.send({"type": "pong"})
         else:
             self.heard.append(message)
@@ -71,8 +74,15 @@ class World:
         self.puller = Puller(process.runtime, REGISTRY, identity, "e1", self, instance="i", served=served, **settings)
         self.puller.start()
         self.run(0.1)
-        self.registry.say("model", layout_id=LAYOUT.layout_id(), layout=LAYOUT.to_json())
-        self.registry.say("servers", servers=[SERVER])
+        self.model(SERVER)
+
+    def model(self, server: str) -> None:
+        """The registry says what there is, and where."""
+        self.registry.say("model", layout_id=LAYOUT.layout_id(), layout=LAYOUT.to_json(), servers=[server])
+
+    def live(self, newest: int, **fields: Any) -> None:
+        """The registry says what lives."""
+        self.registry.say("live", **{"newest": newest, "lanes": [], "room": True, "dropped": [], **fields})
 
     def prepare(self, layout: Layout) -> list[BucketKey]:
         return layout.bucket_keys() if self.needs is None else self.needs
@@ -102,7 +112,8 @@ class World:
         layout_id = LAYOUT.layout_id()
         digest = content_digest(layout_id, sums)
         message = {"epoch": "e1", "version": version, "layout_id": layout_id, "checksums": sums, "digest": digest}
-        self.registry.say("newest", serial=serial, **{**message, "lanes": [], "room": True, **fields})
+        live = {"newest": serial, "lanes": [], "room": True, "dropped": []}
+        self.registry.say("newest", **{**message, **live, **fields})
         return Manifest("e1", version, layout_id, tuple(map(tuple, sums)), digest)
 
     def send(self, version: int, bucket: int, server: Server | None = None, data: bytes | None = None) -> None:
@@ -124,10 +135,10 @@ def test_version_is_pulled_applied_and_told() -> None:
     assert world.server.last("open") == {"type": "open", "pull": 1, "serial": 5, "buckets": [[0, 2]]}
     world.send(3, 0)
     world.run(1.0)
-    assert world.registry.last("progress")["bytes"] == BUCKET_BYTES and not world.applied
+    assert world.registry.bytes == BUCKET_BYTES and not world.applied
     world.send(3, 1)
     world.run(0.1)
-    assert world.applied == [3] and world.puller.state == "READY" and world.server.last("done")["pull"] == 1
+    assert world.applied == [3] and world.puller.state == "READY"
     assert world.registry.last("ended")["outcome"] == "staged"
     serving = world.registry.last("serving")
     assert (serving["version"], serving["digest"]) == (3, manifest.digest)
@@ -136,10 +147,13 @@ def test_version_is_pulled_applied_and_told() -> None:
     assert figures["transfer_s"] > 1.0 and figures["apply_s"] < 0.1
     # The same version again, and what is published while it is pinned, is not pulled.
     world.newest(6, 3)
-    world.registry.say("pinned", version=3)
+    world.live(6, pinned=3)
     world.newest(7, 4)
     assert world.server.count("open") == 1
-    world.registry.say("pinned", version=None)
+    world.live(7)
+    assert world.server.count("open") == 1
+    # One that knows nothing yet but the pin.
+    world.live(-1, pinned=None)
     assert world.server.last("open")["serial"] == 7
 
 
@@ -200,14 +214,16 @@ def test_superseded_pull_is_given_up_unless_it_has_a_lane() -> None:
     world.newest(1, 0)
     world.newest(2, 1, lanes=[1])
     assert world.server.count("open") == 1
-    world.registry.say("lanes", lanes=[], room=True)
+    world.live(-1)  # of a registry that has published nothing yet
+    assert world.server.count("open") == 1
+    world.live(2)
     assert world.registry.last("ended")["outcome"] == "gone" and world.server.last("open")["serial"] == 2
     # Twice in a row is slow: it waits for room.
     world.newest(3, 2, room=False)
     assert world.registry.count("ended") == 2 and world.server.count("open") == 2 and world.puller.state == "JOINING"
-    world.registry.say("lanes", lanes=[2], room=False)
+    world.live(3, lanes=[2], room=False)
     assert world.server.count("open") == 2
-    world.registry.say("lanes", lanes=[], room=True)
+    world.live(3)
     assert world.server.last("open")["serial"] == 3
     # A whole version, and it is as fast as others.
     world.send(2, 0)
@@ -324,10 +340,10 @@ def test_shard_server_that_moves_is_followed() -> None:
     world = World()
     world.newest(1, 0)
     moved = Server(world.machine, "10.0.0.9:6000", ACTOR, {"rank": 0})
-    world.registry.say("servers", servers=["10.0.0.9:6000"])
+    world.model("10.0.0.9:6000")
     assert moved.last("open")["buckets"] == [[0, 2]] and world.server.channels[-1].closed
     world.send(0, 0, moved)
-    world.registry.say("servers", servers=["10.0.0.9:6000"])
+    world.model("10.0.0.9:6000")
     assert len(moved.channels) == 1 and not moved.channels[0].closed
 
 
