@@ -26,7 +26,7 @@ from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.delta import decode_into, element_bytes
 from torchtitan.weight_sync.device_slots import DeviceMemories, memory_tensor
-from torchtitan.weight_sync.disk import FileReader
+from torchtitan.weight_sync.disk import read_file
 from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, LedPuller, in_figures
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
@@ -48,8 +48,6 @@ class Fetcher:
         self._post = post
         self.where = torch.device("cpu")
         """Of staging memory"""
-        self.files: FileReader | None = None
-        """Of the disk transport, for the layout that there is"""
         self._shared, self._memories = SharedFiles(), DeviceMemories()
         self._links: dict[str, ReceivingLink] = {}
 
@@ -69,7 +67,7 @@ class Fetcher:
             channel.on_close = closed
         self._links[name].heard(message)
 
-    def copy(self, key: BucketKey, reference: Any, target: memoryview | torch.Tensor) -> None:
+    def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
         """Fill `target` with what a reference leads to. Blocks.
 
         Raises ConnectionError where the way is broken, and its channel is closed then; ProtocolError for what is no
@@ -84,8 +82,8 @@ class Fetcher:
             link.fetch(reference, memory_tensor(target))
         elif isinstance(reference.get("memory"), dict) and "handle" in reference["memory"]:
             self._memories.copy(reference, memory_tensor(target))
-        elif isinstance(target, memoryview) and "file" in reference and self.files is not None:
-            self.files.copy(reference, key, target)
+        elif isinstance(target, memoryview) and "file" in reference:
+            read_file(reference, target)
         elif isinstance(target, memoryview):
             self._shared.copy(reference, target)
         else:
@@ -111,7 +109,6 @@ class StagingEngine:
             self._staging, self._fetcher.where = self._new_staging(layout, where), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
-        self._fetcher.files = FileReader(layout)
         return layout.bucket_keys()
 
     def _new_staging(self, layout: Layout, where: str) -> Staging:
@@ -134,7 +131,7 @@ class StagingEngine:
         assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
-        self._fetcher.copy(key, reference, target)
+        self._fetcher.copy(reference, target)
         return checksum_function(self._staging.layout.checksum)(target)
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:

@@ -52,8 +52,7 @@ THREADS = 2
 
 def element_bytes(layout: Layout) -> int:
     """Bytes of the elements that deltas of this layout consist of: the smallest dtype's, so that with several dtypes
-    a changed float32 is two changed halves (at most), and that shard padding is a whole number of elements. Less only
-    where a bucket would end within an element."""
+    a changed float32 is two changed halves (at most). Less only where a bucket would end within an element."""
     sizes = {DTYPE_BYTES[dtype] for dtype, _shape in layout.parameters.kinds}
     return math.gcd(4, layout.bucket_bytes, *sizes)
 

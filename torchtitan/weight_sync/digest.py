@@ -95,17 +95,12 @@ def slot_checksums(
 
 
 def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A slot's bytes in order, as one-dimensional uint8 tensors: shards, and the zeros between them."""
-    position = 0
-    for shard in sorted(layout.ranks[rank].shards, key=lambda shard: shard.byte_offset):
+    """A slot's bytes in order, as one-dimensional uint8 tensors."""
+    for shard in layout.ranks[rank].shards:
         entry = layout.parameters[shard.parameter]
         tensor = live[entry.name].detach()[_slices(shard)]
         with in_background(tensor.device):
-            data = tensor.to(TORCH_DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
-        if shard.byte_offset > position:
-            yield torch.zeros(shard.byte_offset - position, dtype=torch.uint8, device=data.device)
-        yield data
-        position = shard.byte_offset + len(data)
+            yield tensor.to(TORCH_DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
 
 
 def _slices(shard: ShardEntry) -> tuple[slice, ...]:

@@ -37,7 +37,7 @@ from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, ShardServerThread, numeric, towards
 from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.weight_files import PackedRank
+from torchtitan.weight_sync.weight_files import file_header
 from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Publication:
         )
         if files:
             try:
-                PackedRank(self.publisher.layout, 0)
+                file_header(self.publisher.layout, {})
             except ValueError as error:
                 raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
         self.boundary = Boundary(self.publisher)

@@ -1,6 +1,6 @@
 """What a version consists of: the layout (once per job) and the checksums (per version), both plain JSON. No torch.
 
-A rank's slot is a row of shards, each aligned, cut into buckets of a fixed number of bytes regardless of where shards
+A rank's slot is a row of shards without gaps, cut into buckets of a fixed number of bytes regardless of where shards
 end. The actor keeps one area per sender rank with the very same bytes, so a bucket is checked and stored as it is.
 Whether the ranks' shards make up every parameter exactly once is looked at once per way of cutting: most parameters are
 cut alike, so that four million shards take under a second.
@@ -19,7 +19,8 @@ import xxhash
 
 from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable
 
-SHARD_ALIGNMENT = 64
+# Of the ranks' slots, where they lie one behind the other.
+SLOT_ALIGNMENT = 64
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 BucketKey = tuple[int, int]
@@ -54,7 +55,7 @@ class Layout:
 
     def slot_starts(self) -> list[int]:
         """Where each rank's slot begins in memory for all of them, and where that ends."""
-        sizes = (-(-rank.slot_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT for rank in self.ranks)
+        sizes = (-(-rank.slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for rank in self.ranks)
         return [0, *itertools.accumulate(sizes)]
 
     @property
@@ -176,7 +177,7 @@ def _same_model(part: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_coverage(layout: Layout) -> None:
-    """Raises LayoutError unless the ranks' shards cover every parameter exactly once, inside their slots."""
+    """Raises LayoutError unless the ranks' shards cover every parameter exactly once, and fill their slots."""
     parameters = layout.parameters
     if len(set(parameters.names)) != len(parameters):
         raise LayoutError("two parameters have the same name")
@@ -241,23 +242,16 @@ def _rounds(column: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _check_slot(parameters: ParameterTable, number: int, shards: ShardTable, slot_bytes: int) -> None:
-    if len(shards) == 0:
-        return
-    if int(shards.parameter.max()) >= len(parameters) or int(shards.parameter.min()) < 0:
+    if shards.parameter.max(initial=-1) >= len(parameters) or shards.parameter.min(initial=0) < 0:
         raise LayoutError(f"rank {number} sends an unknown parameter")
     widths = np.array([DTYPE_BYTES[dtype] for dtype, _ in parameters.kinds], np.int64)
-    # An empty shard takes no place, wherever it starts.
-    kept = shards.elements > 0
-    starts = shards.byte_offset[kept]
-    ends = starts + (shards.elements * widths[parameters.kind[shards.parameter]])[kept]
-    order = np.argsort(starts, kind="stable")
-    clashes = np.flatnonzero(starts[order][1:] < ends[order][:-1])
-    if len(clashes):
-        name = parameters.names[shards.parameter[kept][order[clashes[0] + 1]]]
-        raise LayoutError(f"rank {number}: shards overlap in the slot at {name}")
-    end = int(ends.max(initial=0))
-    if end > slot_bytes or int(starts.min(initial=0)) < 0:
-        raise LayoutError(f"rank {number}: shards end at byte {end} of a slot of {slot_bytes}")
+    sizes = shards.elements * widths[parameters.kind[shards.parameter]]
+    wrong = np.flatnonzero(shards.byte_offset != np.cumsum(sizes) - sizes)
+    if len(wrong):
+        name = parameters.names[shards.parameter[wrong[0]]]
+        raise LayoutError(f"rank {number}: its shards do not lie one behind the other in the slot, see {name}")
+    if slot_bytes != sizes.sum():
+        raise LayoutError(f"rank {number}: shards of {sizes.sum()} bytes are to fill a slot of {slot_bytes}")
 
 
 def _check_parameter(parameters: ParameterTable, index: int, pieces: list[tuple[int, Box]]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchtitan.distributed.placement import StackPart, local_region
 from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable, numbered
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, SHARD_ALIGNMENT, Layout, RankLayout
+from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, RankLayout
 
 
 class PlanError(Exception):
@@ -144,7 +144,7 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
 
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
-    """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, each aligned."""
+    """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, without gaps."""
     names, all_placed = tuple(map(itemgetter(0), parameters)), list(map(itemgetter(1), parameters))
     # First by identity, which needs no hash of a whole placement, then the few that are left by value.
     identity = list(map(id, all_placed))
@@ -167,11 +167,8 @@ def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, buck
     parameter = np.flatnonzero(box_of[which] >= 0)
     box = box_of[which[parameter]]
     sizes = np.array([box.elements for box in boxes], np.int64)[box] * DTYPE_BYTES[dtype]
-    room = -(-sizes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-    byte_offset = np.cumsum(room) - room
-    slot_bytes = int(byte_offset[-1] + sizes[-1]) if len(sizes) else 0
-    shards = ShardTable(boxes, parameter, box, byte_offset)
-    return Layout(bucket_bytes, ParameterTable(names, kinds, kind[which]), (RankLayout(slot_bytes, shards),))
+    shards = ShardTable(boxes, parameter, box, np.cumsum(sizes) - sizes)
+    return Layout(bucket_bytes, ParameterTable(names, kinds, kind[which]), (RankLayout(int(sizes.sum()), shards),))
 
 
 Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)

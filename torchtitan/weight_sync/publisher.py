@@ -77,8 +77,6 @@ class _Part:
     """(shard, which part of it)"""
     views: list[torch.Tensor]
     """Where in the scratch each piece goes"""
-    whole: bool = False
-    """No byte between two pieces"""
 
 
 class ScratchFiller:
@@ -103,14 +101,13 @@ class ScratchFiller:
     def _cut(self, shards: Iterable[ShardEntry], dtype: str) -> list[_Part]:
         size, limit = TORCH_DTYPES[dtype].itemsize, len(self._scratch)
         parts: list[_Part] = []
+        position = 0
         for number, shard in enumerate(shards):
-            position = shard.byte_offset
             for index, shape in cut_rows(shard.shape, limit // size):
                 end = position + math.prod(shape) * size
                 if not parts or end - parts[-1].start > limit:
-                    parts.append(_Part(position, position, [], [], True))
+                    parts.append(_Part(position, position, [], []))
                 part = parts[-1]
-                part.whole &= position == part.end
                 part.pieces.append((number, index))
                 part.views.append(_view(self._scratch, position - part.start, dtype, shape))
                 part.end = position = end
@@ -121,8 +118,6 @@ class ScratchFiller:
         for part in self._parts:
             pieces = [sources[number][index] if index else sources[number] for number, index in part.pieces]
             scratch = self._scratch[: part.end - part.start]
-            if not part.whole:
-                scratch.zero_()  # the bytes between shards are part of the version too: always the same
             torch._foreach_copy_(part.views, pieces)
             self._slots[slot][part.start : part.end].copy_(scratch, non_blocking=True)
 

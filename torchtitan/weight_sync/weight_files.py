@@ -9,7 +9,7 @@
 
     read_weights("weights/latest")    all ranks' files, checked and put together (needs torch)
 
-Files hold the elements of a slot without its padding. No torch is imported but by read_weights.
+The data of a rank's file are the bytes of its slot. No torch is imported but by read_weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xxhash
 
 from torchtitan.errors import UserError
@@ -57,61 +56,23 @@ def version_of(folder: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-class PackedRank:
-    """Where one rank's slot lies in its file: the same shards in the same order, without the gaps between them."""
-
-    def __init__(self, layout: Layout, index: int):
-        """`index`: the rank's place in `layout`."""
-        self._layout, self._rank = layout, layout.ranks[index]
-        entries = [layout.parameters[shard.parameter] for shard in self._rank.shards]
-        self._names = [entry.name for entry in entries]
-        if len(set(self._names)) < len(self._names):
+def file_header(layout: Layout, metadata: dict[str, str]) -> bytes:
+    """The beginning of a rank's file, behind which its slot follows. layout: this rank's alone; `metadata` joins what
+    says where the shards belong. Raises ValueError for a rank whose shards a file cannot hold."""
+    tensors: dict[str, Any] = {}
+    offsets, shapes = {}, {}
+    for shard in layout.ranks[0].shards:
+        entry = layout.parameters[shard.parameter]
+        if entry.name in tensors:
             raise ValueError("a rank sends two shards of one parameter: a file cannot hold both under one name")
-        sizes = [
-            shard.elements * DTYPE_BYTES[entry.dtype] for shard, entry in zip(self._rank.shards, entries, strict=True)
-        ]
-        self._slot_start = np.array([shard.byte_offset for shard in self._rank.shards], np.int64)
-        self._slot_end = self._slot_start + np.array(sizes, np.int64)
-        self._file_start = np.concatenate(([0], np.cumsum(np.array(sizes, np.int64)))).astype(np.int64)
-        if np.any(self._slot_start[1:] < self._slot_end[:-1]):
-            raise ValueError("a rank's shards are not in the order of their bytes")
-
-    @property
-    def data_bytes(self) -> int:
-        """Of the file, without its header."""
-        return int(self._file_start[-1])
-
-    def header(self, metadata: dict[str, str]) -> bytes:
-        """The file's beginning. `metadata` joins what says where the shards belong."""
-        tensors: dict[str, Any] = {}
-        offsets, shapes = {}, {}
-        for name, shard, start, end in zip(
-            self._names, self._rank.shards, self._file_start[:-1].tolist(), self._file_start[1:].tolist(), strict=True
-        ):
-            entry = self._layout.parameters[shard.parameter]
-            kind = _DTYPE_NAMES[entry.dtype]
-            tensors[name] = {"dtype": kind, "shape": list(shard.shape), "data_offsets": [start, end]}
-            offsets[name], shapes[name] = list(shard.offset), list(entry.shape)
-        about = {"format": "pt", **metadata, "offsets": json.dumps(offsets), "shapes": json.dumps(shapes)}
-        text = json.dumps({"__metadata__": about, **tensors}, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
-
-    def bucket(self, index: int) -> tuple[int, list[tuple[int, int]]]:
-        """(offset of a bucket's bytes behind the header, their ranges in the bucket): contiguous in the file."""
-        start = index * self._layout.bucket_bytes
-        end = min(start + self._layout.bucket_bytes, self._rank.slot_bytes)
-        first = int(np.searchsorted(self._slot_end, start, "right"))
-        last = int(np.searchsorted(self._slot_start, end, "left"))
-        offset = int(self._file_start[min(first, len(self._file_start) - 1)])
-        ranges = []
-        for shard in range(first, last):
-            low, high = max(int(self._slot_start[shard]), start), min(int(self._slot_end[shard]), end)
-            if low < high:
-                ranges.append((low - start, high - start))
-        if ranges:
-            offset += max(0, start - int(self._slot_start[first]))
-        return offset, ranges
+        end = shard.byte_offset + shard.elements * DTYPE_BYTES[entry.dtype]
+        about = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(shard.shape)}
+        tensors[entry.name] = {**about, "data_offsets": [shard.byte_offset, end]}
+        offsets[entry.name], shapes[entry.name] = list(shard.offset), list(entry.shape)
+    belongs = {"format": "pt", **metadata, "offsets": json.dumps(offsets), "shapes": json.dumps(shapes)}
+    text = json.dumps({"__metadata__": belongs, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 @dataclass

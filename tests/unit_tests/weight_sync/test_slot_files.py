@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.disk import Catalogue, FileReader, FolderOwner, SlotFiles
+from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file
 from torchtitan.weight_sync.manifest import Layout, Manifest, bucket_checksum, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
-from torchtitan.weight_sync.weight_files import PackedRank, file_checksum, read_weights
+from torchtitan.weight_sync.weight_files import file_checksum, file_header, read_weights
 from torchtitan.weight_sync.wire import ProtocolError
 
 EPOCH = "e1-test"
@@ -96,11 +96,11 @@ class Folder:
 
     def pulled(self, rank: int, version: int) -> bytes:
         """What an actor reads."""
-        reader, staging = FileReader(self.whole), bytearray(self.parts[rank].ranks[0].slot_bytes)
+        staging = bytearray(self.parts[rank].ranks[0].slot_bytes)
         for bucket in range(self.parts[rank].bucket_count(0)):
             start, end = self.parts[rank].bucket_range(0, bucket)
             reference = json.loads(json.dumps(self.files[rank].refer(version, start, end)))
-            reader.copy(reference, (rank, bucket), memoryview(staging)[start:end])
+            read_file(reference, memoryview(staging)[start:end])
         return bytes(staging)
 
     def versions(self) -> list[int]:
@@ -266,7 +266,7 @@ def test_malformed_references_are_refused(folder: Folder, change: dict[str, Any]
     folder.publish(1)
     reference = {**folder.files[0].refer(1, 0, 64), **change}
     with pytest.raises(ProtocolError, match="a reference|no place in"):
-        FileReader(folder.whole).copy(reference, (0, 0), memoryview(bytearray(64)))
+        read_file(reference, memoryview(bytearray(64)))
 
 
 def test_folder_has_one_owner(tmp_path: Path) -> None:
@@ -345,4 +345,4 @@ def test_two_shards_of_one_parameter_fit_in_no_file() -> None:
     rank = part.ranks[0]
     twice = type(rank)(rank.slot_bytes * 2, type(rank.shards).of([*rank.shards, *rank.shards]))
     with pytest.raises(ValueError, match="two shards"):
-        PackedRank(Layout(64, part.parameters, (twice,)), 0)
+        file_header(Layout(64, part.parameters, (twice,)), {})
