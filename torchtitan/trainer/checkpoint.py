@@ -298,7 +298,7 @@ class Checkpointer:
             reason, _ = next(iter(error.failures.values()))
             raise UserError(
                 f"{path} cannot be read ({reason!r}): resume from an earlier one with checkpoint.load_step, of "
-                f"{checkpoint_folder.whole_steps(self.folder)}"
+                f"{whole_steps(self.folder)}"
             ) from error
         if all(name in state for name in random_state):
             torch.set_rng_state(state[f"random.{self.rank}.cpu"])

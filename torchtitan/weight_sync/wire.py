@@ -28,14 +28,15 @@ HEARTBEAT_SECONDS = 0.5
 # A peer that says nothing for this long is taken for dead.
 SILENCE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
+Fields = dict[str, type | tuple[type, ...]]
 _NUMBER, _TEXT, _LIST, _OBJECT = int, str, list, dict
 _MAYBE_NUMBER = (int, type(None))
 # newest: serial that was published last; lanes: older serials that are still being pulled; room: whether another one
 # may begin; base: a serial that is kept for deltas; dropped: serials that will never be published. Once the trainer has
 # said so also `pinned`: the version that actors keep, if any.
-_LIVE = {"newest": _NUMBER, "lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER, "dropped": _LIST}
+_LIVE: Fields = {"newest": _NUMBER, "lanes": _LIST, "room": bool, "base": _MAYBE_NUMBER, "dropped": _LIST}
 # What each message must hold; a field that may be None may be left out.
-SCHEMA: dict[str, dict[str, type | tuple[type, ...]]] = {
+SCHEMA: dict[str, Fields] = {
     # The handshake
     "challenge": {"nonce": _TEXT},
     "hello": {"role": _TEXT, "name": _TEXT, "nonce": _TEXT, "proof": _TEXT, "fields": _OBJECT},
