@@ -18,8 +18,7 @@ from collections.abc import Callable
 import common
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.rewards.builtin import accuracy, checker
 from torchtitan.rollout.rewards.pool import RewardPool
 from torchtitan.rollout.types import Prompt, Trajectory

@@ -24,8 +24,7 @@ from tests.integration_tests.recording_actor import RECORD
 from torchtitan.inference import engines
 from torchtitan.inference.actor import Actor
 from torchtitan.inference.agent.client import AgentClient, Call
-from torchtitan.inference.trajectory import Given
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.rollout.environments.pool import EnvironmentPool
 from torchtitan.rollout.episodes import EpisodePlayer

@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Branch, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy
 from torchtitan.models.model_args import ExpertArgs, ModelArgs

@@ -23,8 +23,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import common  # noqa: E402
-from torchtitan.inference.trajectory import Branch, Given  # noqa: E402
-from torchtitan.inference.types import Completion  # noqa: E402
+from torchtitan.inference.types import (  # noqa: E402
+    Branch,
+    Completion,
+    Given,
+)
 from torchtitan.rollout.types import Batch  # noqa: E402
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer  # noqa: E402
 from torchtitan.weight_sync.facade import WeightSync  # noqa: E402

@@ -45,8 +45,8 @@ from tests.engines.models import VOCABULARY, make_model  # noqa: E402
 from tests.processes import Processes  # noqa: E402
 from torchtitan.config.job_config import JobConfig  # noqa: E402
 from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.agent.command import find_python  # noqa: E402
-from torchtitan.inference.agent.control import AdminClient  # noqa: E402
+from torchtitan.inference.agent.client import find_python  # noqa: E402
+from torchtitan.inference.agent.engine import AdminClient  # noqa: E402
 from torchtitan.inference.client import TOKEN_VARIABLE  # noqa: E402
 from torchtitan.inference.parity import mean_difference, probe_tolerance  # noqa: E402
 from torchtitan.trainer.mismatch import probe_tokens  # noqa: E402

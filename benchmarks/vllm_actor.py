@@ -24,8 +24,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from torchtitan.errors import UserError  # noqa: E402
-from torchtitan.inference.agent.command import find_python  # noqa: E402
-from torchtitan.inference.agent.control import AdminClient, EngineError  # noqa: E402
+from torchtitan.inference.agent.client import find_python  # noqa: E402
+from torchtitan.inference.agent.engine import AdminClient, EngineError  # noqa: E402
 from torchtitan.weight_sync.handshake import ACTOR, role_key  # noqa: E402
 
 TOKEN_ENV = "TOKEN"

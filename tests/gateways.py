@@ -17,8 +17,7 @@ from tests.engines.job import Trainer
 from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.trajectory import Branch
-from torchtitan.inference.types import SamplingParameters
+from torchtitan.inference.types import Branch, SamplingParameters
 from torchtitan.rollout.gateway.process import Door, Gateway
 from torchtitan.utils.json_lines import EventLog
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.types import Sample, Trajectory
 
 

@@ -22,7 +22,7 @@ from tests.journals import journal_of
 from tests.patience import until
 from tests.processes import Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
-from torchtitan.inference.agent.control import AdminClient
+from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters

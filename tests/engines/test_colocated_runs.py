@@ -12,7 +12,7 @@ import pytest
 
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.inference.engine_folder import PREFIX
+from torchtitan.inference.engine_server import FOLDER_PREFIX
 
 pytestmark = pytest.mark.timeout(2 * RUN_SECONDS)
 STEPS = 40
@@ -72,10 +72,10 @@ def test_two_ranks_share_one_engine_save_when_asked_to_stop_and_leave_nothing(
             return [path for path in Path(temporary).rglob("*") if path.is_socket()]
 
         run.wait(lambda: bool(sockets()))
-        assert {path.parent.name[: len(PREFIX)] for path in sockets()} == {PREFIX}
+        assert {path.parent.name[: len(FOLDER_PREFIX)] for path in sockets()} == {FOLDER_PREFIX}
         run.wait(lambda: len(run.steps()) >= len(alone))
         run.end(128 + signal.SIGTERM, by=signal.SIGTERM)
-        assert sockets() == [] and not list(Path(temporary).glob(f"{PREFIX}*"))
+        assert sockets() == [] and not list(Path(temporary).glob(f"{FOLDER_PREFIX}*"))
     assert "Traceback" not in run.log() and "terminate called" not in run.log()
     assert run.log().count("threads of torch: 2") == 2
     assert list((run.folder / "checkpoint").glob("step-*"))

@@ -33,8 +33,8 @@ from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
 from tests.processes import Processes
-from torchtitan.inference.agent.control import AdminClient
-from torchtitan.inference.engine_folder import PREFIX
+from torchtitan.inference.agent.engine import AdminClient
+from torchtitan.inference.engine_server import FOLDER_PREFIX
 from torchtitan.inference.types import Completion
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 
@@ -325,7 +325,7 @@ def test_killed_while_it_applies(server: Server, trainer: Trainer) -> None:
     agent = psutil.Process(server.actor.health()["pid"])
     places = [one.laddr for child in agent.children(recursive=True) for one in child.net_connections("unix")]
     sockets = {Path(place) for place in places if place.startswith("/")}
-    assert sockets and all(path.is_socket() and path.parent.name.startswith(PREFIX) for path in sockets)
+    assert sockets and all(path.is_socket() and path.parent.name.startswith(FOLDER_PREFIX) for path in sockets)
     server.actor.workers()[0].send_signal(signal.SIGKILL)
     assert agent.wait(PATIENCE_S) == 1, "without its engine the agent ends too"
     assert not [path for path in sockets if path.parent.exists()]

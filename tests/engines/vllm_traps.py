@@ -115,7 +115,7 @@ def main(models: list[tuple[str, str, list[str]]]) -> None:
 
 def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     """What each case led to, in an engine that is gone then."""
-    from torchtitan.inference.vllm import loading, looking, replaying
+    from torchtitan.inference.vllm import backend, loading
 
     old, new = (load_file(Path(folder) / "model.safetensors") for folder in (model, other))
     engine = Engine(model, dtype_of(old))
@@ -158,7 +158,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def packed() -> list[str]:
         layers = engine.model.named_modules()
-        return [name for name, layer in layers if layer.__dict__.get(replaying.PACKED) is not None]
+        return [name for name, layer in layers if layer.__dict__.get(loading.PACKED) is not None]
 
     def load_all() -> None:
         engine.load(iter(new.items()))
@@ -172,9 +172,9 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
 
     def load_in_place() -> None:
         """From staging memory, which is another version's as soon as this one is loaded."""
-        staged, again = received(in_trainers_order(new), ranks=1).tensors, replaying.Notes()
+        staged, again = received(in_trainers_order(new), ranks=1).tensors, loading.Notes()
         engine.load(iter(old.items()), again)
-        with mock.patch.object(replaying, "_joined", mock.Mock(side_effect=replaying._joined)) as joined:
+        with mock.patch.object(loading, "_joined", mock.Mock(side_effect=loading._joined)) as joined:
             engine.load(staged, again)
         results["in_place_layers"] = joined.call_count
         for tensor in staged.values():
@@ -188,7 +188,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
             weights[doubled].view(-1)[13] *= 2
         engine.load(received(in_trainers_order(weights)).tensors, notes)
         staged = received(in_trainers_order(new)).tensors
-        return sorted(set(looking.differences(engine.model, notes.loads.values(), staged)) - {""})
+        return sorted(set(backend.differences(engine.model, notes.loads.values(), staged)) - {""})
 
     results["first"] = engine.log_probs()
     record("loaded", load_all)
@@ -199,7 +199,7 @@ def run_cases(model: str, other: str, only: list[str]) -> dict[str, Any]:
     record("after_a_failure", load_after_a_failure)
     record("incomplete", lambda: engine.load((n, t) for n, t in new.items() if "layers.1.mlp" not in n))
     record("loaded_again", load_all)
-    notes = replaying.Notes()
+    notes = loading.Notes()
     parameters = ["self_attn.k_proj", "self_attn.q_norm", "mlp.down_proj"]
     parameters = [f"model.layers.1.{name}.weight" for name in parameters] + ["model.embed_tokens.weight", ""]
     results["found"] = {name: found(name) for name in parameters}

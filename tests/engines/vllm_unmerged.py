@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.inference import base_weights
+from torchtitan.inference import versions
 from torchtitan.inference.vllm import extension
 
 UNMERGED = Path(os.environ["TORCHTITAN_TEST_UNMERGED"])
 
-_product = base_weights.low_rank_product
+_product = versions.low_rank_product
 
 
 def low_rank_product(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return _product(0.0 if UNMERGED.exists() else scale, a, b)
 
 
-base_weights.low_rank_product = low_rank_product
+versions.low_rank_product = low_rank_product
 
 
 class WorkerExtension(extension.WorkerExtension):

@@ -28,7 +28,7 @@ from tests.unit_tests.inference.fake_engine import fake_python
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.__main__ import MADE_UP_TOKEN, main
-from torchtitan.inference.agent.command import find_python
+from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.models.decoder import Decoder
 from torchtitan.utils.child_process import child_environment

@@ -14,8 +14,7 @@ from tests.gateways import MAX_CALLS, Behind, make_config, playing
 from tests.patience import asynchronous, eventually
 from tests.processes import Processes
 from tests.runs import RUN_SECONDS, Run
-from torchtitan.inference.trajectory import sampled_segments
-from torchtitan.inference.types import GenerateRequest
+from torchtitan.inference.types import GenerateRequest, sampled_segments
 from torchtitan.rollout.environments.pool import AgentPool
 from torchtitan.rollout.episodes import AgentPlayer
 from torchtitan.rollout.journal import ReplaySource

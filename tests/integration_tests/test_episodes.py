@@ -22,8 +22,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.grpo.objectives import OBJECTIVES
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.loop import EngineLoop, Unavailable
-from torchtitan.inference.trajectory import Given
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.environments.pool import EnvironmentPool

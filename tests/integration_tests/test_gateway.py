@@ -18,7 +18,7 @@ from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
 from torchtitan.inference import engines
-from torchtitan.inference.trajectory import Branch
+from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.gateway.process import Door, GatewayLost, Played
 

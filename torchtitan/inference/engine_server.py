@@ -1,5 +1,5 @@
-"""Our part of a foreign engine's own server: our options, a port that is told in a file, a token on every route, and a
-prefix cache for each weights version.
+"""Our part of a foreign engine's own server: our options, a port that is told in a file, a token on every route, a
+prefix cache for each weights version, and a folder for its unix sockets.
 
 Runs in the engine's Python: standard library only. vLLM's own --api-key leaves most routes open, SGLang says its
 arguments in its log and to its clients; so the token comes by the environment, and neither knows it.
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
 import os
+import shutil
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,11 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
+# With the host in it: where machines share temporary files, locks on folders need not reach from one to the other.
+FOLDER_PREFIX = f"torchtitan-engine-{hashlib.blake2b(socket.gethostname().encode(), digest_size=3).hexdigest()}-"
+# The path of a unix socket has at most 107 bytes. vLLM's names are the longest: 36 characters behind a slash.
+LONGEST_FOLDER = 107 - 37
+RANDOM_PART = "12345678"
 
 
 def parse_arguments(engine: str, description: str | None, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -207,3 +215,67 @@ class PrefixKeyMiddleware:
         asked = {**scope, "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
         await self._app(asked, nothing, collect)
         return str(json.loads(answer)["weight_version"])
+
+
+@contextlib.contextmanager
+def engine_folder() -> Iterator[Path]:
+    """A new folder with a short path for the block, for an engine's unix sockets. Those whose owners were killed are
+    removed on this occasion.
+
+    vLLM and SGLang make sockets with random names among the temporary files; those of a process that is killed stay
+    there for ever.
+    """
+    parent = _parent()
+    _remove_ownerless(parent)
+    path, lock = _make(parent)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _parent() -> Path:
+    """Where temporary files belong, unless its path is too long for sockets below it."""
+    usual, short = Path(tempfile.gettempdir()), Path("/tmp")
+    fits = len(os.fsencode(usual / f"{FOLDER_PREFIX}{RANDOM_PART}")) <= LONGEST_FOLDER
+    return usual if fits or not os.access(short, os.W_OK) else short
+
+
+def _make(parent: Path) -> tuple[Path, int | None]:
+    """A folder and the lock on it, which lasts as long as this process, however that ends."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+        # Until it is locked it looks as if its owner had been killed: another process may be removing it.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            lock = _lock(path)
+            if path.is_dir():
+                return path, lock
+            if lock is not None:
+                os.close(lock)
+
+
+def _remove_ownerless(parent: Path) -> None:
+    for path in parent.glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and (lock := _lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that keeps it locked while it is open; None where the file system has no locks.
+
+    Raises OSError: another process has locked it (BlockingIOError), or there is no such folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -34,7 +34,7 @@ def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[s
         from torchtitan.inference.embedded.client import embedded_command
 
         return embedded_command(config, port_file, number)
-    from torchtitan.inference.agent.command import agent_command
+    from torchtitan.inference.agent.client import agent_command
 
     return agent_command(backend, config, port_file, number)
 

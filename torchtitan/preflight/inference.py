@@ -11,7 +11,7 @@ from torchtitan.config.engines import SCHEME, slurm_urls, wrong_options
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import show
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.command import find_python
+from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu, is_loopback

@@ -17,7 +17,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.toml import config_to_toml
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.command import agent_settings, find_python
+from torchtitan.inference.agent.client import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
 from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
 from torchtitan.models.model_args import ModelArgs

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import sampled_segments
-from torchtitan.inference.types import Completion
+from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.report.console import make_console
 from torchtitan.rollout.types import Batch, Sample
 from torchtitan.utils.json_lines import JsonLines, read_json_lines

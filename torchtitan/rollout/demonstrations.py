@@ -15,8 +15,7 @@ from typing import Any
 from torchtitan.config.derived import global_batch_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Branch, Given, add_turn
-from torchtitan.inference.types import Completion
+from torchtitan.inference.types import Branch, Completion, Given, add_turn
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.trajectory import Branch, add_turn, sampled_segments
-from torchtitan.inference.types import Completion, GenerateRequest, stream_seed
+from torchtitan.inference.types import Branch, Completion, GenerateRequest, add_turn, sampled_segments, stream_seed
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker

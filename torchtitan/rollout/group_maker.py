@@ -16,8 +16,7 @@ from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, 
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
-from torchtitan.inference.trajectory import Branch, add_turn
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
+from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
 from torchtitan.rollout.episodes import Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ from typing import Any
 import numpy
 
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Branch, Given, Segment, sampled_segments
-from torchtitan.inference.types import Completion, Routes, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, Routes, Segment, VersionSpan, sampled_segments
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.json_lines import JsonLines
 

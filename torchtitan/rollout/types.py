@@ -6,8 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.inference.trajectory import Branch, joined_spans, sampled_segments
-from torchtitan.inference.types import VersionSpan
+from torchtitan.inference.types import Branch, VersionSpan, joined_spans, sampled_segments
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Trajectory:
 class Sample:
     """One trajectory with everything that training needs to know about it.
 
-    A prompt and its completion, or a conversation of many turns: see inference/trajectory.py, which makes the branches.
+    A prompt and its completion, or a conversation of many turns: see inference/types.py, which makes the branches.
     """
 
     branches: list[Branch]

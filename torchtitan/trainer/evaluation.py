@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 from torchtitan.config.derived import judging_reward
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import sampled_segments
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.utils.json_lines import EventLog

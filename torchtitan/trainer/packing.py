@@ -10,7 +10,7 @@ import torch
 
 from torchtitan.errors import UserError
 from torchtitan.grpo.objectives import Objective
-from torchtitan.inference.trajectory import Branch, branch_routes
+from torchtitan.inference.types import Branch, branch_routes
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.model_args import MISSING, ModelArgs

@@ -34,7 +34,7 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figures, stage_settings
-from torchtitan.inference.trajectory import sampled_segments
+from torchtitan.inference.types import sampled_segments
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import Passes, model_flops, throughput
 from torchtitan.models.decoder import Decoder

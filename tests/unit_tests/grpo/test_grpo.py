@@ -18,8 +18,7 @@ from torchtitan.grpo.advantages import group_advantages
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss, loss_settings
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, TokenLoss
 from torchtitan.grpo.off_policy import CorrectionOptions
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.trainer.packing import (
     MicroBatch,

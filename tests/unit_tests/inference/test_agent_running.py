@@ -17,8 +17,7 @@ import pytest
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.inference.agent import server
-from torchtitan.inference.agent.control import AdminClient, EngineError, EngineFacts, EngineNotListening
-from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFacts, EngineNotListening, EngineOptions
 from torchtitan.inference.agent.server import AgentServer, RunningAgent, Watch
 from torchtitan.inference.client import Capabilities
 from torchtitan.utils.child_process import ChildProcess, child_environment

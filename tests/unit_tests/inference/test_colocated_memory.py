@@ -14,7 +14,7 @@ import torch
 from tests.distributed_launcher import run_distributed
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.command import memory_beside_trainer
+from torchtitan.inference.agent.client import memory_beside_trainer
 from torchtitan.inference.colocated.replica import OptimizerOffload
 from torchtitan.inference.colocated.vllm_engine import engine_arguments
 from torchtitan.inference.placement import GIB, EngineMemory, engine_memory
@@ -194,7 +194,7 @@ def test_plan_says_what_is_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 80 * GIB)
+    monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 80 * GIB)
     config = colocated_config()
     config.model.name, config.model.flavor = "qwen2", "2.5-Math-7B"
     config.inference.mode = "server"
@@ -203,7 +203,7 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     memory = estimate_memory(config, QWEN_7B, shard=8, tensor=1, ranks=8)
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
     assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
-    monkeypatch.setattr("torchtitan.inference.agent.command.device_bytes_of_driver", lambda: 12 * GIB)
+    monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
     with pytest.raises(UserError, match="does not fit beside the sleeping trainer"):
         memory_beside_trainer(config)
 

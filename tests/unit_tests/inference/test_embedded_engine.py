@@ -16,7 +16,7 @@ import torch
 from tests.patience import PATIENCE_S
 from tests.roundings import forward_rounding
 from torchtitan.inference.embedded.engine import Engine, Poisoned
-from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
+from torchtitan.inference.embedded.sequences import InvalidRequest, TooLong, check_request
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder

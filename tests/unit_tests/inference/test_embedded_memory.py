@@ -12,7 +12,7 @@ from tests.unit_tests.inference.test_embedded_engine import PROMPTS, other_weigh
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.cache import KeyValueCache
 from torchtitan.inference.embedded.engine import Engine, Poisoned
-from torchtitan.inference.embedded.requests import TooLong
+from torchtitan.inference.embedded.sequences import TooLong
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.staging import WeightsRefused

@@ -22,8 +22,7 @@ import torch
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
 from torchtitan.inference.agent.client import AgentClient
-from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.client import ActorNotReady, Capabilities, JsonClient, RequestRefused
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
@@ -31,9 +30,9 @@ from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
-from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM
 from torchtitan.inference.vllm.direct import DirectLoader
+from torchtitan.inference.vllm.engine import VLLMControl
 from torchtitan.weight_sync.staging import StagedVersion
 
 LABEL = "e1/3"

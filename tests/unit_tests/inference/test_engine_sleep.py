@@ -13,13 +13,12 @@ import pytest
 
 from tests.unit_tests.inference.json_server import Answer, serving
 from torchtitan.inference.actor_server import SleepBody, WakeBody
-from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.agent.engine import EngineOptions
+from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.inference.types import TAGS
-from torchtitan.inference.vllm.control import VLLMControl
 from torchtitan.inference.vllm.engine import ENGINE as VLLM
+from torchtitan.inference.vllm.engine import VLLMControl
 
 
 class Server:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.agent.control import EngineError
+from torchtitan.inference.agent.engine import EngineError
 from torchtitan.inference.vllm.direct import DirectLoader
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 

@@ -284,42 +284,46 @@ def materialize_layer(layer: torch.nn.Module, info: Any) -> None:
 
 
 @pytest.fixture
-def replaying(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchtitan.inference.vllm.replaying with modules of a vLLM, as far as it knows them."""
+def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchtitan.inference.vllm.loading with modules of a vLLM, as far as it knows them."""
     layers, reload = "vllm.model_executor.layers", "vllm.model_executor.model_loader.reload"
     names = ("ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
     layerwise = SimpleNamespace(
-        _get_original_loader=lambda weight: weight.weight_loader, materialize_layer=materialize_layer
+        _get_original_loader=lambda weight: weight.weight_loader,
+        get_layerwise_info=None,
+        materialize_layer=materialize_layer,
     )
     other = type("Other", (), {})
     modules = {
+        "vllm.config": SimpleNamespace(ModelConfig=other),
+        "vllm.distributed": SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0),
         f"{layers}.attention": SimpleNamespace(is_deferred_attention_layer=lambda _module: False),
         f"{layers}.linear": SimpleNamespace(
             **dict.fromkeys(names, Linear), RowParallelLinear=other, UnquantizedLinearMethod=Unquantized
         ),
         f"{layers}.vocab_parallel_embedding": SimpleNamespace(
-            UnquantizedEmbeddingMethod=other, VocabParallelEmbedding=other
+            ParallelLMHead=other, UnquantizedEmbeddingMethod=other, VocabParallelEmbedding=other
         ),
-        reload: SimpleNamespace(layerwise=layerwise),
+        reload: SimpleNamespace(layerwise=layerwise, finalize_layerwise_reload=None, initialize_layerwise_reload=None),
         f"{reload}.layerwise": layerwise,
         f"{reload}.meta": SimpleNamespace(materialize_meta_tensor=torch.empty_like),
         "vllm.platforms": SimpleNamespace(current_platform=SimpleNamespace()),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "torchtitan.inference.vllm.replaying", raising=False)
-    yield importlib.import_module("torchtitan.inference.vllm.replaying")
-    sys.modules.pop("torchtitan.inference.vllm.replaying")
+    monkeypatch.delitem(sys.modules, "torchtitan.inference.vllm.loading", raising=False)
+    yield importlib.import_module("torchtitan.inference.vllm.loading")
+    sys.modules.pop("torchtitan.inference.vllm.loading")
 
 
-def noted(replaying: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
+def noted(loading: Any, layer: Linear, weights: dict[str, torch.Tensor], method: Any = None) -> Any:
     """What is noted where the layer's weight consists of these rows; afterwards it has been packed."""
-    notes, bind = replaying.Notes(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
+    notes, bind = loading.Notes(), inspect.signature(layer.weight.weight_loader).bind  # type: ignore[operator]
     pieces = [(name, bind(layer.weight, piece, name)) for name, piece in notes.named(weights.items())]
     info = SimpleNamespace(loaded_weights=[("weight", call) for _, call in pieces])
-    with replaying.noting(notes):
-        replaying.layerwise.materialize_layer(layer, info)
-    assert info.materialized and replaying.layerwise.materialize_layer is materialize_layer
+    with loading.noting(notes):
+        loading.layerwise.materialize_layer(layer, info)
+    assert info.materialized and loading.layerwise.materialize_layer is materialize_layer
     layer.quant_method = method or Unquantized()
     Unquantized().process_weights_after_loading(layer)
     return notes
@@ -329,9 +333,9 @@ AREA = torch.arange(32.0).view(8, 4)
 ROWS = {"k": AREA[4:6], "v": AREA[6:], "q": AREA[:4]}
 
 
-def test_a_layer_takes_what_lies_as_it_wants_it(replaying: Any) -> None:
+def test_a_layer_takes_what_lies_as_it_wants_it(loading: Any) -> None:
     layer = Linear(8)
-    notes, model = noted(replaying, layer, ROWS), torch.nn.Sequential(layer)
+    notes, model = noted(loading, layer, ROWS), torch.nn.Sequential(layer)
     live = layer.weight
     assert notes.cover(model, ROWS)
     notes.replay(model, torch.float32, ROWS)
@@ -355,22 +359,22 @@ def have_another_type(layer: Linear) -> None:
 
 
 @pytest.mark.parametrize("change", [use_other_layers_loader, be_split, have_more_rows, have_another_type])
-def test_other_layers_are_loaded_by_their_loaders(change: Any, replaying: Any) -> None:
+def test_other_layers_are_loaded_by_their_loaders(change: Any, loading: Any) -> None:
     layer = Linear(8)
     change(layer)
-    notes = noted(replaying, layer, ROWS)
+    notes = noted(loading, layer, ROWS)
     with pytest.raises(AssertionError, match="nothing was to be copied"):
         notes.replay(torch.nn.Sequential(layer), torch.float32, ROWS)
 
 
-def test_what_is_not_simple_is_left_to_vllm(replaying: Any) -> None:
+def test_what_is_not_simple_is_left_to_vllm(loading: Any) -> None:
     """Other names than were noted, a parameter that was not, and a layer that does more than pack."""
     plain, packing = Linear(8), Linear(8)
-    notes = noted(replaying, plain, ROWS)
+    notes = noted(loading, plain, ROWS)
     assert not notes.cover(plain, {**ROWS, "more": AREA}) and not notes.cover(plain, {"q": AREA})
     assert not notes.cover(torch.nn.Sequential(plain, Linear(8)), ROWS)
-    assert not noted(replaying, packing, ROWS, SimpleNamespace()).cover(packing, ROWS)
-    assert not replaying.Notes().cover(torch.nn.Sequential(), {})
+    assert not noted(loading, packing, ROWS, SimpleNamespace()).cover(packing, ROWS)
+    assert not loading.Notes().cover(torch.nn.Sequential(), {})
 
 
 # Command lines
@@ -443,7 +447,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
     code = (
         "import sys, torchtitan.inference.vllm.mailbox, "
         "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.actor, "
-        "torchtitan.inference.base_weights, torchtitan.utils.machine\n"
+        "torchtitan.inference.versions, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"
         "factory = 'vllm.distributed.weight_transfer.factory'\n"

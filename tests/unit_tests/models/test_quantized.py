@@ -18,7 +18,7 @@ from torch import nn
 from tests.conftest import make_checkpoint
 from tests.distributed_launcher import run_distributed
 from tests.roundings import forward_rounding
-from tests.unit_tests.inference.test_base_weights import staged
+from tests.unit_tests.inference.test_versions import staged
 from tests.unit_tests.models.test_lora import (
     ALONE,
     LENGTHS,
@@ -35,8 +35,8 @@ from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.config.job_config import JobConfig, Lora, LRScheduler, Optimizer
 from torchtitan.distributed.placement import copy_full_
 from torchtitan.errors import UserError
-from torchtitan.inference.base_weights import BaseWeights
 from torchtitan.inference.embedded.engine import Engine
+from torchtitan.inference.versions import BaseWeights
 from torchtitan.models import adapter_math
 from torchtitan.models.adapter_math import BASE_BITS, LEVELS, dequantize, is_factor, is_quantized, quantize, rounded
 from torchtitan.models.attention import PackedLayout

@@ -19,8 +19,7 @@ from tests.patience import PATIENCE_S
 from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.report import console
 from torchtitan.report.html import write_report
 from torchtitan.report.metrics import (

@@ -10,8 +10,7 @@ import pytest
 
 from tests.chat_models import ADDED, CHAT_TEMPLATE, END, SPECIAL, write_chat_tokenizer
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Given
-from torchtitan.inference.types import Completion, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Completion, Given, SamplingParameters, VersionSpan
 from torchtitan.rollout.gateway.calls import Session, branches_from_json, parse_chat, said
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls

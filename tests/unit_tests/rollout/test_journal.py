@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from tests.trajectories import completion_of, single_turn
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Branch, Given
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.rollout.journal import JOURNAL_NAME, Journal, ReplaySource, decode_batch, encode_batch, read_records
 from torchtitan.rollout.types import Batch, Group, Sample
 

@@ -23,8 +23,16 @@ from torchtitan.inference.agent.client import Dialect
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
-from torchtitan.inference.trajectory import Branch, Given, add_turn, branch_routes
-from torchtitan.inference.types import Completion, GenerateRequest, Routes, SamplingParameters
+from torchtitan.inference.types import (
+    Branch,
+    Completion,
+    GenerateRequest,
+    Given,
+    Routes,
+    SamplingParameters,
+    add_turn,
+    branch_routes,
+)
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine, load_engine
-from torchtitan.inference.engine_folder import engine_folder
+from torchtitan.inference.engine_server import engine_folder
 
 MADE_UP_TOKEN = "TORCHTITAN_AGENT_TOKEN"
 # Together less than the time that the agent's supervisor gives it.
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def make_options(arguments: argparse.Namespace, engine: ForeignEngine, token_env: str, folder: Path) -> EngineOptions:
     """What the engine's entry gets to know. Raises UserError: no such route, or the engine is not installed."""
-    from torchtitan.inference.agent.command import find_python
+    from torchtitan.inference.agent.client import find_python
 
     given = {name: value for name, value in vars(arguments).items() if name in EngineOptions.__dataclass_fields__}
     computed = {

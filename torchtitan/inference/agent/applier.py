@@ -14,19 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan.inference.agent.control import EngineControl, EngineError
-from torchtitan.inference.base_weights import BaseWeights, outlines
+from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
 from torchtitan.inference.types import TAGS, Tag, make_label
+from torchtitan.inference.versions import BaseWeights, outlines
 from torchtitan.utils.timeline_files import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
-
-if TYPE_CHECKING:
-    from torchtitan.inference.agent.engine import EngineOptions
-    from torchtitan.weight_sync.actor import Actor
 
 logger = logging.getLogger(__name__)
 
@@ -35,36 +30,6 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 # In each agent's folder: the process and the machine that it belongs to.
 OWNER = "owner"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
-
-
-class WeightLoader:
-    """One way into one engine. All methods are called from the agent's threads and have deadlines of their own."""
-
-    workers = 0
-    """0: the agent stages whole versions. n: so many workers inside the engine stage them (pull.actor.Worker) and the
-    agent leads them; `staged.tensors` is then empty and `staged.apply_on_workers()` has them apply."""
-
-    def connected(self, weights: Actor) -> None:
-        """The agent has begun to pull `weights`; with workers, have them connect to weights.workers_address.
-
-        Called after every connection; replaces earlier ones. Raises EngineError.
-        """
-
-    def prepare(self, staged: StagedVersion, label: str) -> None:
-        """What can be done while the engine still generates, such as writing files. Whatever it raises leaves the
-        engine as it is."""
-
-    def load(self, staged: StagedVersion, label: str) -> None:
-        """Called while the engine stands still. When it returns the engine holds the version, and says `label` of
-        every token that it samples from here on.
-
-        Raises WeightsRefused only where the engine is certainly as it was; anything else means that it may hold half
-        a version.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give up groups, files and threads. The engine may be gone already."""
 
 
 class FileLoader(WeightLoader):

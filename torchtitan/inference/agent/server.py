@@ -16,12 +16,19 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer
-from torchtitan.inference.agent.applier import Applier, WeightLoader
-from torchtitan.inference.agent.control import EngineControl, EngineError, EngineNotListening
-from torchtitan.inference.agent.engine import WILDCARDS, EngineOptions, ForeignEngine
-from torchtitan.inference.base_weights import BaseWeights
+from torchtitan.inference.agent.applier import Applier, FileLoader
+from torchtitan.inference.agent.engine import (
+    WILDCARDS,
+    EngineControl,
+    EngineError,
+    EngineNotListening,
+    EngineOptions,
+    ForeignEngine,
+    WeightLoader,
+)
 from torchtitan.inference.client import Capabilities, base_url
 from torchtitan.inference.types import TAGS
+from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.timeline_files import ActivityLog
 from torchtitan.weight_sync.actor import Actor
@@ -259,7 +266,11 @@ class RunningAgent:
                 f"{self._engine.name} cannot let running requests finish while new ones wait: inference.update_mode = "
                 f'"drain" is not for it'
             )
-        self._loader = loader = self._engine.loader(control, options)
+        if options.route == "agent":
+            loader: WeightLoader = FileLoader(options, control.read_files)
+        else:
+            loader = self._engine.special_loader(control, options)
+        self._loader = loader
         # Workers inside the engine merge adapters for themselves.
         base = None if loader.workers else BaseWeights(options.model)
         activity = ActivityLog(arguments.activity_file)

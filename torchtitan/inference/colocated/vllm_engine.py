@@ -26,7 +26,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
-from torchtitan.inference.engine_folder import engine_folder
+from torchtitan.inference.engine_server import engine_folder
 from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, colocated_memory
 from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan, parse_label
 from torchtitan.inference.vllm.engine import EXACT_HEAD, SOCKETS

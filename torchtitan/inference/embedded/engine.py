@@ -19,9 +19,8 @@ import torch
 
 from torchtitan.inference.embedded.cache import KeyValueCache, Prefix
 from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, RouteRecorder, packs, rescore
-from torchtitan.inference.embedded.requests import TooLong, check_request
 from torchtitan.inference.embedded.sampler import BatchSampler
-from torchtitan.inference.embedded.sequences import Rows, Running, Sequence
+from torchtitan.inference.embedded.sequences import Rows, Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag
 from torchtitan.models.decoder import Decoder

@@ -13,14 +13,21 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.inference.actor_server import SHUTDOWN_SECONDS, ActorServer, answer, parse_object
-from torchtitan.inference.embedded import requests
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.embedded.forwards import score
 from torchtitan.inference.embedded.loop import CALL_SECONDS, EngineLoop, Unavailable
-from torchtitan.inference.embedded.requests import InvalidRequest, TooLong, check_request
+from torchtitan.inference.embedded.sequences import (
+    InvalidRequest,
+    TooLong,
+    check_request,
+    completions_answer,
+    parse_completions,
+    parse_generate,
+    parse_score,
+)
 from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
-from torchtitan.inference.verification import MOST_TORN
+from torchtitan.inference.versions import MOST_TORN
 from torchtitan.utils.timeline_files import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -104,16 +111,16 @@ class EngineServer(ActorServer):
         return await self.loop.generate(own)
 
     async def _generate(self, request: web.Request) -> web.Response:
-        completions = await self._run(requests.parse_generate(parse_object(await request.read())))
+        completions = await self._run(parse_generate(parse_object(await request.read())))
         return answer({"completions": [one.to_json() for one in completions]})
 
     async def _completions(self, request: web.Request) -> web.Response:
-        wanted = requests.parse_completions(parse_object(await request.read()))
-        return answer(requests.completions_answer(self.model, wanted, await self._run(wanted)))
+        wanted = parse_completions(parse_object(await request.read()))
+        return answer(completions_answer(self.model, wanted, await self._run(wanted)))
 
     async def _score(self, request: web.Request) -> web.Response:
         """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
-        token_ids = requests.parse_score(parse_object(await request.read()))
+        token_ids = parse_score(parse_object(await request.read()))
         wanted = GenerateRequest("score", token_ids, SamplingParameters(1))
         check_request(wanted, self.engine.args.vocab_size, self.engine.max_length + 1)
 

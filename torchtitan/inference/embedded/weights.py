@@ -15,8 +15,14 @@ import torch
 
 from torchtitan.distributed.device import finish_compute
 from torchtitan.distributed.placement import StackPart
-from torchtitan.inference.base_weights import AdapterVersion, is_adapter_version, outlines, read_adapters
-from torchtitan.inference.verification import Torn, Verification
+from torchtitan.inference.versions import (
+    AdapterVersion,
+    Torn,
+    Verification,
+    is_adapter_version,
+    outlines,
+    read_adapters,
+)
 from torchtitan.models.adapter_math import low_rank_product, rounded
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.fused_projections import fuse_again, take_apart
@@ -60,7 +66,7 @@ class EngineWeights:
         """Gives dropped weights their memory again"""
 
     def plan(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """What changes the weights into this version: whole tensors, or adapters (base_weights.py).
+        """What changes the weights into this version: whole tensors, or adapters (versions.py).
 
         Raises WeightsRefused where names or shapes are not the model's; nothing has changed then. What is returned
         raises AdapterNotApplied where the weights are something else afterwards than base + adapters.

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from torchtitan.inference.agent.control import EngineControl, EngineError, EngineFacts, PauseMode
-from torchtitan.inference.agent.engine import EngineOptions, ForeignEngine
+from torchtitan.inference.agent.engine import (
+    EngineControl,
+    EngineError,
+    EngineFacts,
+    EngineOptions,
+    ForeignEngine,
+    PauseMode,
+)
 from torchtitan.inference.client import Capabilities
 from torchtitan.inference.engine_server import PREFIX_KEYS
 from torchtitan.inference.types import TAGS, Tag

@@ -11,8 +11,8 @@ import numpy as np
 from torchtitan.inference.agent.client import FINISHED, Call, Malformed, aborted, make_completion, read_spans
 from torchtitan.inference.client import RequestRefused, ScoredTokens
 from torchtitan.inference.types import Completion, GenerateRequest, Routes, VersionSpan, check_routes, compact
+from torchtitan.inference.vllm.engine import GENERATE
 
-PATH = "/inference/v1/generate"
 REFUSED = (400, 413, 422)
 
 
@@ -46,7 +46,7 @@ class VLLMDialect:
             # that it holds (PrefixKeyMiddleware): one that it does not know could outlive them.
             "cache_salt": request.request_id,
         }
-        return Call(PATH, body)
+        return Call(GENERATE, body)
 
     def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -55,7 +55,7 @@ class VLLMDialect:
     def score(self, token_ids: list[int]) -> Call:
         """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "ignore_eos": True, "detokenize": False}
-        return Call(PATH, {"token_ids": token_ids, "sampling_params": sampling})
+        return Call(GENERATE, {"token_ids": token_ids, "sampling_params": sampling})
 
     def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
         (choice,) = answer["choices"]

@@ -7,9 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.inference.agent.applier import WeightLoader
-from torchtitan.inference.agent.control import EngineError
-from torchtitan.inference.vllm.control import VLLMControl
+from torchtitan.inference.agent.engine import EngineControl, EngineError, WeightLoader
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -49,7 +47,7 @@ class DirectLoader(WeightLoader):
     verify_every: versions from one look at the weights in use to the next, 0 for none."""
 
     def __init__(
-        self, control: VLLMControl, workers: int, timeout_s: float, on_device: bool = False, verify_every: int = 0
+        self, control: EngineControl, workers: int, timeout_s: float, on_device: bool = False, verify_every: int = 0
     ):
         self.workers = workers
         self._control, self._timeout_s = control, timeout_s

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.agent.command import find_python
+from torchtitan.inference.agent.client import find_python
 from torchtitan.rollout.gateway.process import Door
 from torchtitan.rollout.worker_process import CallFailed, WorkerProcess
 from torchtitan.utils.json_lines import EventLog

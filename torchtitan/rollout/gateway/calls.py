@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.errors import UserError
-from torchtitan.inference.trajectory import Branch, Given, add_turn
-from torchtitan.inference.types import Completion, SamplingParameters
+from torchtitan.inference.types import Branch, Completion, Given, SamplingParameters, add_turn
 from torchtitan.rollout.tokenizer import ChatRenderer, Messages, Tokenizer
 from torchtitan.rollout.tool_calls import parse_tool_calls
 

@@ -21,8 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import ActorClient, ActorError, ActorNotReady, RequestRefused, TokenRefused, base_url
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.trajectory import Branch
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.calls import branches_from_json
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
 from torchtitan.utils.child_process import ChildProcess, child_environment

@@ -15,10 +15,10 @@ from tests.roundings import forward_rounding
 from tests.unit_tests.models.test_lora import EVERYTHING, TOKENS, adapted, synced, untied
 from torchtitan.config.job_config import Lora
 from torchtitan.distributed.placement import copy_full_
-from torchtitan.inference import base_weights
+from torchtitan.inference import versions
 from torchtitan.inference.agent.applier import Applier, FileLoader
 from torchtitan.inference.agent.engine import EngineOptions
-from torchtitan.inference.base_weights import BaseWeights
+from torchtitan.inference.versions import BaseWeights
 from torchtitan.models.adapter_math import ALPHA
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy, load_policy, save_adapter
@@ -121,13 +121,13 @@ def test_merged_files_are_what_peft_makes_of_our_export(
 
 def test_every_tensor_is_merged_once_and_when_it_is_asked_for(untied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: list[torch.Tensor] = []
-    product = base_weights.low_rank_product
+    product = versions.low_rank_product
 
     def counted(scale: float, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         multiplied.append(a)
         return product(scale, a, b)
 
-    monkeypatch.setattr(base_weights, "low_rank_product", counted)
+    monkeypatch.setattr(versions, "low_rank_product", counted)
     policy = adapted(untied)
     whole = BaseWeights(untied).whole(staged(policy)).tensors
     assert not multiplied

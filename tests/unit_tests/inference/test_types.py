@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from torchtitan.inference.trajectory import Branch, Given, add_turn, joined_spans
-from torchtitan.inference.types import Completion, VersionSpan
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan, add_turn, joined_spans
 
 
 def sampled(*token_ids: int, version: int = 0) -> Completion:
