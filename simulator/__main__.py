@@ -18,7 +18,7 @@ from typing import Any
 from simulator.figures import comparison_table, simulate
 from simulator.measured import values_from_run
 from simulator.scenario import Scenario, known_keys
-from torchtitan.config.toml import read_toml, show, value_of_words
+from torchtitan.config.values import read_toml, show, value_of_words
 from torchtitan.errors import ConfigError, UserError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from simulator.scenario import known_keys, slowest_of
-from torchtitan.config.toml import read_toml
+from torchtitan.config.values import read_toml
 from torchtitan.errors import UserError
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
-from torchtitan.config.toml import show
 from torchtitan.config.values import (
     TABLE,
     Count,
@@ -22,6 +21,7 @@ from torchtitan.config.values import (
     Positive,
     Share,
     ShareAboveZero,
+    show,
 )
 from torchtitan.errors import ConfigError
 from torchtitan.utils.loading import nearest

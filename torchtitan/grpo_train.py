@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
+from torchtitan.config.reading import read_command_line
 from torchtitan.errors import BROKEN_OFF, UserError
 from torchtitan.preflight.loading import ready, validated
 from torchtitan.preflight.plan import describe_plan

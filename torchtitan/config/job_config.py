@@ -1,22 +1,39 @@
-"""The configuration of a job: one attribute per TOML table, each table in a file of torchtitan/config/tables.
+"""The configuration of a job: one attribute per TOML table. The tables of the run itself are here (its name, where it
+writes, what it logs and keeps, faults for tests), the others in training_tables.py and rollout_tables.py.
 
 Names follow torchtitan 0.2 where it has them. Keep the configuration free of heavy imports: its errors must be quick.
+The string under a field is its documentation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import field
 from functools import cache
-from typing import Any, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
+from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from torchtitan.config.tables.grpo import GRPO
-from torchtitan.config.tables.inference import Inference, WeightSync
-from torchtitan.config.tables.model import ActivationCheckpoint, Comm, Compile, Lora, Model, Parallelism
-from torchtitan.config.tables.rollout import Environment, Eval, Rewards, Rollout
-from torchtitan.config.tables.run import Checkpoint, FaultInjection, Job, Metrics, Profiling
-from torchtitan.config.tables.training import Distill, LRScheduler, Optimizer, Sft, Training
+from torchtitan.config.rollout_tables import Environment, Eval, Inference, Rewards, Rollout, WeightSync
+from torchtitan.config.training_tables import (
+    GRPO,
+    ActivationCheckpoint,
+    Comm,
+    Compile,
+    Distill,
+    Lora,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Parallelism,
+    Sft,
+    Training,
+)
+from torchtitan.config.values import TABLE, Count, CountOrZero, FolderName, PathText, Range, RunName
+
+# Ranks leave by themselves within the save deadline; the launcher kills what is left a little later.
+MAX_SAVE_DEADLINE_S = 600
 
 __all__ = [
     "GRPO", "ActivationCheckpoint", "Checkpoint", "Comm", "Compile", "Distill", "Environment", "Eval", "FaultInjection",
@@ -25,7 +42,108 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass
+@dataclass(config=TABLE)
+class Job:
+    config_file: str = ""
+    """TOML file to read; command-line overrides come on top"""
+
+    dump_folder: PathText = "./outputs"
+    """Every launch writes to a fresh folder {dump_folder}/{name}-{time}, and `latest` links to it"""
+
+    name: RunName = "grpo"
+    """Name of the job, first part of its run folder's name"""
+
+    stage: Literal["sft", "grpo", "distill"] = "grpo"
+    """What the policy learns from: demonstrations (supervised fine-tuning), rewards, or a teacher's log-probs of what
+    it samples itself (on-policy distillation)"""
+
+    description: str = ""
+    """One line about the job, printed at the start and in the report"""
+
+
+@dataclass(config=TABLE)
+class Profiling:
+    enable_profiling: bool = False
+    """Record torch profiler traces"""
+
+    save_traces_folder: FolderName = "profile_traces"
+    """Folder for the traces, inside the run folder"""
+
+    profile_freq: Count = 10
+    """Steps between two traces"""
+
+
+@dataclass(config=TABLE)
+class Metrics:
+    log_freq: Count = 1
+    """Steps between two console lines (metrics.jsonl always has one object per step)"""
+
+    console: Literal["auto", "rich", "plain"] = "auto"
+    """Live display, or one line per step; auto takes rich on a terminal"""
+
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files"""
+
+    save_tb_folder: FolderName = "tb"
+    """Folder for TensorBoard event files, inside the run folder"""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the `wandb` extra; WANDB_MODE=offline works)"""
+
+    completions_per_step: Annotated[int, Range(-1)] = 16
+    """Completions written to completions.jsonl per step; -1 for all"""
+
+    live_port: Annotated[int, Range(0, 65535)] = 0
+    """Port of the live page on 127.0.0.1, which shows the run while it goes on; 0 for none"""
+
+
+@dataclass(config=TABLE)
+class Checkpoint:
+    enable: bool = False
+    """Write checkpoints"""
+
+    folder: FolderName = "checkpoint"
+    """Folder of the checkpoints, inside the run folder"""
+
+    interval: Count = 50
+    """Steps between two checkpoints"""
+
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """Write in the background"""
+
+    keep_latest_k: CountOrZero = 3
+    """Checkpoints that are kept; 0 keeps all"""
+
+    resume: PathText = ""
+    """Run folder to resume from (its latest whole checkpoint), or `latest`; the run continues in that folder"""
+
+    load_step: Annotated[int, Range(-1)] = -1
+    """With resume: the step to load; -1 is the latest whole one"""
+
+    last_save_in_hf: bool = True
+    """Export a Hugging Face checkpoint directory at the end (also on demand: SIGUSR1)"""
+
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights in that directory; auto: the one in the config.json of model.hf_assets_path, or else
+    training.dtype"""
+
+    save_deadline_s: Annotated[float, Range(0, MAX_SAVE_DEADLINE_S, low_open=True)] = 60.0
+    """After SIGTERM or SIGINT the run saves and exits within this time"""
+
+
+@dataclass(config=TABLE)
+class FaultInjection:
+    enable: bool = False
+    """Break the weight synchronisation on purpose, for tests; says so loudly"""
+
+    seed: CountOrZero = 0
+    """Decides where faults with a probability strike"""
+
+    faults: list[str] = field(default_factory=list)
+    """action:key=value,...; see docs/reliability.md"""
+
+
+@dataclasses.dataclass
 class JobConfig:
     """Everything one run needs to know."""
 

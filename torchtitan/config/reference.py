@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from torchtitan.config.job_config import known_keys
-from torchtitan.config.toml import show
-from torchtitan.config.values import Names, Range
+from torchtitan.config.values import Names, Range, show
 
 HEAD = """# Configuration reference
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import show
+from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.families import FAMILIES, Family, Scaling
 from torchtitan.models.model_args import (

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from torchtitan.config.command_line import read_command_line
 from torchtitan.config.derived import world_size
+from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
 from torchtitan.models.shape import is_missing_debug_checkpoint
 from torchtitan.preflight.loading import validated

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import show
+from torchtitan.config.reading import Problem
+from torchtitan.config.values import show
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.utils.loading import nearest
 

@@ -6,10 +6,9 @@ import re
 import sys
 from pathlib import Path
 
-from torchtitan.config.derived import has_engines, shares_devices, trains_on_gpu
-from torchtitan.config.engines import SCHEME, slurm_urls, wrong_options
+from torchtitan.config.derived import SLURM, has_engines, shares_devices, slurm_urls, trains_on_gpu, wrong_options
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import show
+from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.placement import actor_cores
@@ -94,7 +93,7 @@ def _check_servers(check: Check) -> None:
     check.refuse("inference.launch", none_there, "needs the actors that run already, in inference.servers")
     for server in servers:
         text = f"{key}: {show(server)} is not allowed:"
-        if server.startswith(SCHEME):
+        if server.startswith(SLURM):
             # A good one has been replaced by its URLs.
             try:
                 slurm_urls(server)

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from torchtitan.config.command_line import read_command_line
-from torchtitan.config.derived import world_size
-from torchtitan.config.draft import Draft
-from torchtitan.config.engines import expand_servers
+from torchtitan.config.derived import expand_servers, world_size
 from torchtitan.config.job_config import JobConfig, table_types
+from torchtitan.config.reading import Draft, read_command_line
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export
 from torchtitan.preflight.validate import validate

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from torchtitan.config.derived import has_engines, ranks_per_pack, shard_degree
-from torchtitan.config.toml import show
+from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.models.shape import (

@@ -1,6 +1,6 @@
 """What a configuration must satisfy as a whole. No torch here; nothing is started, only small files are read.
 
-What one value must be by itself stands beside its key, in torchtitan/config/tables.
+What one value must be by itself stands beside its key, in torchtitan/config.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torchtitan.config.derived import (
     sleeps_between_batches,
     world_size,
 )
-from torchtitan.config.draft import Problem
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import show
+from torchtitan.config.reading import Problem
+from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference

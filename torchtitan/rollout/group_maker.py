@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.config.derived import environment_name, learns_from_rewards
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.tables.training import Distill
+from torchtitan.config.training_tables import Distill
 from torchtitan.errors import UserError
 from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
 from torchtitan.inference.colocated.pool import ColocatedPool

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.toml import config_to_toml
+from torchtitan.config.values import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
 from torchtitan.utils.json_lines import JsonLines, read_json_lines

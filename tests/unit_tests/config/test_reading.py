@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit_tests.conftest import GOOD, WriteConfig
-from torchtitan.config.draft import Draft
-from torchtitan.config.engines import command_line
+from torchtitan.config.derived import engine_words
 from torchtitan.config.job_config import JobConfig, known_keys
+from torchtitan.config.reading import Draft
 from torchtitan.config.reference import markdown
-from torchtitan.config.tables.grpo import LOSS_TYPES
-from torchtitan.config.toml import config_to_toml
-from torchtitan.config.values import Names, Range
+from torchtitan.config.training_tables import LOSS_TYPES
+from torchtitan.config.values import Names, Range, config_to_toml
 from torchtitan.errors import ConfigError
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange
@@ -110,7 +109,7 @@ compilation-config = {level = 0, "custom.ops" = ["none"]}
     config = load_config([*arguments, *words])
     assert config.training.steps == 3
     assert config.rollout.chat_template_kwargs == {"enable_thinking": False}
-    assert command_line(config.inference.engine_args) == [
+    assert engine_words(config.inference.engine_args) == [
         *("--max-model-len", "64", "--enforce-eager", "--served-model-name", "a", "b"),
         *("--compilation-config", '{"level": 0, "custom.ops": ["none"]}'),
         *("--no-enable-prefix-caching", "--seed", "-1", "--load-format", "dummy"),

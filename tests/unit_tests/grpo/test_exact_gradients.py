@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from torchtitan.config.tables.grpo import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
+from torchtitan.config.training_tables import ADVANTAGES, CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss
 from torchtitan.grpo.objectives import OBJECTIVES, ClipRange, ObjectiveOptions, load_objective

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trajectories import single_turn
-from torchtitan.config.tables.grpo import CORRECTIONS, DIVERGENCES, LOSS_TYPES
+from torchtitan.config.training_tables import CORRECTIONS, DIVERGENCES, LOSS_TYPES
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages
 from torchtitan.grpo.loss import FixedLogProbs, LossSettings, MicroBatchLoss

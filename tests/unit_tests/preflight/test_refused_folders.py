@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config.draft import Draft
+from torchtitan.config.reading import Draft
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.loading import load_config, validated
 

@@ -13,7 +13,7 @@ from tests.patience import asynchronous
 from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.tables.training import Distill
+from torchtitan.config.training_tables import Distill
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine

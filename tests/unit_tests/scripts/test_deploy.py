@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.config.command_line import read_command_line
+from torchtitan.config.reading import read_command_line
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.loading import validated
 

@@ -22,12 +22,12 @@ from torchtitan.config.derived import (
     ON_DEVICE,
     apply_timeout,
     drain_seconds,
+    engine_words,
     shares_devices,
     sleeps_between_batches,
     verification,
     world_size,
 )
-from torchtitan.config.engines import command_line
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
@@ -101,7 +101,7 @@ def _settings_of_agents(engine: str, config: JobConfig) -> list[str]:
         *(["--stage-on-device"] if sync.transport in ON_DEVICE else []),
         *(["--verify-every", str(sync.verify_every)] if verification(config) == "digest" else []),
         *(["--disk-path", sync.disk_path] if sync.disk_path else []),
-        "--engine-arguments", json.dumps(command_line(theirs)),
+        "--engine-arguments", json.dumps(engine_words(theirs)),
     ]  # fmt: skip
 
 

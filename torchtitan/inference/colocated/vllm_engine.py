@@ -20,8 +20,7 @@ from unittest import mock
 import numpy
 import torch
 
-from torchtitan.config.derived import is_colocated
-from torchtitan.config.engines import option_name
+from torchtitan.config.derived import is_colocated, option_name
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.errors import UserError

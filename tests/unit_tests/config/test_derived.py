@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit_tests.conftest import WriteConfig
-from torchtitan.config.engines import nodes, slurm_urls
+from torchtitan.config.derived import nodes, slurm_urls
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.loading import load_config
 

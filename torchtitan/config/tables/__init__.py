@@ -1,1 +1,0 @@
-"""The tables of a configuration, by subject; the string under a field is its documentation."""
