@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.types import Branch, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.decoder import Decoder

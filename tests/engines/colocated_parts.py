@@ -13,7 +13,7 @@ import torch
 
 from tests.engines.models import randomize_adapters
 from torchtitan.distributed import device
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.colocated.pool import Answer, Round
 from torchtitan.inference.colocated.replica import Replica
 from torchtitan.inference.colocated.vllm_engine import _import_vllm, open_replica, own_sockets

@@ -13,7 +13,7 @@ from tests.distributed_launcher import run_distributed
 from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import VersionSpan
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.types import Batch, Group

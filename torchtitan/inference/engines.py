@@ -12,7 +12,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, base_url
 from torchtitan.inference.placement import engine_devices, threads_per_actor
 from torchtitan.utils.child_process import ChildProcess, child_environment
-from torchtitan.utils.timeline_files import actor_file
+from torchtitan.utils.json_lines import actor_file
 
 
 def make_client(backend: str, url: str, token: str) -> ActorClient:

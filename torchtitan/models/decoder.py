@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.config.job_config import Lora
-from torchtitan.distributed.context_parallel import ContextAttention, ContextParallel
+from torchtitan.distributed.collectives import ContextAttention, ContextParallel
 from torchtitan.distributed.placement import Place
 from torchtitan.models.attention import AttentionFunction, PackedAttention, PackedLayout
 from torchtitan.models.batch_invariance import InvariantSizes, invariant_sizes

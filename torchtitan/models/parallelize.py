@@ -29,10 +29,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchtitan.config.job_config import ActivationCheckpoint, JobConfig
-from torchtitan.distributed.context_parallel import ContextParallel
+from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.device import device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import local_region
+from torchtitan.distributed.placement import ParallelDims, local_region
 from torchtitan.models.attention import PackedAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.elementwise import RotaryTables

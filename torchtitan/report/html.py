@@ -10,8 +10,7 @@ from typing import Any
 
 import jinja2
 
-from torchtitan.report.console import number
-from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, run_folder, write_whole
+from torchtitan.report.metrics import COMPLETIONS_FILE, METRICS_FILE, number, run_folder, write_whole
 from torchtitan.report.plots import plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.json_lines import JsonLines, JsonTail, read_json_lines
-from torchtitan.utils.timeline_files import rank_file
+from torchtitan.utils.json_lines import JsonLines, JsonTail, rank_file, read_json_lines
 
 Record = Mapping[str, Any]
 

@@ -18,8 +18,7 @@ from typing import Any
 from torchtitan.report.metrics import run_folder, write_whole
 from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
 from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Outcome, Publication, read_journal
-from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.timeline_files import FOLDER
+from torchtitan.utils.json_lines import TIMELINE, read_json_lines
 
 TRAINER, SYNC = "trainer", "weight sync"
 # A rank's second track is called like its first, with this behind it.
@@ -105,7 +104,7 @@ def nested(spans: Iterable[Span]) -> list[Span]:
 
 def read_timeline(run_dir: Path) -> Timeline:
     """All that a run's files still hold; also of a run that goes on or was killed."""
-    files = run_dir / FOLDER
+    files = run_dir / TIMELINE
     notes = {path.stem: read_json_lines(path) for path in files.glob("*.jsonl")}
     ranks = {int(name.removeprefix("rank-")): notes.pop(name) for name in list(notes) if name.startswith("rank-")}
     entries = deque(read_journal(run_dir, JOURNAL_BYTES), MOST_RECORDS)

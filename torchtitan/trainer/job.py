@@ -19,13 +19,13 @@ from torchtitan.config.derived import has_engines, sleeps_between_batches, train
 from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import broadcast_bytes, gather_bytes
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Round
 from torchtitan.inference.colocated.vllm_engine import open_replica
 from torchtitan.models.batch_invariance import said_of
-from torchtitan.report.console import set_up_logging
 from torchtitan.report.live import LivePage
+from torchtitan.report.metrics import set_up_logging
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts
@@ -38,8 +38,7 @@ from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
-from torchtitan.utils.json_lines import EventLog
-from torchtitan.utils.timeline_files import StepRecorder
+from torchtitan.utils.json_lines import EventLog, StepRecorder
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.facade import WeightSync
 

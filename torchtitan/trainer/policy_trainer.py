@@ -23,14 +23,14 @@ from torchtitan.config.derived import (
 )
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.collectives import (
+    ContextParallel,
     all_reduce_sum,
     clip_gradients_,
     gather_values,
     gradient_norm_and_votes,
 )
-from torchtitan.distributed.context_parallel import ContextParallel
 from torchtitan.distributed.device import device, peak_flops
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.grpo.advantages import group_advantages, normalized_each
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, k3, stage_figures, stage_settings

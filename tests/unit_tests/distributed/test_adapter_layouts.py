@@ -16,8 +16,7 @@ from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from tests.unit_tests.models.test_lora import config_of, fill
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor
+from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.models.adapter_math import is_factor
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, save_adapter

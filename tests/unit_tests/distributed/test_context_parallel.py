@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed_launcher import run_distributed
-from torchtitan.distributed.context_parallel import ContextAttention, ContextParallel
+from torchtitan.distributed.collectives import ContextAttention, ContextParallel
 from torchtitan.models.attention import PackedAttention, PackedLayout
 
 LENGTHS = [5, 17, 2, 9]

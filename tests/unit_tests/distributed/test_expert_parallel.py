@@ -13,8 +13,7 @@ from tests.distributed_launcher import run_distributed
 from tests.mixtures import make_mixture
 from tests.unit_tests.distributed.test_parallel import Layout, _config, _reference, check_layouts
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor
+from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.errors import ConfigError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder

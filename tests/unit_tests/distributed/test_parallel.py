@@ -16,8 +16,7 @@ from tests.patience import until
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Parallelism
 from torchtitan.distributed import collectives, device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor
+from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.models import hf_checkpoint
 from torchtitan.models.attention import PackedLayout

@@ -26,8 +26,7 @@ from torchtitan.inference.types import Completion, GenerateRequest, SamplingPara
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate
 from torchtitan.rollout.flow import sample_version
-from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.timeline_files import ActivityLog
+from torchtitan.utils.json_lines import ActivityLog, read_json_lines
 
 LONG = 60.0
 

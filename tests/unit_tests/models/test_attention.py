@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.models import attention_kernels
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder

@@ -15,8 +15,7 @@ import torch
 from tests.mixtures import make_mixture
 from tests.roundings import forward_rounding
 from torchtitan.config.job_config import JobConfig, Lora
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import copy_full_, held_part
+from torchtitan.distributed.placement import ParallelDims, copy_full_, held_part
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.weights import AdapterNotApplied

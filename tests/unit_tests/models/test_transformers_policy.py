@@ -14,7 +14,7 @@ from tests.distributed_launcher import run_distributed
 from tests.tiny_models import make_tiny
 from tests.unit_tests.distributed.test_parallel import Layout, _reference, check_layouts
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import export_policy, load_into, save_adapter

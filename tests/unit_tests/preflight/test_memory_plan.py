@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_iter
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.context_parallel import ContextParallel
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.collectives import ContextParallel
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.models import attention_kernels, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder

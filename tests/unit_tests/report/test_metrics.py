@@ -20,7 +20,7 @@ from tests.trajectories import completion_of, single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
-from torchtitan.report import console
+from torchtitan.report import metrics
 from torchtitan.report.html import write_report
 from torchtitan.report.metrics import (
     DETAILED_SAMPLES,
@@ -212,7 +212,7 @@ def test_live_display_lets_log_lines_through(monkeypatch: pytest.MonkeyPatch) ->
     root.addHandler(handler)
     try:
         config = make_config(console="rich")
-        display = console.make_console(config.metrics, 10)
+        display = metrics.make_console(config.metrics, 10)
         for step in (1, 2):
             display.step(step, figures(step) | {"reward/mean": 0.25 * step}, {"actor-0": "READY v1"})
         logging.getLogger("other").warning("a line from elsewhere")

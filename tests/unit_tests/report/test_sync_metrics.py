@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.report.sync_metrics import DeliveryBook, Incident, SyncMetrics, sums_by_actor
-from torchtitan.utils.json_lines import read_json_lines
-from torchtitan.utils.timeline_files import StepRecorder
+from torchtitan.utils.json_lines import StepRecorder, read_json_lines
 
 Row = dict[str, Any]
 

@@ -19,8 +19,8 @@ from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.__main__ import main
 from torchtitan.report.html import write_report
 from torchtitan.report.timeline import Moment, Span, Timeline, Track, chrome_trace, nested, read_timeline, write_trace
-from torchtitan.utils import timeline_files
-from torchtitan.utils.timeline_files import MOST_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
+from torchtitan.utils import json_lines
+from torchtitan.utils.json_lines import MOST_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file
 
 TIMES = st.floats(0, 1000, allow_nan=False)
 SPANS = st.lists(st.tuples(TIMES, TIMES), max_size=30).map(
@@ -177,7 +177,7 @@ def test_activity_is_merged_without_loss(steps: list[tuple[float, float, int, in
         assert before["end"] <= after["begin"] + 1e-9
     spent = sum(row["end"] - row["begin"] for row in rows)
     assert spent >= worked - 1e-6
-    assert all(row["end"] - row["begin"] <= timeline_files.LONGEST_SECONDS + 0.5 for row in rows)
+    assert all(row["end"] - row["begin"] <= json_lines.LONGEST_SECONDS + 0.5 for row in rows)
     ActivityLog().stepped(0.0, 1.0, 1, 5)
 
 

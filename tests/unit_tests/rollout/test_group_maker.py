@@ -14,7 +14,7 @@ from tests.unit_tests.inference.json_server import serving
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import Distill
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.engine import Engine
 from torchtitan.inference.embedded.server import EngineServer

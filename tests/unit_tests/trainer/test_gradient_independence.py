@@ -22,7 +22,7 @@ from tests.trajectories import single_turn
 from torchtitan.config.derived import clip_range
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import LOSS_TYPES
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.inference.types import VersionSpan
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder

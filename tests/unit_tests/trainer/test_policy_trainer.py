@@ -16,8 +16,7 @@ from tests.distributed_launcher import run_distributed
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor
+from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.grpo.loss import FixedLogProbs
 from torchtitan.models import fused_head
 from torchtitan.models.attention import PackedLayout

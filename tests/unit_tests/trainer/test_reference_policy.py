@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.unit_tests.trainer.test_gradient_independence import LONGEST, make_batch
 from torchtitan.config.job_config import JobConfig, Lora
 from torchtitan.distributed import device
-from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.placement import full_tensor
+from torchtitan.distributed.placement import ParallelDims, full_tensor
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.costs import MemoryEstimate
 from torchtitan.models.decoder import Decoder

@@ -17,7 +17,7 @@ import torch
 from tests.mixtures import make_mixture
 from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import Dialect
 from torchtitan.inference.client import RequestRefused

@@ -16,7 +16,7 @@ from tests.distributed_launcher import run_distributed
 from torchtitan import train
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
-from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.placement import ParallelDims
 from torchtitan.grpo.loss import FixedLogProbs, MicroBatchLoss, stage_settings
 from torchtitan.models.attention import PackedLayout
 from torchtitan.preflight.debug_checkpoint import write_tokenizer

@@ -20,7 +20,7 @@ import torch
 from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
 from torchtitan.inference.types import TAGS, Tag, make_label
 from torchtitan.inference.versions import BaseWeights, outlines
-from torchtitan.utils.timeline_files import ActivityLog
+from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from torchtitan.inference.client import Capabilities, base_url
 from torchtitan.inference.types import TAGS
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
-from torchtitan.utils.timeline_files import ActivityLog
+from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.weight_sync.actor import Actor
 
 logger = logging.getLogger(__name__)

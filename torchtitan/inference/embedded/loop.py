@@ -18,7 +18,7 @@ import torch
 
 from torchtitan.inference.embedded.engine import Engine, NonFiniteLogits
 from torchtitan.inference.types import Completion, GenerateRequest
-from torchtitan.utils.timeline_files import ActivityLog
+from torchtitan.utils.json_lines import ActivityLog
 
 logger = logging.getLogger(__name__)
 

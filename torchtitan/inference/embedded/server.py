@@ -28,7 +28,7 @@ from torchtitan.inference.embedded.sequences import (
 from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag
 from torchtitan.inference.versions import MOST_TORN
-from torchtitan.utils.timeline_files import ActivityLog
+from torchtitan.utils.json_lines import ActivityLog
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 logger = logging.getLogger(__name__)
