@@ -25,7 +25,7 @@ sys.path.insert(0, str(common.REPOSITORY))
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 from torchtitan.report.metrics import METRICS_FILE
 from torchtitan.report.plots import blank_figure, dress, save_figure
 from torchtitan.rollout.journal import ReplaySource

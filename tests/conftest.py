@@ -103,7 +103,7 @@ def debug_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "debug_arithmetic.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():
-            make = "from torchtitan.preflight.loading import draft_of, ready; ready(draft_of('debug_cpu', {}))"
+            make = "from torchtitan.preflight.validate import draft_of, ready; ready(draft_of('debug_cpu', {}))"
             partial.mkdir(exist_ok=True)
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             subprocess.run([sys.executable, "-c", make], check=True, cwd=partial, env=environment, timeout=RUN_SECONDS)

@@ -34,7 +34,7 @@ from typing import Any
 from torchtitan.config.derived import world_size
 from torchtitan.errors import UserError
 from torchtitan.grpo_train import Run, run_job
-from torchtitan.preflight.loading import Config, draft_of, ready
+from torchtitan.preflight.validate import Config, draft_of, ready
 
 FOLDER = "from_python"
 HEAD = "from __future__ import annotations\n"

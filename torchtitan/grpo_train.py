@@ -18,8 +18,8 @@ from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import BROKEN_OFF, UserError
-from torchtitan.preflight.loading import ready, validated
 from torchtitan.preflight.plan import describe_plan
+from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.json_lines import read_json_lines
 from torchtitan.utils.machine import leave
 

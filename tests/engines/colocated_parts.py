@@ -20,7 +20,7 @@ from torchtitan.inference.colocated.vllm_engine import _import_vllm, open_replic
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import export_policy, load_into
 from torchtitan.models.parallelize import build_policy
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 from torchtitan.trainer.optimizer import build_optimizer
 from torchtitan.trainer.weight_path import open_weight_path
 

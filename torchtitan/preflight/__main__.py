@@ -17,8 +17,8 @@ from torchtitan.config.derived import world_size
 from torchtitan.config.reading import read_command_line
 from torchtitan.errors import UserError
 from torchtitan.models.shape import is_missing_debug_checkpoint
-from torchtitan.preflight.loading import validated
 from torchtitan.preflight.plan import describe_plan, plan_servers
+from torchtitan.preflight.validate import validated
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,8 @@
-"""What a configuration must satisfy as a whole. No torch here; nothing is started, only small files are read.
+"""From a command line, or from Python's values, to the validated configuration of a job, and what that must satisfy as a
+whole.
 
-What one value must be by itself stands beside its key, in torchtitan/config.
+What one value must be by itself stands beside its key, in torchtitan/config. No torch here; nothing is started but what
+makes a missing debug checkpoint, and only small files are read.
 """
 
 from __future__ import annotations
@@ -10,13 +12,19 @@ import math
 import os
 import shlex
 import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config.derived import (
     ON_DEVICE,
     clip_range,
     environment_name,
+    expand_servers,
     global_batch_size,
     group_size,
     has_engines,
@@ -26,24 +34,97 @@ from torchtitan.config.derived import (
     sleeps_between_batches,
     world_size,
 )
-from torchtitan.config.job_config import JobConfig
-from torchtitan.config.reading import Problem
+from torchtitan.config.job_config import JobConfig, table_types
+from torchtitan.config.reading import Draft, Problem, read_command_line
 from torchtitan.config.values import show
-from torchtitan.errors import UserError
+from torchtitan.errors import ConfigError, UserError
+from torchtitan.models.shape import is_missing_debug_checkpoint, newest_export
 from torchtitan.preflight.check import Check, name_problem, reward_problem
 from torchtitan.preflight.inference import check_inference
-from torchtitan.preflight.model import check_lora, check_model
-from torchtitan.preflight.stages import check_stage
+from torchtitan.preflight.model import check_lora, check_model, check_stage
 from torchtitan.rollout.environments.agent_worker import FUNCTION
 from torchtitan.rollout.prompts import BUILT_IN
 from torchtitan.rollout.rewards import BUILTIN
 from torchtitan.rollout.rewards.isolation import isolation_command
+from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.loading import nearest
 from torchtitan.weight_sync.faults import Fault, FaultError
 
+Config = str | PathLike[str] | Mapping[str, Any] | JobConfig
+"""A TOML file, its tables, or a configuration"""
+MAKING_TIMEOUT_S = 600.0
 FILE_ENDINGS = (".jsonl", ".parquet")
 # An importance ratio above this is no bound.
 NO_BOUND = 10.0
+
+
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """The validated configuration of a command line such as ["--job.config_file", "x.toml", "--training.steps", "3"].
+
+    A dry run only plans: with model.flavor, or before the debug checkpoint was made, it needs no checkpoint files.
+    --help prints every key and exits with code 0.
+
+    Raises:
+        ConfigError: with all problems of the file, the command line and the values together.
+    """
+    return validated(*read_command_line(argv))
+
+
+def draft_of(config: Config, overrides: Mapping[str, Any]) -> Draft:
+    """The draft of what Python gives; `overrides` are values by `table.key`."""
+    draft = Draft()
+    if isinstance(config, JobConfig):
+        # Not asdict: an attribute that is no key is a slip of the pen, to be refused like any other.
+        sections = {table: getattr(config, table) for table in table_types()}
+        draft.add({table: getattr(section, "__dict__", section) for table, section in sections.items()}, "config")
+    elif isinstance(config, Mapping):
+        draft.add(config, "config")
+    else:
+        draft.add_file(fspath(config))
+    for name, value in overrides.items():
+        draft.set(name, value, "overrides")
+    return draft
+
+
+def validated(draft: Draft, planning: bool = False) -> JobConfig:
+    """The configuration that the draft makes. `planning`: nothing will be started, and files may be missing.
+
+    Raises:
+        ConfigError: with all problems together.
+    """
+    config, problems = draft.build()
+    config.inference.servers = expand_servers(config.inference.servers)
+    config.model.hf_assets_path = newest_export(config.model.hf_assets_path)
+    config.distill.teacher = newest_export(config.distill.teacher)
+    if draft.is_complete:
+        # A key that was just reported holds its default now.
+        problems += validate(config, planning, frozenset(problem.key for problem in problems))
+    if problems:
+        raise ConfigError([problem.text for problem in problems])
+    return config
+
+
+def ready(draft: Draft) -> JobConfig:
+    """The configuration of a run that starts now; makes the debug checkpoint where that is named and missing.
+
+    Raises:
+        UserError: as `validated`, or the debug checkpoint could not be made.
+    """
+    config, _ = draft.build()
+    # Several ranks would make it several times: for those run_grpo.sh does it before they start.
+    if is_missing_debug_checkpoint(config) and world_size() == 1:
+        validated(draft, planning=True)
+        path = config.model.hf_assets_path
+        print(f"making the debug checkpoint {path}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "torchtitan.preflight.debug_checkpoint", "--output", path]
+        try:
+            subprocess.run(
+                command, env=child_environment(1), timeout=MAKING_TIMEOUT_S, check=True, capture_output=True, text=True
+            )
+        except subprocess.SubprocessError as error:
+            said = str(getattr(error, "stderr", "") or error)[-2000:]
+            raise UserError(f"the debug checkpoint {path} could not be made: {said}") from error
+    return validated(draft)
 
 
 def validate(config: JobConfig, planning: bool = False, wrong: frozenset[str] = frozenset()) -> list[Problem]:

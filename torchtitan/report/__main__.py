@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.errors import UserError
-from torchtitan.report.html import write_report
-from torchtitan.report.live import serve_run
+from torchtitan.report.page import serve_run, write_report
 from torchtitan.report.plots import STEPS, compare_runs, write_plot
 from torchtitan.report.timeline import LAST_MINUTES, read_timeline, write_trace
 

@@ -21,8 +21,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import ColocatedPool, Round
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Tag
-from torchtitan.report.html import write_report
 from torchtitan.report.metrics import METRICS_FILE, Figure, MetricsLogger
+from torchtitan.report.page import write_report
 from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.demonstrations import Demonstrations

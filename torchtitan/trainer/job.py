@@ -24,8 +24,8 @@ from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Round
 from torchtitan.inference.colocated.vllm_engine import open_replica
 from torchtitan.models.batch_invariance import said_of
-from torchtitan.report.live import LivePage
 from torchtitan.report.metrics import set_up_logging
+from torchtitan.report.page import LivePage
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource
 from torchtitan.rollout.rollouts import Rollouts, make_rollouts

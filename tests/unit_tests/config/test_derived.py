@@ -7,7 +7,7 @@ import pytest
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.derived import nodes, slurm_urls
 from torchtitan.errors import ConfigError
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 
 
 def test_servers_elsewhere_need_a_registry_that_they_reach(write_config: WriteConfig) -> None:

@@ -21,7 +21,7 @@ from torchtitan.config.values import Names, Range, config_to_toml
 from torchtitan.errors import ConfigError
 from torchtitan.grpo.loss import loss_settings
 from torchtitan.grpo.objectives import ClipRange
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 
 if sys.version_info >= (3, 11):
     import tomllib

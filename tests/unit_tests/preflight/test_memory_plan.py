@@ -26,8 +26,8 @@ from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import DTYPES, ExpertExchange, _AllToAll, parallelize
 from torchtitan.models.shape import read_shape
-from torchtitan.preflight.loading import load_config
 from torchtitan.preflight.plan import make_plan
+from torchtitan.preflight.validate import load_config
 from torchtitan.trainer.optimizer import build_optimizer
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"

@@ -15,8 +15,7 @@ from torchtitan.models.costs import estimate_memory
 from torchtitan.models.model_args import ExpertArgs, ModelArgs
 from torchtitan.models.shape import find_flavor
 from torchtitan.preflight.check import Check
-from torchtitan.preflight.model import check_model
-from torchtitan.preflight.stages import check_stage
+from torchtitan.preflight.model import check_model, check_stage
 
 EP, TP = "expert_parallel_degree", "tensor_parallel_degree"
 ARGS = replace(

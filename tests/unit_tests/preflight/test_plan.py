@@ -12,8 +12,8 @@ from torchtitan.config import derived
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.preflight.__main__ import main
-from torchtitan.preflight.loading import load_config
 from torchtitan.preflight.plan import describe_plan, make_plan
+from torchtitan.preflight.validate import load_config
 
 if sys.version_info >= (3, 11):
     import tomllib

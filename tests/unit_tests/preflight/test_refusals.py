@@ -16,7 +16,7 @@ from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
 from torchtitan.preflight.__main__ import main
 from torchtitan.preflight.inference import ROUTES
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 
 # Words of the command line | what the message must contain.
 ON_THE_COMMAND_LINE = """

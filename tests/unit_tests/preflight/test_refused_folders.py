@@ -10,7 +10,7 @@ import pytest
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.config.reading import Draft
 from torchtitan.errors import ConfigError
-from torchtitan.preflight.loading import load_config, validated
+from torchtitan.preflight.validate import load_config, validated
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 from tests.unit_tests.conftest import WriteConfig
 from torchtitan.preflight import plan
 from torchtitan.preflight.__main__ import main
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -25,10 +25,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.patience import PATIENCE_S
 from tests.unit_tests.report.test_report import write_run
 from torchtitan.errors import UserError
-from torchtitan.report import live
+from torchtitan.report import page
 from torchtitan.report.__main__ import main
-from torchtitan.report.live import LivePage, LiveServer, listen
 from torchtitan.report.metrics import ACTORS_FILE, cut_after
+from torchtitan.report.page import LivePage, LiveServer, listen
 from torchtitan.utils.json_lines import JsonLines, read_json_lines
 
 TOKEN = "token-of-the-test"
@@ -137,7 +137,7 @@ def test_leafing_back_finds_every_line_once(tmp_path: Path, monkeypatch: pytest.
     run_dir = tmp_path
     lines = [json.dumps({"step": step, "completion": "x" * (step % 50)}) for step in range(120)]
     (run_dir / "completions.jsonl").write_text("\n".join(lines) + '\n{"cut o')
-    monkeypatch.setattr(live, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(page, "CHUNK_BYTES", chunk)
 
     async def check() -> None:
         async with client_of(run_dir) as client:
@@ -177,11 +177,11 @@ def test_a_run_serves_its_page_from_another_process(tmp_path: Path, caplog: pyte
         page.close()
     with pytest.raises(OSError):
         answer_of(url)
-    assert (run_dir / "logs" / "live.log").read_text() == ""
+    assert (run_dir / "logs" / "page.log").read_text() == ""
 
 
 def test_the_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from torchtitan.report.live import LivePage\n"
+    code = "import sys, time; from pathlib import Path; from torchtitan.report.page import LivePage\n"
     code += "import logging; logging.basicConfig(level='INFO', stream=sys.stdout, format='%(message)s')\n"
     code += "page = LivePage(Path(sys.argv[1]), 0); time.sleep(1000)"
     command = [sys.executable, "-u", "-c", code, str(write_run(tmp_path / "run", steps=3))]

@@ -21,7 +21,6 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Branch, Completion, Given, VersionSpan
 from torchtitan.report import metrics
-from torchtitan.report.html import write_report
 from torchtitan.report.metrics import (
     DETAILED_SAMPLES,
     DETAILED_TOKENS,
@@ -30,6 +29,7 @@ from torchtitan.report.metrics import (
     cut_after,
     token_texts,
 )
+from torchtitan.report.page import write_report
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.json_lines import read_json_lines
 

@@ -16,8 +16,8 @@ from tests.patience import PATIENCE_S
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import config_to_toml
 from torchtitan.report.__main__ import main
-from torchtitan.report.html import write_report
 from torchtitan.report.metrics import REQUIRED_KEYS
+from torchtitan.report.page import write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (

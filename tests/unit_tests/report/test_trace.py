@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.unit_tests.report.test_sync_metrics import Journal
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.__main__ import main
-from torchtitan.report.html import write_report
+from torchtitan.report.page import write_report
 from torchtitan.report.timeline import Moment, Span, Timeline, Track, chrome_trace, nested, read_timeline, write_trace
 from torchtitan.utils import json_lines
 from torchtitan.utils.json_lines import MOST_SPANS, ActivityLog, StepRecorder, TimelineFile, actor_file, rank_file

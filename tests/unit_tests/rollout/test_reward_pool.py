@@ -15,7 +15,7 @@ import pytest
 from tests.trajectories import answer
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.preflight.loading import draft_of, ready
+from torchtitan.preflight.validate import draft_of, ready
 from torchtitan.rollout.rewards import isolation
 from torchtitan.rollout.rewards import pool as pool_module
 from torchtitan.rollout.rewards.pool import RewardPool

@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan.config.reading import read_command_line
 from torchtitan.models.shape import find_flavor
-from torchtitan.preflight.loading import validated
+from torchtitan.preflight.validate import validated
 
 ROOT = Path(__file__).resolve().parents[3]
 

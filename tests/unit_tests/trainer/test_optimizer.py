@@ -15,7 +15,7 @@ from torch import nn
 
 from torchtitan.config.job_config import Checkpoint, LRScheduler, Optimizer
 from torchtitan.errors import ConfigError, UserError
-from torchtitan.preflight.loading import draft_of, ready
+from torchtitan.preflight.validate import draft_of, ready
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer, lr_factor
 

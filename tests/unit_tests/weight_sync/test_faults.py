@@ -15,7 +15,7 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.errors import ConfigError
-from torchtitan.preflight.loading import load_config
+from torchtitan.preflight.validate import load_config
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.faults import Fault, FaultError
 
