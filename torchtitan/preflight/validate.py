@@ -1,5 +1,5 @@
-"""From a command line, or from Python's values, to the validated configuration of a job, and what that must satisfy as a
-whole.
+"""From a command line, or from Python's values, to the validated configuration of a job, and what that must satisfy as
+a whole.
 
 What one value must be by itself stands beside its key, in torchtitan/config. No torch here; nothing is started but what
 makes a missing debug checkpoint, and only small files are read.
