@@ -101,10 +101,10 @@ def test_an_engine_that_runs_already_says_how_many_workers_it_has() -> None:
     facts = EngineFacts(Capabilities("fake", "0"), world_size=4)
     control = SimpleNamespace(check_health=lambda timeout_s: None, describe=lambda: facts)
 
-    def loader(_control: Any, options: EngineOptions) -> Any:
+    def special_loader(_control: Any, options: EngineOptions) -> Any:
         raise UserError(f"{options.tensor_parallel_size} workers")
 
-    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, loader=loader)
+    engine: Any = SimpleNamespace(name="fake", control=lambda *_: control, special_loader=special_loader)
     arguments = argparse.Namespace(url="http://127.0.0.1:1", engine_token_env="", drain_timeout_s=0.0)
     options = EngineOptions("a", "m", "", "engine", Path(), "", 0)
     with pytest.raises(UserError, match="4 workers"):

@@ -177,7 +177,7 @@ def test_a_run_serves_its_page_from_another_process(tmp_path: Path, caplog: pyte
         page.close()
     with pytest.raises(OSError):
         answer_of(url)
-    assert (run_dir / "logs" / "page.log").read_text() == ""
+    assert (run_dir / "logs" / "live.log").read_text() == ""
 
 
 def test_the_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
