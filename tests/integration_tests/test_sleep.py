@@ -19,7 +19,7 @@ from tests.integration_tests.test_embedded_server import TOKEN, start
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.client import ActorNotReady
-from torchtitan.inference.embedded.client import EmbeddedClient
+from torchtitan.inference.engines import EmbeddedClient
 from torchtitan.inference.types import TAGS, GenerateRequest, SamplingParameters
 from torchtitan.models.decoder import Decoder
 from torchtitan.rollout.types import Batch

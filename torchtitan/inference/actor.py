@@ -14,18 +14,9 @@ from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.client import (
-    UPDATING,
-    ActorClient,
-    ActorError,
-    ActorHealth,
-    ActorNotReady,
-    Capabilities,
-    ScoredTokens,
-    TokenRefused,
-)
+from torchtitan.inference.client import UPDATING, ActorClient, ActorError, ActorHealth, ActorNotReady, TokenRefused
 from torchtitan.inference.engines import ActorProcess
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.inference.upkeep import ActorMemory, WeightConnection
 from torchtitan.utils.json_lines import EventLog
 

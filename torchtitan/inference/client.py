@@ -1,4 +1,4 @@
-"""The client of one actor: what every engine says about itself and how it fails, JSON over HTTP, and what is checked
+"""The client of one actor: what every engine says of its health and how it fails, JSON over HTTP, and what is checked
 of the answers. No torch here.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
+from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 
 TOKEN_VARIABLE = "TORCHTITAN_ACTOR_TOKEN"
 # States of an actor's weights with a version on its way; the registry has deadlines for them.
@@ -42,42 +42,6 @@ class RequestRefused(ActorError):
 
 class TokenRefused(ActorError):
     """The actor does not know our bearer token. At start-up this ends the run."""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What an actor can do beyond sampling, as its /health says it."""
-
-    engine: str
-    """embedded, vllm or sglang"""
-    version: str = ""
-    """Of the engine's package"""
-    spans: bool = True
-    """It says which weights version sampled each token"""
-    score: bool = False
-    """It gives the log-probs of tokens that it is given"""
-    seeds: bool = True
-    """A request's samples depend on its seed and on nothing that runs beside it"""
-    kept_tokens: bool = False
-    """With top-p, top-k or min-p it says which tokens were kept"""
-    digest: bool = False
-    """It recomputes the checksums of a version from the tensors that it computes with"""
-    sleep: bool = False
-    """Asleep it takes less memory"""
-    route: str = ""
-    """How weights get into a foreign engine: direct or agent"""
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Log-probs at temperature 1 of all tokens but the first, each given those before it, under one version."""
-
-    log_probs: list[float]
-    epoch: str
-    version: int
 
 
 @dataclass

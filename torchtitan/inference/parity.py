@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from torchtitan.config.derived import verification
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.actor import Actor
-from torchtitan.inference.client import ActorError, ScoredTokens
+from torchtitan.inference.client import ActorError
+from torchtitan.inference.types import ScoredTokens
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.utils.machine import has_gpu

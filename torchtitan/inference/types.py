@@ -154,6 +154,42 @@ class GenerateRequest:
         return cls(data["request_id"], data["prompt_ids"], SamplingParameters(**data["sampling"]))
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What an actor can do beyond sampling, as its /health says it."""
+
+    engine: str
+    """embedded, vllm or sglang"""
+    version: str = ""
+    """Of the engine's package"""
+    spans: bool = True
+    """It says which weights version sampled each token"""
+    score: bool = False
+    """It gives the log-probs of tokens that it is given"""
+    seeds: bool = True
+    """A request's samples depend on its seed and on nothing that runs beside it"""
+    kept_tokens: bool = False
+    """With top-p, top-k or min-p it says which tokens were kept"""
+    digest: bool = False
+    """It recomputes the checksums of a version from the tensors that it computes with"""
+    sleep: bool = False
+    """Asleep it takes less memory"""
+    route: str = ""
+    """How weights get into a foreign engine: direct or agent"""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probs at temperature 1 of all tokens but the first, each given those before it, under one version."""
+
+    log_probs: list[float]
+    epoch: str
+    version: int
+
+
 def make_label(epoch: str, version: int) -> str:
     """`<epoch>/<version>`: the label under which a foreign engine serves a version. It comes back with every token.
 

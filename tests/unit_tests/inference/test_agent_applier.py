@@ -19,8 +19,7 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.inference.agent.applier import Applier, FileLoader, remove_abandoned
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.agent.server import AgentServer, EnginePlace, Watch
-from torchtitan.inference.client import Capabilities
-from torchtitan.inference.types import TAGS, Tag
+from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 

@@ -19,7 +19,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.agent import server
 from torchtitan.inference.agent.engine import AdminClient, EngineError, EngineFacts, EngineNotListening, EngineOptions
 from torchtitan.inference.agent.server import AgentServer, RunningAgent, Watch
-from torchtitan.inference.client import Capabilities
+from torchtitan.inference.types import Capabilities
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
 # Serves nothing, but writes the port that it is given, as an engine does.

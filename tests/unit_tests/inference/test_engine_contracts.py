@@ -23,11 +23,11 @@ from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.client import ActorNotReady, Capabilities, JsonClient, RequestRefused
+from torchtitan.inference.client import ActorNotReady, JsonClient, RequestRefused
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
 from torchtitan.inference.sglang.engine import SGLangControl
-from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Capabilities, GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.dialect import DIALECT as VLLM

@@ -14,9 +14,17 @@ from tests.patience import eventually
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference import parity
-from torchtitan.inference.client import ActorError, ActorHealth, Capabilities, ScoredTokens
+from torchtitan.inference.client import ActorError, ActorHealth
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+from torchtitan.inference.types import (
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    SamplingParameters,
+    ScoredTokens,
+    Tag,
+    VersionSpan,
+)
 from torchtitan.trainer import mismatch
 from torchtitan.utils.json_lines import EventLog
 

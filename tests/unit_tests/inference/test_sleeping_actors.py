@@ -15,9 +15,18 @@ from tests.unit_tests.inference.test_parity import make_config as parity_config
 from tests.unit_tests.inference.test_parity import run as run_pool
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference import actor
-from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady, Capabilities, ScoredTokens
+from torchtitan.inference.client import ActorError, ActorHealth, ActorNotReady
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
+from torchtitan.inference.types import (
+    TAGS,
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    SamplingParameters,
+    ScoredTokens,
+    Tag,
+    VersionSpan,
+)
 from torchtitan.utils.json_lines import EventLog
 
 ASLEEP, READY = "asleep", "ready"

@@ -26,8 +26,8 @@ from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import TOKEN_ENV_VARIABLE, TokenMiddleware
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm.dialect import DIALECT
+from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.engine import ENGINE
-from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 # Dialect
@@ -445,7 +445,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
     import subprocess
 
     code = (
-        "import sys, torchtitan.inference.vllm.mailbox, "
+        "import sys, torchtitan.inference.vllm.direct, "
         "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.actor, "
         "torchtitan.inference.versions, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.

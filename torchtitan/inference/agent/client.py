@@ -38,14 +38,21 @@ from torchtitan.inference.client import (
     ActorError,
     ActorHealth,
     ActorNotReady,
-    Capabilities,
     JsonClient,
-    ScoredTokens,
     check_completions,
     parse_health,
 )
 from torchtitan.inference.placement import GIB, colocated_memory, device_bytes_of_driver, threads_per_actor
-from torchtitan.inference.types import Completion, FinishReason, GenerateRequest, Routes, VersionSpan, parse_label
+from torchtitan.inference.types import (
+    Capabilities,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Routes,
+    ScoredTokens,
+    VersionSpan,
+    parse_label,
+)
 from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
 from torchtitan.utils.machine import is_loopback
@@ -245,7 +252,7 @@ class AgentClient(ActorClient):
         return self._capabilities
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Completions of one request; raises as embedded.client.EmbeddedClient.generate does."""
+        """Completions of one request; raises as engines.EmbeddedClient.generate does."""
         answer = await self._ask("generate", self._dialect.generate(request), timeout_s)
         with _understanding("generate"):
             completions = self._dialect.completions(request, answer)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from torchtitan.errors import UserError
-from torchtitan.inference.client import Capabilities
-from torchtitan.inference.types import Tag
+from torchtitan.inference.types import Capabilities, Tag
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.actor import Actor

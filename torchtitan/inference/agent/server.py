@@ -26,8 +26,8 @@ from torchtitan.inference.agent.engine import (
     ForeignEngine,
     WeightLoader,
 )
-from torchtitan.inference.client import Capabilities, base_url
-from torchtitan.inference.types import TAGS
+from torchtitan.inference.client import base_url
+from torchtitan.inference.types import TAGS, Capabilities
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import ActivityLog

@@ -19,9 +19,8 @@ from torchtitan.inference.agent.engine import (
     ForeignEngine,
     PauseMode,
 )
-from torchtitan.inference.client import Capabilities
 from torchtitan.inference.engine_server import PREFIX_KEYS
-from torchtitan.inference.types import TAGS, Tag
+from torchtitan.inference.types import TAGS, Capabilities, Tag
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.

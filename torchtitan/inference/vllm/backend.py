@@ -35,8 +35,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from torchtitan.inference.versions import MOST_TORN, BaseWeights, Torn, Verification
+from torchtitan.inference.vllm.direct import Mailbox
 from torchtitan.inference.vllm.loading import METHODS, PACKED, Noted, Notes, load_weights
-from torchtitan.inference.vllm.mailbox import Mailbox
 from torchtitan.utils.machine import keep_freed_memory, return_freed_memory
 from torchtitan.weight_sync.actor import Worker
 from torchtitan.weight_sync.digest import Stopped, differing_parameters

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from torchtitan.inference.agent.client import FINISHED, Call, Malformed, aborted, make_completion, read_spans
-from torchtitan.inference.client import RequestRefused, ScoredTokens
-from torchtitan.inference.types import Completion, GenerateRequest, Routes, VersionSpan, check_routes, compact
+from torchtitan.inference.client import RequestRefused
+from torchtitan.inference.types import (
+    Completion,
+    GenerateRequest,
+    Routes,
+    ScoredTokens,
+    VersionSpan,
+    check_routes,
+    compact,
+)
 from torchtitan.inference.vllm.engine import GENERATE
 
 REFUSED = (400, 413, 422)

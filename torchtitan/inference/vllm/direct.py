@@ -1,43 +1,18 @@
-"""The direct way into vLLM: our backend inside the engine has staged the version already, and loads it in place."""
+"""The direct way into vLLM: our backend inside the engine has staged the version already, and loads it in place. Here
+are the agent's orders, and the hand-over from the pulling thread to the engine's. No vLLM here.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, wait
 
 from torchtitan.inference.agent.engine import EngineControl, EngineError, WeightLoader
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
-
-
-class Alongside:
-    """Runs `function` in a thread, while an engine does its half of the same thing and answers when it is done.
-
-    who: what does that half, for messages.
-    """
-
-    def __init__(self, function: Callable[[], Any], who: str = "the engine"):
-        self._function, self._who = function, who
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="alongside", daemon=True)
-        self._thread.start()
-
-    def result(self, timeout_s: float) -> None:
-        """Wait for it; raises what it raised, EngineError where it takes longer."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise EngineError(f"{self._who} did not answer within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:
-            self._error = error
-
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +45,18 @@ class DirectLoader(WeightLoader):
         assert staged.apply_on_workers is not None
         wanted = {"epoch": staged.epoch, "version": staged.version, "digest": staged.digest}
         # The two meet in each worker: its puller, which offers the version, and the engine's thread, which takes it.
-        offering = Alongside(staged.apply_on_workers, "the engine's workers")
+        offering: Future[object] = Future()
+        threading.Thread(target=_run, args=(staged.apply_on_workers, offering), name="offering", daemon=True).start()
         failure: BaseException | None = None
         try:
             self._control.order("/update_weights", {"update_info": wanted}, self._timeout_s)
         except EngineError as error:
             failure = error
-        try:
-            offering.result(self._timeout_s)
-        except BaseException as error:
-            # They refuse only what the engine's thread has not taken, and will not.
-            if isinstance(error, WeightsRefused) or failure is None:
-                failure = error
+        late = EngineError(f"the engine's workers did not answer within {self._timeout_s:g} s")
+        refusal = offering.exception() if wait([offering], self._timeout_s).done else late
+        # They refuse only what the engine's thread has not taken, and will not.
+        if isinstance(refusal, WeightsRefused) or failure is None:
+            failure = refusal
         if failure is not None:
             raise failure
         self._control.order("/finish_weight_update", {"weight_version": label})
@@ -100,3 +75,91 @@ class DirectLoader(WeightLoader):
             self._control.order("/start_weight_update", {})
         except EngineError as error:
             raise WeightsRefused(f"the engine begins no update: {error}") from error
+
+
+def _run(function: Callable[[], object], future: Future[object]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class Mailbox:
+    """Room for one version. `offer` blocks the receiver's apply thread while the engine's thread has the tensors."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._staged: StagedVersion | None = None
+        self._taken = False
+        self._finished = False
+        self._error: str | None = None
+        self._refused: tuple[tuple[str, int, str], str] | None = None
+        self._closed: str | None = None
+
+    def offer(self, staged: StagedVersion, pickup_timeout_s: float, load_timeout_s: float) -> None:
+        """Return once the engine holds the version.
+
+        Raises:
+            WeightsRefused: the engine did not take it within `pickup_timeout_s`, and will not: it is as it was.
+            RuntimeError: loading failed, took longer than `load_timeout_s`, or the mailbox was closed meanwhile.
+        """
+        with self._changed:
+            if self._closed is not None:
+                raise WeightsRefused(self._closed)
+            self._staged, self._taken, self._finished, self._error = staged, False, False, None
+            self._refused = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._taken or self._closed is not None, pickup_timeout_s)
+            if not self._taken:
+                self._staged = None
+                reason = self._closed or f"the engine did not take the version within {pickup_timeout_s:g} s"
+                raise WeightsRefused(reason)
+            self._changed.wait_for(lambda: self._finished or self._closed is not None, load_timeout_s)
+            self._staged = None
+            if not self._finished:
+                raise RuntimeError(self._closed or f"the engine did not load the version within {load_timeout_s:g} s")
+            if self._error is not None:
+                raise RuntimeError(self._error)
+
+    def refuse(self, staged: StagedVersion, reason: str) -> None:
+        """This version is not offered, nor will be: the engine need not wait for it."""
+        with self._changed:
+            self._refused = (staged.epoch, staged.version, staged.digest), reason
+            self._changed.notify_all()
+
+    def take(self, epoch: str, version: int, digest: str, timeout_s: float) -> StagedVersion:
+        """The engine's thread: the version that is offered. Raises LookupError where that very one does not come."""
+        deadline = time.monotonic() + timeout_s
+        wanted = (epoch, version, digest)
+
+        def matches() -> bool:
+            staged = self._staged
+            return staged is not None and not self._taken and (staged.epoch, staged.version, staged.digest) == wanted
+
+        def why_not() -> str | None:
+            return self._refused[1] if self._refused is not None and self._refused[0] == wanted else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: matches() or why_not() is not None, max(0.0, deadline - time.monotonic()))
+            if not matches():
+                raise LookupError(why_not() or f"version {version} of epoch {epoch} is not staged here")
+            self._taken = True
+            self._changed.notify_all()
+            assert self._staged is not None
+            return self._staged
+
+    def finish(self, error: str | None) -> bool:
+        """The engine's thread: it has loaded what it took, or why not. Returns whether its offer still waited."""
+        with self._changed:
+            waited = self._staged is not None and self._taken
+            # An offer that came after the one that was taken must not be told that it is loaded.
+            if waited:
+                self._finished, self._error = True, error
+                self._changed.notify_all()
+            return waited
+
+    def close(self, reason: str) -> None:
+        """Nothing is handed over any more; those who wait are told why."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()

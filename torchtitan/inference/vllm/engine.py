@@ -19,8 +19,7 @@ from torchtitan.inference.agent.engine import (
     PauseMode,
     WeightLoader,
 )
-from torchtitan.inference.client import Capabilities
-from torchtitan.inference.types import Tag
+from torchtitan.inference.types import Capabilities, Tag
 from torchtitan.inference.vllm.plugin import BACKEND
 from torchtitan.utils.machine import has_gpu
 
