@@ -145,16 +145,13 @@ async def test_generates_what_the_engine_generates(
             got = [Completion.from_json(one) for one in answer["completions"]]
             assert status == 200 and [one.token_ids for one in got] == [one.token_ids for one in completions]
             assert got[0].spans[-1].end == len(got[0].token_ids) == len(got[0].log_probs)
-        prompt = {"prompt": [5, 9, 3], "max_tokens": 12, "n": 3, "model": "any"}
-        status, answer = await client.call("POST", "/v1/completions", json=prompt)
-        assert status == 200
-        assert [one["token_ids"] for one in answer["choices"]] == [one.token_ids for one in expected[0]]
-        status, answer = await client.call("POST", "/v1/completions", json={**prompt, "top_k": 3})
-        (first, *_) = answer["choices"]
+        truncated = {**asked[0], "sampling": {**asked[0]["sampling"], "top_k": 3}}
+        status, answer = await client.call("POST", "/v1/generate", json=truncated)
+        (first, *_) = answer["completions"]
         kept = zip(first["token_ids"], first["kept_token_ids"], strict=True)
         assert all(len(ids) == 3 and token in ids for token, ids in kept)
         status, metrics = await client.call("GET", "/metrics")
-        assert status == 200 and "engine_finished_requests_total 6" in metrics
+        assert status == 200 and "engine_finished_requests_total 5" in metrics
 
 
 @asynchronous
@@ -183,8 +180,6 @@ async def test_refuses_strangers_and_nonsense(process: tuple[subprocess.Popen[st
             assert status == 400 and said in answer["error"]
         status, answer = await client.call("POST", "/v1/generate", json=body(MAX_LENGTH - 2))
         assert status == 413 and f"max_length {MAX_LENGTH}" in answer["error"]
-        status, answer = await client.call("POST", "/v1/completions", json={"prompt": "text"})
-        assert status == 400 and "token ids" in answer["error"]
         status, answer = await client.call("POST", "/weights/connect", json={"registry": "x"})
         assert status == 400 and "epoch" in answer["error"]
         assert (await client.call("GET", "/weights"))[1] == {"weights": None}
@@ -279,7 +274,7 @@ def in_process(directory: Path, scenario: Callable[[EngineServer, Client], Await
     """Run a scenario against a server in this process, whose engine can be reached into."""
 
     async def run() -> None:
-        server = EngineServer(Engine(load_policy(directory), 8, MAX_LENGTH, ()), "tiny", TOKEN, threads=1, **options)
+        server = EngineServer(Engine(load_policy(directory), 8, MAX_LENGTH, ()), TOKEN, threads=1, **options)
         port = await server.start("127.0.0.1", 0)
         try:
             async with Client(f"http://127.0.0.1:{port}") as client:

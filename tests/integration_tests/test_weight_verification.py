@@ -22,7 +22,7 @@ from torchtitan.weight_sync.staging import StagedVersion
 
 def run(checkpoint: Path, run_dir: Path, scenario: Any) -> None:
     async def inside() -> None:
-        server = EngineServer(Engine(load_policy(checkpoint), 8, 400, ()), "tiny", TOKEN, threads=1)
+        server = EngineServer(Engine(load_policy(checkpoint), 8, 400, ()), TOKEN, threads=1)
         port = await server.start("127.0.0.1", 0)
         trainer = await asyncio.to_thread(Trainer, checkpoint, run_dir)
         try:

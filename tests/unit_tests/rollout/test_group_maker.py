@@ -29,7 +29,7 @@ FIGURES = ("loss", "grad_norm", "teacher_kl")
 
 async def taught(teacher_path: Path) -> Batch:
     """A batch whose tokens a server has scored, on its way to another rank."""
-    server = EngineServer(Engine(load_policy(teacher_path), 4, 128), "teacher", token=None)
+    server = EngineServer(Engine(load_policy(teacher_path), 4, 128), token=None)
     port = await server.start("127.0.0.1", 0)
     teacher = Teacher(Distill(teacher_url=f"http://127.0.0.1:{port}", teacher_backend="embedded"))
     batch = make_batch(0)

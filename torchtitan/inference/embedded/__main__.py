@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import sys
-from pathlib import Path
 
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
@@ -80,8 +79,8 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     if not arguments.no_token:
         token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)
     server = EngineServer(
-        engine, Path(arguments.model).name, token, threads, arguments.require_version, arguments.host,
-        arguments.drain_timeout_s, arguments.activity_file, arguments.verify_every,
+        engine, token, threads, arguments.require_version, arguments.host, arguments.drain_timeout_s,
+        arguments.activity_file, arguments.verify_every,
     )  # fmt: skip
     set_on_signal(server.stopped)
     port = await server.start(arguments.host, arguments.port)

@@ -4,7 +4,7 @@ is known of each, and of its row of the cache."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torchtitan.inference.types import (
     FinishReason,
     GenerateRequest,
     Routes,
-    SamplingParameters,
     VersionSpan,
 )
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 # Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4
 MOST_SAMPLES = 4096
-_SAMPLING = set(SamplingParameters.__dataclass_fields__)
 FIRST_WIDTH = 64
 
 
@@ -77,19 +75,6 @@ class _Score(_Strict):
     token_ids: list[int] = Field(min_length=2)
 
 
-class _Completions(_Sampling):
-    """What OpenAI's route takes; of options that have no meaning here the default, or what does no harm."""
-
-    prompt: list[int] = Field(min_length=1)
-    max_tokens: int = Field(16, ge=1)
-    stream: Literal[False] | None = None
-    echo: Literal[False] | None = None
-    best_of: None = None
-    model: Any = None
-    user: Any = None
-    logprobs: Any = None
-
-
 def check_request(request: GenerateRequest, vocab_size: int, max_length: int) -> None:
     """Raise InvalidRequest or TooLong for a request that cannot be served; types are checked too (it may be JSON)."""
     _Generate.read(request.to_json(), InvalidRequest)
@@ -112,36 +97,6 @@ def parse_generate(data: dict[str, Any]) -> GenerateRequest:
 def parse_score(data: dict[str, Any]) -> list[int]:
     """The token ids of a score request: at least two. Raises InvalidRequest; ids are checked by the engine's limits."""
     return _Score.read(data, InvalidRequest).token_ids
-
-
-def parse_completions(data: dict[str, Any]) -> GenerateRequest:
-    """An OpenAI-like completions request whose prompt is a list of token ids. Raises InvalidRequest."""
-    prompt = data.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        prompt = prompt[0]
-    if not isinstance(prompt, list):
-        raise InvalidRequest("prompt must be a list of token ids: this server takes and gives tokens, not text")
-    sampling = _Completions.read({**data, "prompt": prompt}, InvalidRequest).model_dump(include=_SAMPLING)
-    return GenerateRequest("completion", prompt, SamplingParameters(**sampling))
-
-
-def completions_answer(model: str, request: GenerateRequest, completions: list[Completion]) -> dict[str, Any]:
-    """The OpenAI-like answer; tokens, log-probs, kept tokens and version spans stand in each choice."""
-    choices = [
-        {
-            "index": index,
-            "text": "",
-            "token_ids": one.token_ids,
-            "logprobs": {"token_logprobs": one.log_probs},
-            "finish_reason": one.finish_reason,
-            "weight_versions": [vars(span) for span in one.spans],
-            "kept_token_ids": one.kept_token_ids,
-        }
-        for index, one in enumerate(completions)
-    ]
-    generated = sum(len(one.token_ids) for one in completions)
-    usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": generated}
-    return {"object": "text_completion", "model": model, "choices": choices, "usage": usage}
 
 
 @dataclass

@@ -20,8 +20,6 @@ from torchtitan.inference.embedded.sequences import (
     InvalidRequest,
     TooLong,
     check_request,
-    completions_answer,
-    parse_completions,
     parse_generate,
     parse_score,
 )
@@ -39,7 +37,6 @@ class EngineServer(ActorServer):
 
     Args:
         engine: handed over.
-        model: name that clients see.
         token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
         threads: of the engine; 0 leaves torch's choice.
         require_version: answer 503 until a first version was applied.
@@ -55,7 +52,6 @@ class EngineServer(ActorServer):
     def __init__(
         self,
         engine: Engine,
-        model: str,
         token: str | None,
         threads: int = 0,
         require_version: bool = False,
@@ -65,7 +61,7 @@ class EngineServer(ActorServer):
         verify_every: int = 1,
     ):
         super().__init__(self, token, relay_host)
-        self.engine, self.model = engine, model
+        self.engine = engine
         self._event_loop = asyncio.get_running_loop()
         self.stopped = asyncio.Event()
         """Set when the process is to end"""
@@ -93,7 +89,6 @@ class EngineServer(ActorServer):
         return [
             *super().routes(),
             web.post("/v1/generate", self._generate),
-            web.post("/v1/completions", self._completions),
             web.post("/v1/score", self._score),
             web.get("/metrics", self._metrics),
         ]
@@ -113,10 +108,6 @@ class EngineServer(ActorServer):
     async def _generate(self, request: web.Request) -> web.Response:
         completions = await self._run(parse_generate(parse_object(await request.read())))
         return answer({"completions": [one.to_json() for one in completions]})
-
-    async def _completions(self, request: web.Request) -> web.Response:
-        wanted = parse_completions(parse_object(await request.read()))
-        return answer(completions_answer(self.model, wanted, await self._run(wanted)))
 
     async def _score(self, request: web.Request) -> web.Response:
         """{"token_ids"}: log-probs at temperature 1 of all but the first, and the version they are under."""
