@@ -23,7 +23,8 @@ from tests.chat_models import ADDED, END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
 from torchtitan.inference import engines
 from torchtitan.inference.actor import Actor
-from torchtitan.inference.agent.client import AgentClient, Call
+from torchtitan.inference.agent.client import AgentClient
+from torchtitan.inference.agent.engine import Call
 from torchtitan.inference.types import Completion, GenerateRequest, Given, SamplingParameters
 from torchtitan.models.attention import PackedLayout
 from torchtitan.rollout.environments.pool import EnvironmentPool

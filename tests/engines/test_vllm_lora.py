@@ -17,7 +17,7 @@ from tests.processes import Processes
 from torchtitan.config.job_config import JobConfig
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.vllm.dialect import DIALECT
+from torchtitan.inference.vllm.engine import ENGINE
 from torchtitan.utils.json_lines import EventLog
 
 
@@ -96,7 +96,7 @@ def test_an_adapter_that_was_not_applied_is_found_and_the_actor_evicted(
 
     async def scenario(trainer: AdapterTrainer) -> None:
         pool = InferencePool(
-            config, trainer.epoch, trainer.token, tmp_path, events, lambda url, _: AgentClient(DIALECT, url, TOKEN)
+            config, trainer.epoch, trainer.token, tmp_path, events, lambda url, _: AgentClient(ENGINE, url, TOKEN)
         )
         await pool.start()
         try:

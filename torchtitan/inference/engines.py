@@ -3,7 +3,6 @@ The embedded engine's are here, those of an engine with an agent in agent/client
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command
 from torchtitan.inference.agent.client import AgentClient, agent_command
+from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, base_url, check_completions
 from torchtitan.inference.placement import actor_cores, engine_devices, threads_per_actor
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens
@@ -26,7 +26,7 @@ def make_client(backend: str, url: str, token: str) -> ActorClient:
     """A client of the actor at `url`."""
     if backend == "embedded":
         return EmbeddedClient(url, token)
-    return AgentClient(importlib.import_module(f"torchtitan.inference.{backend}.dialect").DIALECT, url, token)
+    return AgentClient(load_engine(backend), url, token)
 
 
 def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:

@@ -15,7 +15,7 @@ from torchtitan.errors import UserError
 from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
 from torchtitan.rollout.episodes import Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan.inference.agent.client import AgentClient, Malformed, NoVersion, reachable_url
+from torchtitan.inference.agent.client import AgentClient, reachable_url
+from torchtitan.inference.agent.engine import Malformed, NoVersion
 from torchtitan.inference.client import ActorError
-from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
-from torchtitan.inference.sglang.dialect import MOST_KEPT
+from torchtitan.inference.sglang.engine import ENGINE as SGLANG
+from torchtitan.inference.sglang.engine import MOST_KEPT
 from torchtitan.inference.types import GenerateRequest, SamplingParameters, VersionSpan, make_label, parse_label
 
 

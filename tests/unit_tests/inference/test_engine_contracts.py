@@ -25,13 +25,13 @@ from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.client import ActorNotReady, JsonClient, RequestRefused
 from torchtitan.inference.sglang import engine as sglang_engine
-from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import SGLangControl
 from torchtitan.inference.types import Capabilities, GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
-from torchtitan.inference.vllm.dialect import DIALECT as VLLM
 from torchtitan.inference.vllm.direct import DirectLoader
+from torchtitan.inference.vllm.engine import ENGINE as VLLM
 from torchtitan.inference.vllm.engine import VLLMControl
 from torchtitan.weight_sync.staging import StagedVersion
 

@@ -19,10 +19,10 @@ from tests.trajectories import single_turn
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
-from torchtitan.inference.agent.client import Dialect
+from torchtitan.inference.agent.client import ForeignEngine
 from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.sglang.dialect import DIALECT as SGLANG
+from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.types import (
     Branch,
     Completion,
@@ -33,7 +33,7 @@ from torchtitan.inference.types import (
     add_turn,
     branch_routes,
 )
-from torchtitan.inference.vllm.dialect import DIALECT as VLLM
+from torchtitan.inference.vllm.engine import ENGINE as VLLM
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.models.moe import MoE
@@ -121,7 +121,7 @@ def _sglang_answer(routed_experts: str | None) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("highest", [7, 300])
 def test_foreign_engines_are_understood(
-    dialect: Dialect, answer: Callable[..., Any], encode: Callable[[np.ndarray], str], highest: int
+    dialect: ForeignEngine, answer: Callable[..., Any], encode: Callable[[np.ndarray], str], highest: int
 ) -> None:
     """vLLM: an .npy of (tokens - 1, layers, k); SGLang: flat int32. Both without the last token."""
     prompt = [5, 6, 7]

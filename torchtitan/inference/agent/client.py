@@ -1,7 +1,7 @@
 """A foreign engine as a run sees it: the command line of the agent that starts it and stands beside it, and the client
 of both. Generation goes straight to the engine, everything else to the agent.
 
-How the engine is asked for tokens and how its answers are read is its dialect's: pure functions; no torch.
+How the engine is asked for tokens, and how its answers are read, its entry says (ForeignEngine). No torch here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
@@ -31,7 +30,7 @@ from torchtitan.config.derived import (
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import shared_command, shared_settings
-from torchtitan.inference.agent.engine import load_engine
+from torchtitan.inference.agent.engine import Call, ForeignEngine, NoVersion, load_engine
 from torchtitan.inference.client import (
     TOKEN_VARIABLE,
     ActorClient,
@@ -46,12 +45,8 @@ from torchtitan.inference.placement import GIB, colocated_memory, device_bytes_o
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
-    FinishReason,
     GenerateRequest,
-    Routes,
     ScoredTokens,
-    VersionSpan,
-    parse_label,
 )
 from torchtitan.models.costs import version_bytes
 from torchtitan.models.shape import read_shape
@@ -63,7 +58,6 @@ RETURN_ROUTES = "enable-return-routed-experts"
 SHARE_OF_APPLY_TIMEOUT = 0.9
 # Keys of a newer agent are passed over.
 CAPABILITIES = TypeAdapter(Capabilities)
-FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 def agent_command(engine: str, config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
@@ -148,80 +142,6 @@ def find_python(engine: str, configured: str, key: str = "inference.engine_pytho
     )
 
 
-@dataclass(frozen=True)
-class Call:
-    """One POST to the engine."""
-
-    path: str
-    body: dict[str, Any]
-
-
-class Malformed(ValueError):
-    """An engine's answer is not what its dialect knows."""
-
-
-class NoVersion(ValueError):
-    """An engine's answer is from weights of no version of ours."""
-
-
-class Dialect(Protocol):
-    """How an engine is asked for tokens, and how it answers. Pure functions; no torch."""
-
-    name: str
-
-    def generate(self, request: GenerateRequest) -> Call:
-        """What to ask. Raises RequestRefused where the engine cannot do that."""
-
-    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
-        """The answer (JSON) of this call, with spans from the engine's version labels.
-
-        Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
-        well-formed.
-        """
-
-    def score(self, token_ids: list[int]) -> Call: ...
-
-    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
-        """Raises as `completions` does."""
-
-    def refused(self, status: int, reason: str) -> bool:
-        """Whether an error answer finds fault with the request itself, so that no other actor will like it better."""
-
-
-def read_spans(parts: list[dict[str, Any]]) -> list[VersionSpan]:
-    """The versions that an engine names by label, each with `start` and `end`. Raises NoVersion."""
-    spans = []
-    for part in parts:
-        held = parse_label(part["version"])
-        if held is None:
-            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
-        if part["end"] > part["start"]:
-            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
-    return spans
-
-
-def make_completion(
-    token_ids: list[int],
-    scored: list[int],
-    log_probs: list[float],
-    finished: FinishReason,
-    spans: list[VersionSpan],
-    kept: list[list[int]] | None,
-    routes: Routes | None = None,
-) -> Completion:
-    """A completion whose parts fit together. scored: the tokens that the log-probs are of. Raises Malformed."""
-    if scored != token_ids:
-        raise Malformed("the log-probs are of other tokens than those of the answer")
-    if kept is not None and len(kept) != len(token_ids):
-        raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
-    return Completion(token_ids, log_probs, finished, spans, kept, routes)
-
-
-def aborted() -> Completion:
-    """The caller has to ask again: what there is of an answer that was broken off means nothing."""
-    return Completion([], [], "abort", [])
-
-
 def reachable_url(engine: str, agent: str) -> str:
     """The engine's address for a caller that has the agent's: what is this machine to the agent may be another to us.
     Raises ValueError where `engine` is no address."""
@@ -235,9 +155,9 @@ def reachable_url(engine: str, agent: str) -> str:
 class AgentClient(ActorClient):
     """Talks to the agent at `url`, and to the engine whose address the agent says in /health."""
 
-    def __init__(self, dialect: Dialect, url: str, token: str):
+    def __init__(self, engine: ForeignEngine, url: str, token: str):
         super().__init__(url, token)
-        self._dialect, self._token = dialect, token
+        self._kind, self._token = engine, token
         self._engine: JsonClient | None = None
         self._capabilities: Capabilities | None = None
 
@@ -253,15 +173,15 @@ class AgentClient(ActorClient):
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
         """Completions of one request; raises as engines.EmbeddedClient.generate does."""
-        answer = await self._ask("generate", self._dialect.generate(request), timeout_s)
+        answer = await self._ask("generate", self._kind.generate(request), timeout_s)
         with _understanding("generate"):
-            completions = self._dialect.completions(request, answer)
+            completions = self._kind.completions(request, answer)
         return check_completions(completions, request.sampling.n)
 
     async def score(self, token_ids: list[int], timeout_s: float) -> ScoredTokens:
-        answer = await self._ask("score", self._dialect.score(token_ids), timeout_s)
+        answer = await self._ask("score", self._kind.score(token_ids), timeout_s)
         with _understanding("score"):
-            scored = self._dialect.scored(token_ids, answer)
+            scored = self._kind.scored(token_ids, answer)
         if len(scored.log_probs) != len(token_ids) - 1:
             raise ActorError("score", f"{len(scored.log_probs)} log-probs came for {len(token_ids)} tokens")
         return scored
@@ -275,7 +195,7 @@ class AgentClient(ActorClient):
         if self._engine is None:
             raise ActorNotReady(phase, "the agent has not said yet where its engine is")
         # Where it is cancelled, a closed connection has the engine drop the request.
-        return await self._engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._dialect.refused)
+        return await self._engine.call(phase, "POST", call.path, timeout_s, call.body, refused=self._kind.refused)
 
     async def _note_engine(self, data: Any) -> None:
         try:
@@ -284,9 +204,9 @@ class AgentClient(ActorClient):
             variable = data.get("token_env")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ActorError("health", f"the agent says nothing usable of its engine: {error!r}") from error
-        if capabilities.engine != self._dialect.name:
+        if capabilities.engine != self._kind.name:
             raise ActorError(
-                "health", f"this is an agent of {capabilities.engine}, inference.backend is {self._dialect.name}"
+                "health", f"this is an agent of {capabilities.engine}, inference.backend is {self._kind.name}"
             )
         self._capabilities = capabilities
         if self._engine is None or self._engine.url != url.rstrip("/"):

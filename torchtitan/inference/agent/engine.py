@@ -1,5 +1,5 @@
-"""What the agent has to know of a foreign engine: how its server is started, what it is asked over HTTP (to stand
-still, to go on, what it holds), and how weights get into it."""
+"""What the agent has to know of a foreign engine: how its server is started, what it is asked over HTTP (to
+stand still, to go on, what it holds, for tokens), and how weights get into it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Capabilities, Tag
+from torchtitan.inference.types import (
+    Capabilities,
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Routes,
+    ScoredTokens,
+    Tag,
+    VersionSpan,
+    parse_label,
+)
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.actor import Actor
     from torchtitan.weight_sync.staging import StagedVersion
 
+FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 LONGEST_ANSWER = 64 * 1024 * 1024
 LONGEST_REASON = 500
 BLOCK = 1 << 20
@@ -219,6 +230,56 @@ Route = Literal["direct", "agent"]
 
 
 @dataclass(frozen=True)
+class Call:
+    """One POST to the engine."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Malformed(ValueError):
+    """An engine's answer is not what is known of its kind."""
+
+
+class NoVersion(ValueError):
+    """An engine's answer is from weights of no version of ours."""
+
+
+def read_spans(parts: list[dict[str, Any]]) -> list[VersionSpan]:
+    """The versions that an engine names by label, each with `start` and `end`. Raises NoVersion."""
+    spans = []
+    for part in parts:
+        held = parse_label(part["version"])
+        if held is None:
+            raise NoVersion(f"sampled under {part['version']!r}, which is no version of ours")
+        if part["end"] > part["start"]:
+            spans.append(VersionSpan(*held, int(part["start"]), int(part["end"])))
+    return spans
+
+
+def make_completion(
+    token_ids: list[int],
+    scored: list[int],
+    log_probs: list[float],
+    finished: FinishReason,
+    spans: list[VersionSpan],
+    kept: list[list[int]] | None,
+    routes: Routes | None = None,
+) -> Completion:
+    """A completion whose parts fit together. scored: the tokens that the log-probs are of. Raises Malformed."""
+    if scored != token_ids:
+        raise Malformed("the log-probs are of other tokens than those of the answer")
+    if kept is not None and len(kept) != len(token_ids):
+        raise Malformed(f"{len(kept)} sets of kept tokens came for {len(token_ids)} tokens")
+    return Completion(token_ids, log_probs, finished, spans, kept, routes)
+
+
+def aborted() -> Completion:
+    """The caller has to ask again: what there is of an answer that was broken off means nothing."""
+    return Completion([], [], "abort", [])
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """One engine as the command line of the agent asks for it."""
 
@@ -283,6 +344,34 @@ class ForeignEngine:
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
         """For routes other than "agent", which has FileLoader."""
         raise NotImplementedError
+
+    # How it is asked for tokens, and how it answers: pure functions
+
+    def generate(self, request: GenerateRequest) -> Call:
+        """What to ask. Raises RequestRefused where the engine cannot do that."""
+        raise NotImplementedError
+
+    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
+        """The answer (JSON) of this call, with spans from the engine's version labels.
+
+        Raises Malformed, NoVersion, or KeyError, TypeError, IndexError, ValueError for an answer that is not
+        well-formed.
+        """
+        raise NotImplementedError
+
+    def score(self, token_ids: list[int]) -> Call:
+        """What to ask for the log-probs of these tokens."""
+        raise NotImplementedError
+
+    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+        """Raises as `completions` does."""
+        raise NotImplementedError
+
+    def refused(self, status: int, reason: str) -> bool:
+        """Whether an error answer finds fault with the request itself, so that no other actor will like it better."""
+        raise NotImplementedError
+
+    # What every engine has
 
     def command(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         """The command line that starts the server, and what its environment has beside ours."""

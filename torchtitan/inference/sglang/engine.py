@@ -1,26 +1,49 @@
-"""SGLang beside an agent: how its server is started, and how weights get into it."""
+"""SGLang beside an agent: how its server is started, how weights get into it, and how its /generate is asked for tokens
+and answers."""
 
 from __future__ import annotations
 
+import base64
 import getpass
+import hashlib
 import os
 import re
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from torchtitan.inference.agent.engine import (
+    FINISHED,
+    Call,
     EngineControl,
     EngineError,
     EngineFacts,
     EngineOptions,
     ForeignEngine,
+    Malformed,
     PauseMode,
+    aborted,
+    make_completion,
+    read_spans,
 )
+from torchtitan.inference.client import RequestRefused
 from torchtitan.inference.engine_server import PREFIX_KEYS
-from torchtitan.inference.types import TAGS, Capabilities, Tag
+from torchtitan.inference.types import (
+    TAGS,
+    Capabilities,
+    Completion,
+    GenerateRequest,
+    Routes,
+    ScoredTokens,
+    Tag,
+    VersionSpan,
+    check_routes,
+    compact,
+)
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 
 # The cores of each tensor-parallel worker on a CPU, as 0-3|4-7.
@@ -38,6 +61,13 @@ CPU_ARGUMENTS = (
     # Its schedulers would spin on the cores that the trainer computes with.
     "--sleep-on-idle",
 )  # fmt: skip
+# What SGLang takes for "all tokens".
+ALL_TOKENS = -1
+# It tells which tokens were kept only where there are at most so many (--sampling-mask-max-tokens); what top-p or min-p
+# would keep beyond is cut off too, and told so.
+MOST_KEPT = 4096
+# Its own parser answers 422 to a body of the wrong form, 400 to values that it cannot use.
+REFUSED = (400, 422)
 
 
 class SGLangControl(EngineControl):
@@ -166,7 +196,7 @@ class SGLangControl(EngineControl):
 
 
 class SGLang(ForeignEngine):
-    """See agent.engine.ForeignEngine."""
+    """See agent.engine.ForeignEngine. Of versions 0.5.20 to 0.5.23."""
 
     name = "sglang"
     routes = ("agent",)
@@ -214,6 +244,62 @@ class SGLang(ForeignEngine):
     def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
         return SGLangControl(url, token, options.update_timeout_s, options.in_flight_kv)
 
+    def generate(self, request: GenerateRequest) -> Call:
+        """One call: the same prompt n times, each with a seed of its own."""
+        sampling = request.sampling
+        most = MOST_KEPT if sampling.truncated else ALL_TOKENS
+        common = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": min(sampling.top_k, MOST_KEPT) if sampling.top_k else most,
+            "min_p": sampling.min_p,
+            "stop_token_ids": sampling.stop_token_ids,
+            # Without stop tokens nothing but the length ends a completion, also not those of the checkpoint.
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        body = {
+            "input_ids": [request.prompt_ids] * sampling.n,
+            "sampling_params": [{**common, "sampling_seed": _seed(sampling.seed, i)} for i in range(sampling.n)],
+            "return_logprob": True,
+            "return_sampling_mask": sampling.truncated,
+            **({"return_routed_experts": True} if sampling.routes else {}),
+            # See vllm/engine.py.
+            "cache_salt": request.request_id,
+        }
+        return Call("/generate", body)
+
+    def completions(self, request: GenerateRequest, answer: Any) -> list[Completion]:
+        if not isinstance(answer, list):
+            raise Malformed(f"a list of samples was asked for, got {type(answer).__name__}")
+        return [_completion(sample, request) for sample in answer]
+
+    def score(self, token_ids: list[int]) -> Call:
+        """One token is sampled too: the version of the pass that gave the log-probs stands beside it."""
+        body = {
+            "input_ids": token_ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return Call("/generate", body)
+
+    def scored(self, token_ids: list[int], answer: Any) -> ScoredTokens:
+        about = answer["meta_info"]
+        rows = about["input_token_logprobs"]
+        given = [row[1] for row in rows]
+        # It says 0 in place of the vocabulary's last token, of which it gives the right log-prob.
+        if len(given) != len(token_ids) or any(one not in (own, 0) for one, own in zip(given, token_ids, strict=True)):
+            raise Malformed(f"the log-probs are of {given}, not of {token_ids}")
+        span = _spans(about, 1)[0]
+        return ScoredTokens([float(row[0]) for row in rows[1:]], span.epoch, span.version)
+
+    def refused(self, status: int, reason: str) -> bool:
+        # Requests that were dropped, such as by a pause, may come as 400 too.
+        return status in REFUSED and "abort" not in reason.lower()
+
 
 def _user() -> str:
     """As torch names the folder of what it compiles."""
@@ -227,6 +313,49 @@ def cores_of_workers(workers: int, cores: list[int]) -> str:
     """An equal share of `cores` for each worker, in SGLang's notation; where there are too few, workers share them."""
     shares = [cores[i * len(cores) // workers : (i + 1) * len(cores) // workers] for i in range(workers)]
     return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
+
+
+def _seed(seed: int, sample: int) -> int:
+    """31 bits of (seed, sample)."""
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _completion(sample: Any, request: GenerateRequest) -> Completion:
+    about = sample["meta_info"]
+    finished = FINISHED.get(about["finish_reason"]["type"])
+    if finished is None:
+        return aborted()
+    token_ids = [int(token) for token in sample["output_ids"]]
+    rows = about["output_token_logprobs"]
+    log_probs, kept = [float(row[0]) for row in rows], None
+    if request.sampling.truncated:
+        log_probs = [float(value) for value in about["output_token_sampling_logprobs"]]
+        kept = [[int(token) for token in tokens] for tokens in about["output_token_sampling_mask"]]
+    spans = _spans(about, len(token_ids))
+    routes = None
+    if request.sampling.routes:
+        routes = _routes(about.get("routed_experts"), len(request.prompt_ids) + len(token_ids))
+    return make_completion(token_ids, [row[1] for row in rows], log_probs, finished, spans, kept, routes)
+
+
+def _routes(numbers: str | None, tokens: int) -> Routes:
+    """int32 as base64, flat: [tokens - 1, layers, experts per token]. How many layers there are the model says."""
+    if numbers is None:
+        raise RequestRefused(
+            "generate",
+            "this SGLang does not say which experts its tokens had, which grpo.routing_replay needs: start it with "
+            "--enable-return-routed-experts",
+        )
+    experts = np.frombuffer(base64.b64decode(numbers, validate=True), "<i4")
+    routes = Routes(0, compact(experts.reshape(tokens - 1, 1, -1)))
+    check_routes(routes, tokens)
+    return routes
+
+
+def _spans(about: dict[str, Any], tokens: int) -> list[VersionSpan]:
+    whole = [{"version": about["weight_version"], "start": 0, "end": tokens}]
+    return read_spans(about.get("weight_versions") or whole)
 
 
 ENGINE = SGLang()
