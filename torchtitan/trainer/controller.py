@@ -27,7 +27,7 @@ from torchtitan.report.sync_metrics import SyncMetrics
 from torchtitan.report.timeline import write_trace
 from torchtitan.rollout.demonstrations import Demonstrations
 from torchtitan.rollout.journal import Journal, ReplaySource, decode_batch, encode_batch
-from torchtitan.rollout.rollouts import Rollouts
+from torchtitan.rollout.rollouts import CALL_TIMEOUT_S, Rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
@@ -35,7 +35,6 @@ from torchtitan.trainer.checkpoint import Restored
 from torchtitan.trainer.evaluation import Evaluator
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
-from torchtitan.utils.background_loop import CALL_TIMEOUT_S
 from torchtitan.utils.json_lines import EventLog, read_json_lines
 from torchtitan.weight_sync.facade import GONE, ActorStatus, WeightSync
 from torchtitan.weight_sync.publisher import Snapshot

@@ -15,10 +15,10 @@ from tests.patience import until
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.pool import Round
+from torchtitan.rollout.rollouts import BackgroundLoop
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer.controller import Controller, Kind
 from torchtitan.trainer.job import Job
-from torchtitan.utils.background_loop import BackgroundLoop
 from torchtitan.utils.json_lines import EventLog
 from torchtitan.weight_sync.facade import ActorStatus, SyncOutcome
 

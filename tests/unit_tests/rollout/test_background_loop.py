@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.utils.background_loop import BackgroundLoop
+from torchtitan.rollout.rollouts import BackgroundLoop
 
 
 @pytest.fixture
