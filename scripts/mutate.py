@@ -188,13 +188,46 @@ class Entered:
         return found
 
 
-def run_unbroken(paths: set[Path], tests: list[str]) -> dict[str, Any] | None:
-    """What Entered.of gives, from a process that runs all tests; None where they do not pass."""
+def forget(names: set[str]) -> None:
+    """Have this process import these modules anew."""
+    for name in names:
+        package, _, child = name.rpartition(".")
+        if package:  # one that stays still has its child, and gives it to who imports it from there
+            vars(sys.modules[package]).pop(child, None)
+    for name in names:
+        del sys.modules[name]
+
+
+def users(package: str) -> set[str]:
+    """What of the checkout is imported and is of this package, or imports something of it, itself or through others.
+    All else stays: not every module can be imported twice, say one that registers operators with torch."""
+    own = {name: _imports(module) for name, module in sys.modules.items() if _is_own(module)}
+    found = {name for name in own if name == package or name.startswith(f"{package}.")}
+    while more := {name for name in own.keys() - found if own[name] & found}:
+        found |= more
+    return found
+
+
+def _imports(module: ModuleType) -> set[str]:
+    """Names of modules in its source, and some that are of other things."""
+    found = set()
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def run_unbroken(paths: set[Path], tests: list[str], again: set[str]) -> dict[str, Any] | None:
+    """What Entered.of gives, from a process that runs all tests as `survives` does, but whole; None where they do not
+    pass."""
     with tempfile.NamedTemporaryFile() as file:
         child = os.fork()
         if child == 0:
             import pytest
 
+            forget(again)
             entered = Entered()
             code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests], plugins=[entered])
             entered.end_test()
@@ -205,9 +238,8 @@ def run_unbroken(paths: set[Path], tests: list[str]) -> dict[str, Any] | None:
     return None if status else found
 
 
-def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float, folder: str) -> bool:
-    """Whether pytest passes in a process that imports the mutant, and anew all modules of the checkout but those that
-    are `kept`; one that hangs is dead."""
+def survives(mutant: Mutant, tests: list[str], again: set[str], seconds: float, folder: str) -> bool:
+    """Whether pytest passes in a process that imports the mutant, and `again` what uses it; one that hangs is dead."""
     child = os.fork()
     if child == 0:
         import pytest
@@ -216,8 +248,7 @@ def survives(mutant: Mutant, tests: list[str], kept: set[str], seconds: float, f
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        for name in [name for name, module in sys.modules.items() if _is_own(module) and name not in kept]:
-            del sys.modules[name]
+        forget(again)
         give_out(mutant, folder)
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])) & 0xFF)
     deadline = time.monotonic() + seconds
@@ -241,7 +272,8 @@ def end_what_was_started(folder: str) -> None:
 
 def _is_own(module: ModuleType) -> bool:
     path = Path(getattr(module, "__file__", None) or "/").resolve()
-    return Path.cwd() in path.parents and "site-packages" not in path.parts and module.__name__ != "__main__"
+    is_here = Path.cwd() in path.parents and "site-packages" not in path.parts and path.is_file()
+    return is_here and module.__name__ != "__main__"
 
 
 def main() -> int:
@@ -268,15 +300,13 @@ def main() -> int:
     # This checkout's modules, wherever else they are installed.
     sys.path.insert(0, os.getcwd())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-    # What is beneath the package of the mutants stays imported, which saves much of the time.
-    package = ".".join(options.modules[0].parts[:-1])
     for path in options.modules:
         importlib.import_module(".".join(path.with_suffix("").parts))
-    kept = {name for name, module in sys.modules.items() if _is_own(module) and not name.startswith(package)}
     # So that every process has what is outside of the product imported from the start.
     if pytest.main(["--collect-only", "-q", "--no-summary", "-p", "no:cacheprovider", *tests]):
         return 2
-    entered = run_unbroken({mutant.path for mutant in drawn}, tests)
+    again = users(".".join(options.modules[0].parts[:-1]))
+    entered = run_unbroken({mutant.path for mutant in drawn}, tests, again)
     if entered is None:
         print("the tests do not pass as they are")
         return 2
@@ -292,7 +322,7 @@ def main() -> int:
         # The tests may take that much longer than they did unbroken, before a mutant counts as one that hangs.
         most = 30 + 4 * sum(seconds for _, seconds in chosen.values())
         with tempfile.TemporaryDirectory() as folder:
-            survived = not nodes or survives(mutant, nodes, kept, most, folder)
+            survived = not nodes or survives(mutant, nodes, again, most, folder)
             end_what_was_started(folder)
         alive += survived
         what, text = "SURVIVED" if survived else "dead", f"{mutant.path}:{mutant.line}  {mutant.what}"
