@@ -206,6 +206,8 @@ logger = logging.getLogger(__name__)
 # What templates of reasoning models put at the beginning of the answer: a thought that is open, or empty.
 PREFILL = re.compile(r"<think>\s*(?:</think>\s*)?$")
 PREFILL_TOKENS = 32
+# Part of the text of an object that has none of its own, such as an image: another one in every process.
+ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
 class PromptMaker:
@@ -377,6 +379,11 @@ class PromptStream:
         if self._digest is None:
             digest = hashlib.blake2b(f"{self._seed}/{self._shuffle}/{len(self._rows)}".encode(), digest_size=16)
             for row in self._rows:
-                digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+                digest.update(json.dumps(row, sort_keys=True, default=_described).encode())
             self._digest = digest.hexdigest()
         return self._digest
+
+
+def _described(value: Any) -> str:
+    """What JSON cannot hold."""
+    return ADDRESS.sub("", str(value))

@@ -255,3 +255,10 @@ def test_other_data_cannot_be_resumed() -> None:
     for stream in (make_stream(["a", "c"]), make_stream(["a", "b"], seed=1)):
         with pytest.raises(UserError, match="not those of the checkpoint"):
             stream.load_state_dict(state)
+
+
+def test_data_with_objects_in_it_can_be_resumed() -> None:
+    """Two lives of a run never find an image at the same address."""
+    maker, first, later = PromptMaker(make_config(), Characters()), object(), object()
+    state = PromptStream([{"prompt": "a", "image": first}], maker, seed=0).state_dict()
+    PromptStream([{"prompt": "a", "image": later}], maker, seed=0).load_state_dict(state)
