@@ -35,7 +35,7 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import Start, claim, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -337,6 +337,7 @@ class Job:
                 config, self.run_dir, epoch, self.signals, rollouts, self.weights, events=events, journal=journal,
                 tokenizer=tokenizer, prepared=prepared, restored=restored, lost=start.lost,
             )  # fmt: skip
+            claim(config, self.run_dir)
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
             if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":

@@ -63,8 +63,7 @@ def open_run_directory(config: JobConfig) -> Start:
     checkpoint = config.checkpoint
     try:
         root.mkdir(parents=True, exist_ok=True)
-        launch = os.environ.get(LAUNCH_VARIABLE)
-        own = root / f".launch-{launch}" if launch else None
+        own = _own_link(config)
         if own is not None and own.exists():
             lost = os.environ.get(LOSS_VARIABLE, "the job was started again")
             if not checkpoint.enable:
@@ -77,11 +76,20 @@ def open_run_directory(config: JobConfig) -> Start:
             start = Start(str(_fresh(root, config.job.name).resolve()))
         _write_config(Path(start.run_dir), config)
         _link(root / LATEST, Path(start.run_dir))
-        if own is not None:
-            _link(own, Path(start.run_dir))
+        if not checkpoint.resume:
+            claim(config, start.run_dir)
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
     return start
+
+
+def claim(config: JobConfig, run_dir: str | Path) -> None:
+    """Have ranks that this launch starts again go on in this folder, from its newest checkpoint.
+
+    After checkpoint.resume that holds only when what is newer than the checkpoint that was asked for is out of the way.
+    """
+    if (own := _own_link(config)) is not None:
+        _link(own, Path(run_dir))
 
 
 def find_resumed(config: JobConfig) -> Path:
@@ -113,6 +121,12 @@ def mint_epoch(run_dir: str | Path) -> str:
     with JsonLines(path, durable=True) as file:
         file.write({"epoch": epoch, "time": round(time.time(), 3), "pid": os.getpid()})
     return epoch
+
+
+def _own_link(config: JobConfig) -> Path | None:
+    """The link to the folder of this launch."""
+    launch = os.environ.get(LAUNCH_VARIABLE)
+    return Path(config.job.dump_folder) / f".launch-{launch}" if launch else None
 
 
 def _fresh(root: Path, name: str) -> Path:

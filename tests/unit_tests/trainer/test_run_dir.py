@@ -16,6 +16,7 @@ from torchtitan.trainer.run_dir import (
     NEWEST,
     Start,
     begin_checkpoint,
+    claim,
     finish_checkpoint,
     mint_epoch,
     open_run_directory,
@@ -107,6 +108,22 @@ def test_ranks_that_are_started_again_go_on_in_the_folder_of_their_launch(
     for other in ("second", "", ""):
         monkeypatch.setenv(LAUNCH_VARIABLE, other)
         assert open_run_directory(config) == Start(str(resumed), load_step=3)
+
+
+def test_ranks_that_are_lost_before_they_have_gone_back_go_back_to_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = opened(make_config(tmp_path))
+    add_checkpoint(run_dir, 3)
+    add_checkpoint(run_dir, 7)
+    config = make_config(tmp_path, resume=str(run_dir), load_step=3)
+    config.checkpoint.enable = True
+    monkeypatch.setenv(LAUNCH_VARIABLE, "first")
+    for _ in range(2):
+        assert open_run_directory(config) == Start(str(run_dir), load_step=3)
+        monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
+    claim(config, run_dir)
+    assert open_run_directory(config) == Start(str(run_dir), NEWEST, "rank 1 was killed by SIGKILL")
 
 
 def test_unwritable_dump_folder(tmp_path: Path) -> None:
