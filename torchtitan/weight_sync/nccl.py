@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,29 +98,6 @@ def poller(where: torch.device) -> Poller:
     return Poller(lambda: device.use(where))
 
 
-class Pending(Protocol):
-    """A tensor that is under way."""
-
-    def wait(self, seconds: float) -> None:
-        """Block until it has gone or come. Raises Broken, and then nobody touches its memory any more."""
-
-
-class Communicator(Protocol):
-    """One of two ends. Used by one thread, apart from give_up()."""
-
-    def send(self, tensor: torch.Tensor) -> Pending:
-        """Launch the sending of a one-dimensional uint8 tensor."""
-
-    def receive(self, tensor: torch.Tensor) -> Pending:
-        """Post the receiving of one of the same size."""
-
-    def give_up(self) -> None:
-        """Whoever waits for something under way need not wait any longer. Never blocks, may be called by any thread."""
-
-    def abort(self) -> None:
-        """End everything that is under way, and let go of sockets and threads. May block for a moment; idempotent."""
-
-
 class PairStore(dist.Store):  # type: ignore[name-defined]
     """What one side sets, the other can get: `tell` carries entries over, `heard` takes what comes."""
 
@@ -167,16 +144,59 @@ def backend_for(where: torch.device) -> str:
     return "nccl" if where.type == "cuda" else "gloo"
 
 
+Pending = Callable[[float], None]
+"""Of a tensor that is under way: blocks until it has gone or come, at most so many seconds. Raises Broken, and then
+nobody touches its memory any more"""
+
+
+class Communicator:
+    """One of two ends. Used by one thread, apart from give_up()."""
+
+    _group: Any
+
+    def __init__(self, rank: int):
+        self._peer = 1 - rank
+
+    def send(self, tensor: torch.Tensor) -> Pending:
+        """Launch the sending of a one-dimensional uint8 tensor."""
+        with self._launching():
+            return partial(self._wait, self._group.send([tensor], self._peer, 0))
+
+    def receive(self, tensor: torch.Tensor) -> Pending:
+        """Post the receiving of one of the same size."""
+        with self._launching():
+            return partial(self._wait, self._group.recv([tensor], self._peer, 0))
+
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        with _broken_for():
+            yield
+
+    def _wait(self, work: dist.Work, seconds: float) -> None:
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Whoever waits for something under way need not wait any longer. Never blocks, may be called by any thread."""
+
+    def abort(self) -> None:
+        """End everything that is under way, and let go of sockets and threads. May block for a moment; idempotent."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.abort()
+
+
 def connect(store: PairStore, rank: int, where: torch.device) -> Communicator:
     """One end, rank 0 or 1. Blocks until the other end has come; raises Broken when it does not."""
     with _broken_for("no communicator: "):
         return NcclCommunicator(store, rank, where) if where.type == "cuda" else GlooCommunicator(store, rank)
 
 
-class GlooCommunicator:
-    """On the CPU. The interface is GLOO_SOCKET_IFNAME's; without one both ends must be on this machine."""
+class GlooCommunicator(Communicator):
+    """On the CPU. The interface is GLOO_SOCKET_IFNAME's; without one both ends must be on this machine. A wait of
+    gloo's cannot be given up: it has its own deadline."""
 
     def __init__(self, store: PairStore, rank: int):
+        super().__init__(rank)
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         create = dist.ProcessGroupGloo.create_device
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -184,87 +204,51 @@ class GlooCommunicator:
         options._timeout = timedelta(seconds=store.seconds)
         options._devices = [create(interface=interface) if interface else create(hostname="127.0.0.1")]
         options._threads = 1
-        self._group: Any = dist.ProcessGroupGloo(store, rank, 2, options)
-        self._peer = 1 - rank
+        self._group = dist.ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, tensor: torch.Tensor) -> Pending:
-        return _GlooPending(self, lambda: self._group.send([tensor], self._peer, 0))
-
-    def receive(self, tensor: torch.Tensor) -> Pending:
-        return _GlooPending(self, lambda: self._group.recv([tensor], self._peer, 0))
-
-    def give_up(self) -> None:
-        """A wait of gloo's cannot be ended: it has its own deadline."""
-
-    def abort(self) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
-
-
-class _GlooPending:
-    def __init__(self, communicator: GlooCommunicator, launch: Callable[[], dist.Work]):
-        self._communicator = communicator
-        with _broken_for():
-            self._work = launch()
-
-    def wait(self, seconds: float) -> None:
+    def _wait(self, work: dist.Work, seconds: float) -> None:
         with _broken_for():
             # Where it fails gloo has closed the pair: what comes late is not written.
-            self._work.wait(timedelta(seconds=seconds))
+            work.wait(timedelta(seconds=seconds))
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """Between two GPUs, on a stream of its own; a frozen peer holds nothing but that stream, until abort()."""
 
     def __init__(self, store: PairStore, rank: int, where: torch.device):
+        super().__init__(rank)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NO_TIMEOUT
         options.config.blocking = 0  # abort() must not wait for a call that waits for the peer
         options.config.min_ctas, options.config.max_ctas = 1, MAXIMUM_CTAS
         with _errors_are_ours():
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+            self._group = dist.ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(where)
         self.where, self._stream = where, torch.cuda.Stream(where, priority=0)
-        self._peer = 1 - rank
-        self.given_up = threading.Event()
+        self._given_up = threading.Event()
 
-    def send(self, tensor: torch.Tensor) -> Pending:
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
         with _broken_for(), torch.cuda.stream(self._stream):
-            return _NcclPending(self._group.send([tensor], self._peer, 0), self)
+            yield
 
-    def receive(self, tensor: torch.Tensor) -> Pending:
-        with _broken_for(), torch.cuda.stream(self._stream):
-            return _NcclPending(self._group.recv([tensor], self._peer, 0), self)
+    def _wait(self, work: dist.Work, seconds: float) -> None:
+        # Not Work.wait(): that holds a stream, not this thread. Errors of the peer show here or at the deadline, and
+        # bytes that are not what they should be in the checksum.
+        with _broken_for():
+            found = poller(self.where).wait(lambda: work.is_completed() or self._given_up.is_set(), seconds)
+        if not found or self._given_up.is_set():
+            self.abort()
+            raise Broken("given up" if found else f"a chunk was under way for {seconds:g} s")
 
     def give_up(self) -> None:
-        self.given_up.set()
+        self._given_up.set()
 
     def abort(self) -> None:
         if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
+            super().abort()
             # Only when its kernels have left the device nothing touches a tensor any more. This thread may wait for it.
             torch.cuda.synchronize(self.where)
-
-
-class _NcclPending:
-    def __init__(self, work: dist.Work, communicator: NcclCommunicator):
-        self._work, self._communicator = work, communicator
-
-    def wait(self, seconds: float) -> None:
-        # Not Work.wait(): that holds a stream, not this thread. Errors of the peer show here or at the deadline, and
-        # bytes that are not what they should be in the checksum.
-        given_up = self._communicator.given_up
-
-        def over() -> bool:
-            return self._work.is_completed() or given_up.is_set()
-
-        with _broken_for():
-            found = poller(self._communicator.where).wait(over, seconds)
-        if not found or given_up.is_set():
-            self._communicator.abort()
-            raise Broken("given up" if found else f"a chunk was under way for {seconds:g} s")
 
 
 @contextlib.contextmanager
@@ -323,7 +307,7 @@ def _take_entry(store: PairStore, message: Message) -> None:
 
 
 class SendingLink:
-    """The trainer's end (see readers.Link). Blocking work is done on a thread per actor, one after the other."""
+    """The trainer's end (see bucket_server.Link). Blocking work is done on a thread per actor, one after the other."""
 
     def __init__(self, runtime: SocketRuntime, chunks: Chunks, channel: Channel, actor: str):
         self._chunks, self._channel, self._actor = chunks, channel, actor
@@ -339,7 +323,7 @@ class SendingLink:
         self._work(self._meet, partial(self._over, lambda: None))
 
     def heard(self, message: Message) -> None:
-        """See readers.Link."""
+        """See bucket_server.Link."""
         if message["link"] != self._name:
             raise ProtocolError("an entry or credit of another link")
         if message["type"] == "entry":
@@ -350,7 +334,7 @@ class SendingLink:
             self._changed.notify_all()
 
     def send(self, memory: Any, sent: Callable[[], None]) -> Message:
-        """See readers.Link."""
+        """See bucket_server.Link."""
         tensor = memory_tensor(memory)
         self._work(partial(self._send, tensor), partial(self._over, sent))
         return {
@@ -362,7 +346,7 @@ class SendingLink:
         }
 
     def close(self) -> None:
-        """See readers.Link."""
+        """See bucket_server.Link."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -399,10 +383,10 @@ class SendingLink:
         for chunk in memory.split(self._chunks.size):
             # Whoever waits for credits has nothing under way that could be stuck.
             while under_way and self._credits == 0:
-                under_way.popleft().wait(self._chunks.timeout_s)
+                under_way.popleft()(self._chunks.timeout_s)
             under_way.append(self._credited().send(chunk))
         for pending in under_way:
-            pending.wait(self._chunks.timeout_s)
+            pending(self._chunks.timeout_s)
 
     def _credited(self) -> Communicator:
         """Wait for a posted receive. Nothing is held on the device meanwhile, only the actor's later links wait."""
@@ -478,8 +462,8 @@ class ReceivingLink:
             if self._ended.is_set():
                 raise Broken("the channel is over")
             if len(posted) == CHUNKS:
-                posted.popleft().wait(seconds)
+                posted.popleft()(seconds)
             posted.append(self._communicator.receive(chunk))
             self._post(lambda: self._channel.send({"type": "credit", "link": self._name}))
         for pending in posted:
-            pending.wait(seconds)
+            pending(seconds)

@@ -110,8 +110,8 @@ def test_nothing_is_launched_for_an_actor_that_posts_nothing(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = []
-    send = nccl.GlooCommunicator.send
-    monkeypatch.setattr(nccl.GlooCommunicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
+    send = nccl.Communicator.send
+    monkeypatch.setattr(nccl.Communicator, "send", lambda *arguments: (launched.append(1), send(*arguments))[1])
     pair = make_pair(timeout_s=0.5)
     pair.fetch(pair.send(bytes(256))[0], 256)
     assert len(launched) == 1
@@ -306,7 +306,7 @@ def nccl_end(monkeypatch: pytest.MonkeyPatch) -> nccl.NcclCommunicator:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _where: None)
     end = object.__new__(nccl.NcclCommunicator)
     end._group, end._stream, end._peer = Group(Work()), None, 1  # type: ignore[assignment]
-    end.where, end.given_up = CPU, threading.Event()
+    end.where, end._given_up = CPU, threading.Event()
     return end
 
 
@@ -327,7 +327,7 @@ def test_wait_for_nccl_ends_in_time(what: str, match: str, nccl_end: nccl.NcclCo
     if what == "error":
         group.work.error = RuntimeError("remote process has exited")
     with pytest.raises(Broken, match=match):
-        pending.wait(0.1 if what == "late" else PATIENCE_S)
+        pending(0.1 if what == "late" else PATIENCE_S)
     assert group.aborted or what == "error", "its kernels are still on the device"
 
 
