@@ -36,29 +36,20 @@ _SPOKEN = _PROCESS | {"drop", "reset"}
 ACTIONS = ("delay", "drop", "corrupt", "kill", "freeze", "reset", "throttle", "full_disk")
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A place in the protocol: what can be done to it, and by which keys a fault can choose when."""
-
-    where: str
-    actions: frozenset[str]
-    keys: frozenset[str]
-
-
-PHASES: dict[str, Phase] = {
-    "snapshot": Phase("trainer", _PROCESS, frozenset({"version", "rank"})),
-    "checksum": Phase("shard server", _PROCESS, frozenset({"version", "rank"})),
-    "publish": Phase("registry", _PROCESS, frozenset({"version"})),
-    "pull": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
-    "write": Phase(
-        "shard server", _PROCESS | {"drop", "corrupt", "full_disk"}, frozenset({"version", "rank", "bucket"})
-    ),
-    "send": Phase("shard server", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
-    "relay": Phase("actor", _LINK | {"throttle"}, frozenset({"version", "actor", "rank", "bucket"})),
-    "receive": Phase("actor", _LINK, frozenset({"version", "actor", "rank", "bucket"})),
-    "staged": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
-    "apply": Phase("actor", _PROCESS, frozenset({"version", "actor"})),
-    "applied": Phase("actor", _SPOKEN, frozenset({"version", "actor"})),
+_BUCKET = {"version", "actor", "rank", "bucket"}
+# Places in the protocol: what can be done to each, and by which keys a fault can choose when.
+PHASES: dict[str, tuple[frozenset[str], set[str]]] = {
+    "snapshot": (_PROCESS, {"version", "rank"}),
+    "checksum": (_PROCESS, {"version", "rank"}),
+    "publish": (_PROCESS, {"version"}),
+    "pull": (_SPOKEN, {"version", "actor"}),
+    "write": (_PROCESS | {"drop", "corrupt", "full_disk"}, {"version", "rank", "bucket"}),
+    "send": (_LINK | {"throttle"}, _BUCKET),
+    "relay": (_LINK | {"throttle"}, _BUCKET),
+    "receive": (_LINK, _BUCKET),
+    "staged": (_SPOKEN, {"version", "actor"}),
+    "apply": (_PROCESS, {"version", "actor"}),
+    "applied": (_SPOKEN, {"version", "actor"}),
 }
 # Where a fault names no phase.
 _USUAL_PHASE = {"drop": "send", "corrupt": "send", "reset": "send", "throttle": "send", "full_disk": "write"}
@@ -74,7 +65,10 @@ _READ: dict[str, Callable[[str], Any]] = {
     "version": _versions, "actor": str, "rank": int, "bucket": int, "times": int, "probability": float,
     "seconds": float, "bytes_per_s": int,
 }  # fmt: skip
-_NOTHING: frozenset[str] = frozenset()
+
+
+Place = tuple[str, int | None, str | None, int | None, int | None]
+"""Phase, version, actor, rank and bucket, as far as the phase has them"""
 
 
 class FaultError(UserError):
@@ -116,18 +110,17 @@ class Fault:
         phase = values.pop("phase", _USUAL_PHASE.get(action, ""))
         if phase not in PHASES:
             raise FaultError(f"{text!r}: phase must be one of {', '.join(PHASES)}")
-        if action not in PHASES[phase].actions:
-            able = [name for name, rule in PHASES.items() if action in rule.actions]
+        if action not in PHASES[phase][0]:
+            able = [name for name, (actions, _) in PHASES.items() if action in actions]
             raise FaultError(f"{text!r}: {action} happens in phase {' or '.join(able)}, not in {phase}")
         return cls._with_values(text.strip(), action, phase, values)
 
     @classmethod
     def _with_values(cls, text: str, action: str, phase: str, values: dict[str, str]) -> Fault:
-        allowed = PHASES[phase].keys | {"name"}
+        own = {"bytes_per_s"} if action == "throttle" else {"times", "probability"}
+        allowed = PHASES[phase][1] | own | {"name"} | ({"seconds"} if action in ("delay", "freeze") else set())
         if action == "throttle":
-            allowed = (allowed | {"bytes_per_s"}) - {"bucket"}
-        else:
-            allowed |= {"times", "probability"} | ({"seconds"} if action in ("delay", "freeze") else set())
+            allowed -= {"bucket"}
         for key in values:
             if key not in allowed:
                 raise FaultError(
@@ -151,8 +144,9 @@ class Fault:
             raise FaultError(f"{text!r}: delay needs seconds of more than 0")
         return fault
 
-    def matches(self, phase: str, version: int | None, actor: str | None, rank: int | None, bucket: int | None) -> bool:
-        """Whether it may strike here."""
+    def matches(self, place: Place) -> bool:
+        """Whether it may strike there."""
+        phase, version, actor, rank, bucket = place
         return (
             phase == self.phase
             and (version is None or self.versions[0] <= version <= self.versions[1])
@@ -188,32 +182,19 @@ class _Plan:
         self._seed, self._faults = (0, []) if self._file else parse(source.split(";"))
         logger.warning("FAULT INJECTION IS ON: %s=%s", VARIABLE, source)
 
-    def strikes(
-        self, phase: str, version: int | None, actor: str | None, rank: int | None, bucket: int | None
-    ) -> list[Fault]:
-        """The faults that strike here and now, each counted."""
-        where = (phase, version, actor, rank, bucket)
+    def strikes(self, place: Place, throttles: bool) -> list[Fault]:
+        """The faults that strike here and now, each counted: throttles, or all others. A throttle is counted once, and
+        holds for as long as it is listed."""
         with self._lock:
             self._look()
             return [
                 fault
                 for fault in self._faults
-                if fault.action != "throttle"
-                and fault.matches(phase, version, actor, rank, bucket)
-                and self._lucky(fault, where)
-                and self._claim(fault, where)
+                if (fault.action == "throttle") is throttles
+                and fault.matches(place)
+                and self._lucky(fault, place)
+                and (self._claim(fault, place) or throttles)
             ]
-
-    def throttles(self, phase: str, version: int | None, actor: str | None, rank: int | None) -> list[Fault]:
-        """The throttles that hold here, for as long as they are listed; each is told and recorded once."""
-        where = (phase, version, actor, rank, None)
-        with self._lock:
-            self._look()
-            found = [fault for fault in self._faults if fault.action == "throttle" and fault.matches(*where)]
-            for fault in found:
-                if fault.text not in self._struck:
-                    self._claim(fault, where)
-        return found
 
     def _look(self) -> None:
         if self._file is None:
@@ -228,30 +209,30 @@ class _Plan:
             self._seed, self._faults = parse(self._file.read_text().splitlines())
             self._stamp = stamp
 
-    def _lucky(self, fault: Fault, where: tuple[object, ...]) -> bool:
+    def _lucky(self, fault: Fault, place: Place) -> bool:
         """Seeded: the same meetings in the same order have the same luck, in every process and run."""
         if fault.probability >= 1:
             return True
-        meeting = (fault.text, *where)
+        meeting = (fault.text, *place)
         number = self._met[meeting] = self._met.get(meeting, 0) + 1
         return random.Random(repr((self._seed, meeting, number))).random() < fault.probability
 
-    def _claim(self, fault: Fault, where: tuple[object, ...]) -> bool:
+    def _claim(self, fault: Fault, place: Place) -> bool:
         """Count one strike; False when it has struck often enough."""
         while fault.times is None or self._struck.get(fault.text, 0) < fault.times:
             number = self._struck[fault.text] = self._struck.get(fault.text, 0) + 1
-            if self._file is None or self._recorded(self._file, fault, number, where):
-                logger.warning("FAULT INJECTION: %s strikes at %s", fault.text, where)
+            if self._file is None or self._recorded(self._file, fault, number, place):
+                logger.warning("FAULT INJECTION: %s strikes at %s", fault.text, place)
                 return True
         return False
 
     @staticmethod
-    def _recorded(plan: Path, fault: Fault, number: int, where: tuple[object, ...]) -> bool:
+    def _recorded(plan: Path, fault: Fault, number: int, place: Place) -> bool:
         """Whether this strike is ours: another process may have had it."""
         folder = plan.with_name(plan.name + ".struck")
         folder.mkdir(parents=True, exist_ok=True)
         key = hashlib.blake2b(fault.text.encode(), digest_size=6).hexdigest()
-        record = {"fault": fault.text, "where": where, "pid": os.getpid(), "time": time.time()}
+        record = {"fault": fault.text, "where": place, "pid": os.getpid(), "time": time.time()}
         # Whole from the moment on that it has its name, and nobody else can take that.
         temporary = folder / f".{os.getpid()}-{threading.get_ident()}"
         temporary.write_text(json.dumps(record) + "\n")
@@ -293,24 +274,22 @@ def switch_on(seed: int, texts: Iterable[str], file: Path, write: bool) -> None:
     os.environ[VARIABLE] = f"@{file}"
 
 
-def at(
-    phase: str,
-    *,
-    version: int | None = None,
-    actor: str | None = None,
-    rank: int | None = None,
-    bucket: int | None = None,
-) -> frozenset[str]:
-    """Called by every process of the synchronisation at each phase. Does nothing unless faults are on.
+def _striking(throttles: bool, phase: str, where: dict[str, Any]) -> list[Fault]:
+    source = os.environ.get(VARIABLE)
+    if not source:
+        return []
+    version, actor, rank, bucket = map(where.get, ("version", "actor", "rank", "bucket"))
+    return _plan(source).strikes((phase, version, actor, rank, bucket), throttles)
+
+
+def at(phase: str, **where: Any) -> frozenset[str]:
+    """Called by every process of the synchronisation at each phase, with its keys. Does nothing unless faults are on.
 
     Delays, kills or freezes this process. Returns what the caller has to do itself: "drop" and "corrupt".
     Raises ConnectionResetError for a reset, OSError (ENOSPC) for a full disk.
     """
-    source = os.environ.get(VARIABLE)
-    if not source:
-        return _NOTHING
     asked = set()
-    for fault in _plan(source).strikes(phase, version, actor, rank, bucket):
+    for fault in _striking(False, phase, where):
         if fault.action == "delay":
             time.sleep(fault.seconds)
         elif fault.action == "kill":
@@ -326,12 +305,9 @@ def at(
     return frozenset(asked)
 
 
-def bytes_per_second(phase: str = "send", *, version: int | None, actor: str | None, rank: int | None) -> int:
+def bytes_per_second(phase: str = "send", **where: Any) -> int:
     """What a throttled connection may send, 0 for as much as it can."""
-    source = os.environ.get(VARIABLE)
-    if not source:
-        return 0
-    return min((fault.bytes_per_s for fault in _plan(source).throttles(phase, version, actor, rank)), default=0)
+    return min((fault.bytes_per_s for fault in _striking(True, phase, where)), default=0)
 
 
 def damaged(data: memoryview) -> memoryview:

@@ -68,11 +68,11 @@ def test_what_does_not_exist_is_refused_with_what_does(text: str, message: str) 
 def test_versions_and_usual_phases() -> None:
     seed, plan = faults.parse(["seed=7", "", "corrupt:version=3", "reset:version=3-", "drop:version=3-5"])
     assert seed == 7 and [fault.phase for fault in plan] == ["send"] * 3
-    struck = [[v for v in range(9) if fault.matches("send", v, "a", 0, 0)] for fault in plan]
+    struck = [[v for v in range(9) if fault.matches(("send", v, "a", 0, 0))] for fault in plan]
     assert struck == [[3], [3, 4, 5, 6, 7, 8], [3, 4, 5]]
     assert Fault.parse("full_disk:rank=1").phase == "write"
-    assert not Fault.parse("corrupt:version=3,actor=b").matches("send", 3, "a", 0, 0)
-    assert not Fault.parse("corrupt:version=3").matches("send", 3, "a", 0, 1), "once per delivery, not per bucket"
+    assert not Fault.parse("corrupt:version=3,actor=b").matches(("send", 3, "a", 0, 0))
+    assert not Fault.parse("corrupt:version=3").matches(("send", 3, "a", 0, 1)), "once per delivery, not per bucket"
 
 
 def test_a_fault_strikes_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
