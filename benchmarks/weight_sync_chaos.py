@@ -231,7 +231,7 @@ class Run:
         return struck
 
     @property
-    def _supervised(self) -> dict[str, servers.SupervisedProcess]:
+    def _supervised(self) -> dict[str, servers.ServerProcess]:
         assert self.sync.registry is not None
         return {"server": self.sync.shard_server, "registry": self.sync.registry}
 

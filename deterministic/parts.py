@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import xxhash
 
 from deterministic.machine import Machine, Process, Violation
+from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.delta import decode_into
 from torchtitan.weight_sync.handshake import ACTOR, Identity, role_key
-from torchtitan.weight_sync.layout_tables import ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import Layout, Manifest, RankLayout, merge_layouts
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.manifest import Layout, Manifest, merge_layouts
 from torchtitan.weight_sync.puller import Puller
-from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slots import Boundary, SlotWriter
 from torchtitan.weight_sync.wire import Channel, Message
@@ -34,8 +34,7 @@ def rank_layout(ranks: int, buckets: int, rank: int) -> Layout:
     """What one rank reports: its rows of one matrix."""
     rows, width = ranks, buckets * BUCKET_BYTES // ELEMENT_BYTES
     parameters = ParameterTable.of([ParameterEntry("w", "float32", (rows, width))])
-    shards = ShardTable.of([ShardEntry(0, (rank, 0), (1, width), 0)])
-    return _read_once(Layout(BUCKET_BYTES, parameters, (RankLayout(buckets * BUCKET_BYTES, shards),)))
+    return _read_once(Layout(BUCKET_BYTES, parameters, (ShardTable.of(parameters, [(0, Box((rank, 0), (1, width)))]),)))
 
 
 @functools.cache
@@ -107,8 +106,8 @@ class Rank:
         self.address = f"10.0.0.1:{6000 + number}"
         self.slots = Slots(machine, shape.slots + shape.delta, shape.buckets * BUCKET_BYTES)
         self.writer = SlotWriter(self.slots.words)
+        self.reserve, self.release = self.writer.reserve, self.writer.release
         self.boundary = Boundary(self)
-        self._reserved: int | None = None
 
     def serve(self, kind: type[ShardServer] = ShardServer, refer: bool = False) -> None:
         """Start the shard server. refer: actors copy the bytes themselves."""
@@ -134,20 +133,8 @@ class Rank:
 
     # SlotPort, as the publisher does it
 
-    def reserve(self) -> bool:
-        if self._reserved is None:
-            self._reserved = self.writer.reserve()
-        return self._reserved is not None
-
-    def release(self) -> None:
-        if self._reserved is not None:
-            self.writer.release(self._reserved)
-            self._reserved = None
-
     def snapshot(self, version: int, serial: int) -> None:
-        assert self._reserved is not None
-        index, self._reserved = self._reserved, None
-        self.writer.begin(index, version, serial)
+        index = self.writer.begin(version, serial)
         memory = self.slots.memory[index]
         data = content(self.shape.epoch, version, self.number, self.shape.buckets)
         half = len(data) // 2

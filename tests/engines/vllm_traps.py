@@ -87,7 +87,7 @@ def received(weights: dict[str, torch.Tensor], ranks: int = 2, bucket_bytes: int
         plans.append(plan_rank(parameters, rank, dtype_of(weights), bucket_bytes))
     staging = Staging(Layout(bucket_bytes, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))
     for area, layout in zip(staging.memory, staging.layout.ranks, strict=True):
-        for shard in layout.shards:
+        for shard in layout:
             whole = weights[staging.layout.parameters[shard.parameter].name]
             rows = whole[shard.offset[0] : shard.offset[0] + shard.shape[0]].contiguous()
             area[shard.byte_offset : shard.byte_offset + rows.nbytes] = rows.view(torch.uint8).numpy().tobytes()

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout
+from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
+from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.slots import LiveSlots
 from torchtitan.weight_sync.wire import ProtocolError, Runtime
 

@@ -96,7 +96,7 @@ def slot_checksums(
 
 def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
     """A slot's bytes in order, as one-dimensional uint8 tensors."""
-    for shard in layout.ranks[rank].shards:
+    for shard in layout.ranks[rank]:
         entry = layout.parameters[shard.parameter]
         tensor = live[entry.name].detach()[_slices(shard)]
         with in_background(tensor.device):
@@ -132,7 +132,7 @@ class _Bucket:
 def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:
     start, end = layout.bucket_range(rank, bucket)
     names = []
-    for shard in layout.ranks[rank].shards:
+    for shard in layout.ranks[rank]:
         entry = layout.parameters[shard.parameter]
         size = shard.elements * TORCH_DTYPES[entry.dtype].itemsize
         if shard.byte_offset < end and shard.byte_offset + size > start:

@@ -7,6 +7,7 @@ of neighbours, of which there are few, everything else as plain JSON. No torch.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
 import zlib
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Larger sizes than any model's; keeps sums of a few of them inside 64 bits.
 _LARGEST = 1 << 60
 # Bounds what a few compressed bytes can make a reader allocate.
@@ -51,7 +53,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A box of one parameter (by index); its elements start at byte_offset of the rank's slot."""
+    """A box of one parameter (by index); its elements are bytes from byte_offset on of the rank's slot."""
 
     parameter: int
     offset: tuple[int, ...]
@@ -91,6 +93,11 @@ class ParameterTable:
         for name, kind in zip(self.names, self.kind.tolist(), strict=True):
             yield ParameterEntry(name, *self.kinds[kind])
 
+    @functools.cached_property
+    def widths(self) -> np.ndarray:
+        """int64 [parameters]: bytes of an element of each."""
+        return np.array([DTYPE_BYTES[dtype] for dtype, _ in self.kinds], np.int64)[self.kind]
+
     def feed(self, update: Callable[[bytes], object]) -> None:
         """Everything in this table, for a hash."""
         update(json.dumps([self.names, self.kinds]).encode())
@@ -107,6 +114,8 @@ class ParameterTable:
         if not isinstance(data["names"], str):
             raise ValueError("names are not a text")
         kinds = tuple((str(dtype), _sizes(shape)) for dtype, shape in data["kinds"])
+        if any(dtype not in DTYPE_BYTES for dtype, _ in kinds):
+            raise ValueError("an unknown dtype")
         kind = _unpacked(data["kind"], len(kinds))
         names = tuple(data["names"].split("\n")) if len(kind) else ()
         if len(names) != len(kind):
@@ -116,66 +125,61 @@ class ParameterTable:
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """Iterates and indexes as ShardEntry. All columns are int64 [shards].
+    """What one rank sends: its slot is these shards, one behind the other. Iterates and indexes as ShardEntry.
 
-    parameter: index of the parameter; box: which of `boxes`; byte_offset: where its elements start in the rank's slot.
+    parameter: int64 [shards], index of the parameter; box: int64 [shards], which of `boxes` each is.
     """
 
+    parameters: ParameterTable
     boxes: tuple[Box, ...]
     parameter: np.ndarray
     box: np.ndarray
-    byte_offset: np.ndarray
 
     @classmethod
-    def of(cls, entries: Iterable[ShardEntry]) -> ShardTable:
-        """The table of these rows."""
-        rows = list(entries)
-        boxes, box = numbered(Box(entry.offset, entry.shape) for entry in rows)
-        parameter = np.array([entry.parameter for entry in rows], np.int64)
-        return cls(boxes, parameter, box, np.array([entry.byte_offset for entry in rows], np.int64))
+    def of(cls, parameters: ParameterTable, shards: Iterable[tuple[int, Box]]) -> ShardTable:
+        """The table of these (parameter, box)."""
+        rows = list(shards)
+        boxes, box = numbered(box for _, box in rows)
+        return cls(parameters, boxes, np.array([parameter for parameter, _ in rows], np.int64), box)
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        elements = np.array([box.elements for box in self.boxes], np.int64)[self.box]
+        return np.cumsum(elements * self.parameters.widths[self.parameter])
 
     @property
-    def elements(self) -> np.ndarray:
-        """int64 [shards]: elements of each."""
-        return np.array([box.elements for box in self.boxes], np.int64)[self.box]
+    def slot_bytes(self) -> int:
+        """0: this rank sends nothing."""
+        return int(self._ends[-1]) if len(self) else 0
 
     def __len__(self) -> int:
         return len(self.parameter)
 
-    def __getitem__(self, index: int) -> ShardEntry:
-        box = self.boxes[self.box[index]]
-        return ShardEntry(int(self.parameter[index]), box.offset, box.shape, int(self.byte_offset[index]))
-
     def __iter__(self) -> Iterator[ShardEntry]:
-        columns = (self.parameter.tolist(), self.box.tolist(), self.byte_offset.tolist())
-        for parameter, number, byte_offset in zip(*columns, strict=True):
+        byte_offset = 0
+        for parameter, number, end in zip(self.parameter.tolist(), self.box.tolist(), self._ends.tolist(), strict=True):
             box = self.boxes[number]
             yield ShardEntry(parameter, box.offset, box.shape, byte_offset)
+            byte_offset = end
 
     def feed(self, update: Callable[[bytes], object]) -> None:
         """Everything in this table, for a hash."""
-        update(json.dumps([[box.offset, box.shape] for box in self.boxes]).encode())
-        for column in (self.parameter, self.box, self.byte_offset):
+        update(json.dumps([len(self), [[box.offset, box.shape] for box in self.boxes]]).encode())
+        for column in (self.parameter, self.box):
             update(column.astype("<i8").tobytes())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "boxes": [[list(box.offset), list(box.shape)] for box in self.boxes],
-            "parameter": _packed(self.parameter),
-            "box": _packed(self.box),
-            "byte_offset": _packed(self.byte_offset),
-        }
+        boxes = [[list(box.offset), list(box.shape)] for box in self.boxes]
+        return {"boxes": boxes, "parameter": _packed(self.parameter), "box": _packed(self.box)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ShardTable:
+    def from_json(cls, data: dict[str, Any], parameters: ParameterTable) -> ShardTable:
         """Raises ValueError, TypeError or KeyError for malformed rows."""
         boxes = tuple(Box(_sizes(offset), _sizes(shape)) for offset, shape in data["boxes"])
-        parameter = _unpacked(data["parameter"], _LARGEST)
-        box = _unpacked(data["box"], len(boxes))
-        byte_offset = _unpacked(data["byte_offset"], _LARGEST)
-        if not len(parameter) == len(box) == len(byte_offset):
+        parameter, box = _unpacked(data["parameter"], len(parameters)), _unpacked(data["box"], len(boxes))
+        if len(parameter) != len(box):
             raise ValueError("columns of different lengths")
-        return cls(boxes, parameter, box, byte_offset)
+        return cls(parameters, boxes, parameter, box)
 
 
 def numbered(items: Iterable[Item]) -> tuple[tuple[Item, ...], np.ndarray]:

@@ -49,8 +49,8 @@ class Journal:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Queue one line. For one thread."""
         if self._lost and not self._lines.full():
-            lost, self._lost = self._lost, 0
-            self._queue("lost_lines", {"count": lost})
+            self._queue("lost_lines", {"count": self._lost})
+            self._lost = 0
         self._queue(event, fields)
 
     def close(self, timeout: float) -> None:
@@ -66,7 +66,7 @@ class Journal:
         try:
             self._lines.put_nowait(json.dumps(line) + "\n")
         except queue.Full:
-            self._lost += int(fields["count"]) if event == "lost_lines" else 1
+            self._lost += 1
             logger.error("the disk does not take the journal's lines; one about %s is lost", event)
 
     def _run(self) -> None:

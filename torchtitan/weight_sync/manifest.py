@@ -21,7 +21,6 @@ from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable
 
 # Of the ranks' slots, where they lie one behind the other.
 SLOT_ALIGNMENT = 64
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 BucketKey = tuple[int, int]
 """(rank, bucket)"""
@@ -36,20 +35,12 @@ class WeightsRefused(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class RankLayout:
-    """What one rank sends: its shards and the bytes of its slot (0: this rank sends nothing)."""
-
-    slot_bytes: int
-    shards: ShardTable
-
-
-@dataclass(frozen=True, eq=False)
 class Layout:
     """Names, dtypes, shapes and shards of every version of a job."""
 
     bucket_bytes: int
     parameters: ParameterTable
-    ranks: tuple[RankLayout, ...]
+    ranks: tuple[ShardTable, ...]
     checksum: str = "xxh3"
     """Kind of the bucket checksums, see checksum_function"""
 
@@ -81,8 +72,7 @@ class Layout:
         hasher = xxhash.xxh3_128(json.dumps([self.bucket_bytes, self.checksum]).encode())
         self.parameters.feed(hasher.update)
         for rank in self.ranks:
-            hasher.update(json.dumps([rank.slot_bytes, len(rank.shards)]).encode())
-            rank.shards.feed(hasher.update)
+            rank.feed(hasher.update)
         return hasher.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +80,7 @@ class Layout:
             "bucket_bytes": self.bucket_bytes,
             "checksum": self.checksum,
             "parameters": self.parameters.to_json(),
-            "ranks": [[rank.slot_bytes, rank.shards.to_json()] for rank in self.ranks],
+            "ranks": [rank.to_json() for rank in self.ranks],
         }
 
     @classmethod
@@ -98,14 +88,10 @@ class Layout:
         """Read and check a layout. Raises LayoutError for one that is malformed or not whole."""
         try:
             parameters = ParameterTable.from_json(data["parameters"])
-            ranks = tuple(RankLayout(slot_bytes, ShardTable.from_json(shards)) for slot_bytes, shards in data["ranks"])
-            bucket_bytes, slots = data["bucket_bytes"], [rank.slot_bytes for rank in ranks]
-            if (
-                {type(number) for number in (bucket_bytes, *slots)} != {int}
-                or bucket_bytes < 1
-                or min(slots, default=0) < 0
-            ):
-                raise ValueError("sizes that are none")
+            ranks = tuple(ShardTable.from_json(shards, parameters) for shards in data["ranks"])
+            bucket_bytes = data["bucket_bytes"]
+            if type(bucket_bytes) is not int or bucket_bytes < 1:
+                raise ValueError(f"buckets of {bucket_bytes!r} bytes")
             layout = cls(bucket_bytes, parameters, ranks, data["checksum"])
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"malformed layout: {error!r}") from error
@@ -128,21 +114,20 @@ class Manifest:
     digest: str
 
     @classmethod
+    def of(cls, epoch: str, version: int, layout_id: str, checksums: list[list[str]]) -> Manifest:
+        """The version of these checksums."""
+        return cls(epoch, version, layout_id, tuple(map(tuple, checksums)), content_digest(layout_id, checksums))
+
+    @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
         """Raises LayoutError when fields are missing or the digest is not that of the checksums."""
         try:
             checksums = [[str(value) for value in rank] for rank in data["checksums"]]
-            manifest = cls(
-                str(data["epoch"]),
-                int(data["version"]),
-                str(data["layout_id"]),
-                tuple(tuple(rank) for rank in checksums),
-                str(data["digest"]),
-            )
+            manifest = cls.of(str(data["epoch"]), int(data["version"]), str(data["layout_id"]), checksums)
+            if manifest.digest != data["digest"]:
+                raise LayoutError("the manifest's digest does not match its checksums")
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(f"malformed manifest: {error!r}") from error
-        if content_digest(manifest.layout_id, checksums) != manifest.digest:
-            raise LayoutError("the manifest's digest does not match its checksums")
         return manifest
 
     def check_fits(self, layout: Layout, layout_id: str) -> None:
@@ -177,17 +162,13 @@ def _same_model(part: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_coverage(layout: Layout) -> None:
-    """Raises LayoutError unless the ranks' shards cover every parameter exactly once, and fill their slots."""
+    """Raises LayoutError unless the ranks' shards cover every parameter exactly once."""
     parameters = layout.parameters
     if len(set(parameters.names)) != len(parameters):
         raise LayoutError("two parameters have the same name")
-    for dtype, _ in parameters.kinds:
-        if dtype not in DTYPE_BYTES:
-            raise LayoutError(f"unknown dtype {dtype}")
     cuttings = _Cuttings(len(parameters))
-    for number, rank in enumerate(layout.ranks):
-        _check_slot(parameters, number, rank.shards, rank.slot_bytes)
-        cuttings.add(number, rank.shards)
+    for number, shards in enumerate(layout.ranks):
+        cuttings.add(number, shards)
     # One parameter stands for all of its shape that are cut like it.
     alike = np.stack((cuttings.cutting, parameters.kind))
     _, first = np.unique(alike, axis=1, return_index=True)
@@ -239,19 +220,6 @@ def _rounds(column: np.ndarray) -> Iterator[np.ndarray]:
         _, first = np.unique(column[rows], return_index=True)
         yield rows[first]
         rows = np.delete(rows, first)
-
-
-def _check_slot(parameters: ParameterTable, number: int, shards: ShardTable, slot_bytes: int) -> None:
-    if shards.parameter.max(initial=-1) >= len(parameters) or shards.parameter.min(initial=0) < 0:
-        raise LayoutError(f"rank {number} sends an unknown parameter")
-    widths = np.array([DTYPE_BYTES[dtype] for dtype, _ in parameters.kinds], np.int64)
-    sizes = shards.elements * widths[parameters.kind[shards.parameter]]
-    wrong = np.flatnonzero(shards.byte_offset != np.cumsum(sizes) - sizes)
-    if len(wrong):
-        name = parameters.names[shards.parameter[wrong[0]]]
-        raise LayoutError(f"rank {number}: its shards do not lie one behind the other in the slot, see {name}")
-    if slot_bytes != sizes.sum():
-        raise LayoutError(f"rank {number}: shards of {sizes.sum()} bytes are to fill a slot of {slot_bytes}")
 
 
 def _check_parameter(parameters: ParameterTable, index: int, pieces: list[tuple[int, Box]]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from torchtitan.distributed.placement import StackPart, local_region
 from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable, numbered
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, RankLayout
+from torchtitan.weight_sync.manifest import Layout
 
 
 class PlanError(Exception):
@@ -166,9 +166,8 @@ def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, buck
 
     parameter = np.flatnonzero(box_of[which] >= 0)
     box = box_of[which[parameter]]
-    sizes = np.array([box.elements for box in boxes], np.int64)[box] * DTYPE_BYTES[dtype]
-    shards = ShardTable(boxes, parameter, box, np.cumsum(sizes) - sizes)
-    return Layout(bucket_bytes, ParameterTable(names, kinds, kind[which]), (RankLayout(int(sizes.sum()), shards),))
+    table = ParameterTable(names, kinds, kind[which])
+    return Layout(bucket_bytes, table, (ShardTable(table, boxes, parameter, box),))
 
 
 Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)

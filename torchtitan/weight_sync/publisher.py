@@ -227,23 +227,24 @@ class Publisher:
         where = _device_of(everything)
         self.layout: Layout = replace(planned, checksum=checksum_kind(where, on_device))
         own = self.layout.ranks[0]
-        self._locals = LocalTensors([everything[shard.parameter] for shard in own.shards])
-        for local, shard in zip(self._locals.now(), own.shards, strict=True):
+        self._locals = LocalTensors([everything[shard.parameter] for shard in own])
+        for local, shard in zip(self._locals.now(), own, strict=True):
             if tuple(local.shape) != shard.shape:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
         self.rank = rank
         self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
         self._writer = self.slots.writer()
+        self.reserve, self.release = self._writer.reserve, self._writer.release
+        self.has_free_slot = self._writer.has_free_slot
         self.memory = slot_tensors(self.slots)
         self._make_resident()
-        self._filler = slot_filler(self.memory, own.shards, dtype, where)
+        self._filler = slot_filler(self.memory, own, dtype, where)
         self._stream = stream or device.side_stream(where)
         self._fence: Fence = device.REACHED
         self._waiter = FenceWaiter(self._finish, where)
         self.doorbell, self.server_bell = socket.socketpair()
         self.doorbell.setblocking(False)
-        self._reserved: int | None = None
         self.snapshot_seconds = 0.0
         self._under_way: dict[int, tuple[int, float]] = {}
         self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
@@ -255,32 +256,13 @@ class Publisher:
             memory.zero_()
         pin(self.slots)
 
-    def has_free_slot(self) -> bool:
-        """Whether reserve() would succeed now."""
-        return self._reserved is not None or self._writer.has_free()
-
-    def reserve(self) -> bool:
-        """Take a slot for the next snapshot. False when none is free."""
-        if self._reserved is None:
-            self._reserved = self._writer.reserve()
-        return self._reserved is not None
-
-    def release(self) -> None:
-        """Give a reservation back. Without one a no-op."""
-        if self._reserved is not None:
-            self._writer.release(self._reserved)
-            self._reserved = None
-
     def snapshot(self, version: int, serial: int) -> None:
         """Queue the copy and cast of every shard into the reserved slot. The parameters must not change before fence().
 
         Raises RuntimeError without a reservation.
         """
-        if self._reserved is None:
-            raise RuntimeError("snapshot without a reserved slot")
         begun = time.perf_counter()
-        index, self._reserved = self._reserved, None
-        self._writer.begin(index, version, serial)
+        index = self._writer.begin(version, serial)
         self._under_way[index] = (version, time.time())
         faults.at("snapshot", version=version, rank=self.rank)
         sources = self._locals.now()

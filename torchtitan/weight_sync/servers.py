@@ -53,8 +53,7 @@ REACH_SECONDS = 10.0
 
 
 class Supervised:
-    """Lives again up to `max_restarts` times in a row. A subclass says what a life is; one has begun before
-    supervise().
+    """Listens at `address`, and lives again up to a number of times in a row. A subclass says what a life is.
 
     pulse() is a number that changes while it works; where that stands still for long, _end_frozen() ends the life.
     """
@@ -62,8 +61,11 @@ class Supervised:
     starting_looks = FROZEN_LOOKS
     """What has shown no sign of life yet is frozen after so many looks"""
 
-    def __init__(self, name: str, max_restarts: int, pulse: Callable[[], int] | None):
-        self.name, self._max_restarts, self._pulse = name, max_restarts, pulse
+    def __init__(self, name: str, where: Where, pulse: Callable[[], int]):
+        host, port, self._max_restarts = where
+        self.name, self._pulse = name, pulse
+        self._listener = listen(host, port)
+        self.address = wire.format_address(host, self._listener.getsockname()[1])
         self.failure = ""
         """Why it does not live again, if so"""
         self.restarts = 0
@@ -71,10 +73,17 @@ class Supervised:
         self._thread = threading.Thread(target=self._supervise, name=f"supervise-{name}", daemon=True)
 
     def supervise(self) -> None:
-        """Begin to."""
+        """Begin the first life, and to look after it."""
+        self._begin()
         self._thread.start()
-        if self._pulse is not None:
-            threading.Thread(target=self._watch, args=(self._pulse,), name=f"pulse-{self.name}", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"pulse-{self.name}", daemon=True).start()
+
+    def close(self, deadline: float) -> None:
+        """End it; waits until `deadline` (time.monotonic())."""
+        self._closing.set()
+        self._end(deadline)
+        self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._listener.close()
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -86,10 +95,13 @@ class Supervised:
     def _end_frozen(self) -> None:
         raise NotImplementedError
 
-    def _watch(self, pulse: Callable[[], int]) -> None:
-        last, still, starting = (self.restarts, pulse()), 0, True
+    def _end(self, deadline: float) -> None:
+        raise NotImplementedError
+
+    def _watch(self) -> None:
+        last, still, starting = (self.restarts, self._pulse()), 0, True
         while not self._closing.wait(LOOK_SECONDS):
-            now = self.restarts, pulse()
+            now = self.restarts, self._pulse()
             if now != last:
                 starting = now[0] != last[0]
             last, still = now, still + 1 if now == last else 0
@@ -113,44 +125,41 @@ class Supervised:
                 logger.warning("the %s has ended, starting it again: %s", self.name, end)
                 if self._closing.wait(RESTART_SECONDS * in_a_row):
                     return
-                self._begin()
                 self.restarts += 1
+                self._begin()
         except Exception as error:
             self.failure = f"the {self.name} cannot be started again: {error!r}"
             logger.exception("%s", self.failure)
 
 
-class SupervisedProcess(Supervised):
-    """`python -m module '{arguments}'`; arguments(number) is asked anew for each start, 1, 2, …; `descriptors` are
-    passed on."""
+class ServerProcess(Supervised):
+    """A process of main.py. part: which one; arguments: what it is told besides; descriptors: of open files that it is
+    given, by name."""
 
     # It imports: from a cold network disk that takes a while.
     starting_looks = 60
 
     def __init__(
         self,
-        name: str,
-        module: str,
-        arguments: Callable[[int], dict[str, Any]],
-        descriptors: list[int],
+        part: str,
+        arguments: dict[str, Any],
+        descriptors: dict[str, int],
         token: str,
         log_file: Path,
-        max_restarts: int,
-        pulse: Callable[[], int] | None = None,
+        where: Where,
+        pulse: Callable[[], int],
     ):
-        super().__init__(name, max_restarts, pulse)
-        self._module, self._arguments, self._descriptors = module, arguments, descriptors
-        self._token, self._log_file = token, log_file
-        self._starts = 0
-        self._begin()
+        super().__init__(f"weight {log_file.stem.replace('-', ' ')}", where, pulse)
+        descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
+        self._told = {"part": part, "address": self.address, **arguments, **descriptors}
+        self._descriptors, self._token, self._log_file = list(descriptors.values()), token, log_file
         self.supervise()
 
     def _begin(self) -> None:
-        self._starts += 1
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        told = {**self._told, "term": self.restarts + 1}
         with self._log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self._module, json.dumps(self._arguments(self._starts))],
+                [sys.executable, "-m", MODULE, json.dumps(told)],
                 pass_fds=self._descriptors,
                 env=child_environment(1, **{wire.TOKEN_VARIABLE: self._token}),
                 stdin=subprocess.DEVNULL,
@@ -169,16 +178,14 @@ class SupervisedProcess(Supervised):
         logger.error("the %s shows no sign of life, killing it", self.name)
         self.process.kill()
 
-    def close(self, deadline: float) -> None:
-        """Terminate, and kill what has not ended by `deadline` (time.monotonic())."""
-        self._closing.set()
+    def _end(self, deadline: float) -> None:
+        """Terminate, and kill what has not ended by then."""
         self.process.terminate()
         try:
             self.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(1.0)
-        self._thread.join(max(0.1, deadline - time.monotonic()))
 
 
 def numeric(host: str) -> str:
@@ -225,35 +232,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-class ServerProcess(SupervisedProcess):
-    """A supervised process of main.py that listens at `address`. part: which one; arguments: what it is told besides;
-    descriptors: of open files that it is given, by name; port: 0 for any."""
-
-    def __init__(
-        self,
-        part: str,
-        arguments: dict[str, Any],
-        descriptors: dict[str, int],
-        token: str,
-        log_file: Path,
-        host: str,
-        port: int,
-        max_restarts: int,
-        pulse: Callable[[], int],
-    ):
-        self._listener = listen(host, port)
-        self.address = wire.format_address(host, self._listener.getsockname()[1])
-        descriptors = {**descriptors, "listen_fd": self._listener.fileno()}
-        told = {"part": part, "address": self.address, **arguments, **descriptors}
-        name, given = f"weight {log_file.stem.replace('-', ' ')}", list(descriptors.values())
-        make = lambda number: {**told, "term": number}  # noqa: E731
-        super().__init__(name, MODULE, make, given, token, log_file, max_restarts, pulse)
-
-    def close(self, deadline: float) -> None:
-        super().close(deadline)
-        self._listener.close()
-
-
 class RegistryServer(ServerProcess):
     """The registry beside rank 0. where: host, port and max_restarts; disk_folder: of the disk transport, empty for
     others."""
@@ -263,7 +241,7 @@ class RegistryServer(ServerProcess):
         journal = str(folder / "registry.jsonl")
         told = {"epoch": epoch, "settings": asdict(settings), "journal": journal, "disk_folder": disk_folder}
         files = {"words_fd": self._words.words_fd}
-        super().__init__("registry", told, files, token, folder / "registry.log", *where, lambda: self._words.pulse)
+        super().__init__("registry", told, files, token, folder / "registry.log", where, lambda: self._words.pulse)
 
     def close(self, deadline: float) -> None:
         super().close(deadline)
@@ -282,7 +260,7 @@ class ShardServerProcess(ServerProcess):
         told = {"rank": rank, "layout_file": str(layout_file), "num_slots": slots.count, **facts}
         files = {"words_fd": slots.words_fd, "data_fd": slots.data_fd, "bell_fd": publisher.server_bell.fileno()}
         log_file = folder / f"shard-server-rank{rank}.log"
-        super().__init__("shard server", told, files, token, log_file, *where, lambda: slots.pulse)
+        super().__init__("shard server", told, files, token, log_file, where, lambda: slots.pulse)
 
 
 class ShardServerThread(Supervised):
@@ -291,8 +269,7 @@ class ShardServerThread(Supervised):
     def __init__(
         self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where_listens: Where, **facts: Any
     ):
-        host, port, max_restarts = where_listens
-        super().__init__(f"weight shard server of rank {publisher.rank}", max_restarts, lambda: publisher.slots.pulse)
+        super().__init__(f"weight shard server of rank {publisher.rank}", where_listens, lambda: publisher.slots.pulse)
         self._publisher, self._token, self._facts = publisher, token, facts
         where = slots_device(publisher.slots)
         self._chunks = None if chunks is None else Chunks(*chunks, where)
@@ -301,10 +278,7 @@ class ShardServerThread(Supervised):
         if chunks is None:
             assert isinstance(publisher.slots, DeviceSlots)
             self._refer = device_references(publisher.slots)
-        self._listener = listen(host, port)
-        self.address = wire.format_address(host, self._listener.getsockname()[1])
         self._stopped = -1
-        self._begin()
         self.supervise()
 
     def _begin(self) -> None:
@@ -347,9 +321,5 @@ class ShardServerThread(Supervised):
             finally:
                 server.close()
 
-    def close(self, deadline: float) -> None:
-        """End it; waits until `deadline` (time.monotonic())."""
-        self._closing.set()
+    def _end(self, _deadline: float) -> None:
         self.runtime.stop()
-        self._thread.join(max(0.1, deadline - time.monotonic()))
-        self._listener.close()

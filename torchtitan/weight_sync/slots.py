@@ -82,29 +82,38 @@ class SlotWriter:
 
     def __init__(self, words: Words):
         self._words = words
+        self._reserved: int | None = None
 
     def view(self, index: int) -> SlotView:
         return SlotView.unpack(self._words[index])
 
-    def has_free(self) -> bool:
-        """Whether reserve() would find a slot."""
-        return any(self.view(index).state is SlotState.FREE for index in range(len(self._words)))
+    def _free(self) -> int | None:
+        return next((i for i in range(len(self._words)) if self.view(i).state is SlotState.FREE), None)
 
-    def reserve(self) -> int | None:
-        """FREE → RESERVED for the first free slot; its index, or None when there is none."""
-        for index in range(len(self._words)):
-            if self.view(index).state is SlotState.FREE:
-                self._move(index, SlotState.FREE, SlotView(SlotState.RESERVED, 0, 0))
-                return index
-        return None
+    def has_free_slot(self) -> bool:
+        """Whether reserve() would succeed now."""
+        return self._reserved is not None or self._free() is not None
 
-    def release(self, index: int) -> None:
-        """RESERVED → FREE: the step was dropped, or another rank voted no."""
-        self._move(index, SlotState.RESERVED, SlotView(SlotState.FREE, 0, 0))
+    def reserve(self) -> bool:
+        """FREE → RESERVED for the first free slot, where none is reserved already. False when there is none."""
+        if self._reserved is None and (index := self._free()) is not None:
+            self._move(index, SlotState.FREE, SlotView(SlotState.RESERVED, 0, 0))
+            self._reserved = index
+        return self._reserved is not None
 
-    def begin(self, index: int, version: int, serial: int) -> None:
-        """RESERVED → WRITING."""
+    def release(self) -> None:
+        """RESERVED → FREE: the step was dropped, or another rank voted no. Without a reservation a no-op."""
+        if self._reserved is not None:
+            self._move(self._reserved, SlotState.RESERVED, SlotView(SlotState.FREE, 0, 0))
+            self._reserved = None
+
+    def begin(self, version: int, serial: int) -> int:
+        """RESERVED → WRITING; the slot. Raises RuntimeError without a reservation."""
+        if self._reserved is None:
+            raise RuntimeError("snapshot without a reserved slot")
+        index, self._reserved = self._reserved, None
         self._move(index, SlotState.RESERVED, SlotView(SlotState.WRITING, version, serial))
+        return index
 
     def finish(self, index: int) -> None:
         """WRITING → READY: the fence has fired. From here on the slot is the shard server's."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
-from torchtitan.weight_sync.manifest import Layout, RankLayout
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ShardTable
+from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 
 Area = memoryview | torch.Tensor
@@ -113,7 +113,7 @@ class Staging:
         for start, rank in zip(layout.slot_starts(), layout.ranks, strict=False):
             base, area = _new_area(rank.slot_bytes, where) if memory is None else _slot_within(memory, start, rank)
             self.memory.append(area)
-            for shard in rank.shards:
+            for shard in rank:
                 dtype = TORCH_DTYPES[layout.parameters[shard.parameter].dtype]
                 end = shard.byte_offset + shard.elements * dtype.itemsize
                 piece = base[shard.byte_offset : end].view(dtype).view(shard.shape)
@@ -128,7 +128,7 @@ class Staging:
         return self.memory[key[0]][start:end]
 
 
-def _slot_within(memory: mmap.mmap, start: int, rank: RankLayout) -> tuple[torch.Tensor, Area]:
+def _slot_within(memory: mmap.mmap, start: int, rank: ShardTable) -> tuple[torch.Tensor, Area]:
     """A rank's slot in memory for all of them."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return whole[start : start + rank.slot_bytes], memoryview(memory)[start : start + rank.slot_bytes]

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
-from torchtitan.weight_sync.manifest import DTYPE_BYTES, Layout, LayoutError, RankLayout, check_coverage, content_digest
+from torchtitan.weight_sync.layout_tables import DTYPE_BYTES, Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.manifest import Layout, LayoutError, check_coverage, content_digest
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def file_header(layout: Layout, metadata: dict[str, str]) -> bytes:
     says where the shards belong. Raises ValueError for a rank whose shards a file cannot hold."""
     tensors: dict[str, Any] = {}
     offsets, shapes = {}, {}
-    for shard in layout.ranks[0].shards:
+    for shard in layout.ranks[0]:
         entry = layout.parameters[shard.parameter]
         if entry.name in tensors:
             raise ValueError("a rank sends two shards of one parameter: a file cannot hold both under one name")
@@ -154,15 +154,9 @@ def _places(content: Any, parameters: dict[str, ParameterEntry]) -> dict[str, Bo
 
 def _layout(parameters: dict[str, ParameterEntry], places: list[dict[str, Box]]) -> Layout:
     """What the files hold, as a layout of as many ranks."""
-    numbers = {name: number for number, name in enumerate(parameters)}
-    ranks = []
-    for boxes in places:
-        end, shards = 0, []
-        for name, box in boxes.items():
-            shards.append(ShardEntry(numbers[name], box.offset, box.shape, end))
-            end += box.elements * DTYPE_BYTES[parameters[name].dtype]
-        ranks.append(RankLayout(end, ShardTable.of(shards)))
-    return Layout(max(1, *(rank.slot_bytes for rank in ranks)), ParameterTable.of(parameters.values()), tuple(ranks))
+    numbers, table = {name: number for number, name in enumerate(parameters)}, ParameterTable.of(parameters.values())
+    ranks = [ShardTable.of(table, ((numbers[name], box) for name, box in boxes.items())) for boxes in places]
+    return Layout(max(1, *(rank.slot_bytes for rank in ranks)), table, tuple(ranks))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

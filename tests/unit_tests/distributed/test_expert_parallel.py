@@ -54,7 +54,7 @@ def compare(directory: str, layouts: list[Layout], reference: str, scratch: str)
         policy = build_policy(config, dims)
         sent = synced_parameters(policy)
         plan = plan_rank(placed_parameters(sent), device.rank(), "float32", 1 << 20)
-        shards = plan.ranks[0].shards
+        shards = plan.ranks[0]
         tensors = LocalTensors([sent[plan.parameters[shard.parameter].name] for shard in shards]).now()
         for shard, tensor in zip(shards, tensors, strict=True):
             whole = original[plan.parameters[shard.parameter].name]

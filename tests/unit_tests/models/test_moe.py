@@ -91,8 +91,8 @@ def test_a_version_is_named_as_the_files_and_copies_no_stack(mixture: Path) -> N
     assert sent.keys() == files.keys()
     layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
     assert {entry.name: entry.shape for entry in layout.parameters} == {n: tuple(t.shape) for n, t in files.items()}
-    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0].shards]).now()
-    for shard, tensor in zip(layout.ranks[0].shards, local, strict=True):
+    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0]]).now()
+    for shard, tensor in zip(layout.ranks[0], local, strict=True):
         assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
     memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
     assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory

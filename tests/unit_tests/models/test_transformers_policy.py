@@ -123,8 +123,8 @@ def test_versions_are_named_as_files_and_copy_no_stack(foreign: Path) -> None:
     sent = synced_parameters(policy)
     assert sent.keys() == files.keys()
     layout = plan_rank(placed_parameters(sent), 0, "float32", 1 << 20)
-    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0].shards]).now()
-    for shard, tensor in zip(layout.ranks[0].shards, local, strict=True):
+    local = LocalTensors([list(sent.values())[shard.parameter] for shard in layout.ranks[0]]).now()
+    for shard, tensor in zip(layout.ranks[0], local, strict=True):
         assert torch.equal(tensor, files[layout.parameters[shard.parameter].name])
     memory = {one.untyped_storage().data_ptr() for one in [*policy.parameters(), *policy.buffers()]}
     assert {tensor.untyped_storage().data_ptr() for tensor in local} <= memory

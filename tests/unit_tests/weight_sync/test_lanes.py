@@ -155,16 +155,21 @@ def test_base_is_what_most_actors_hold() -> None:
 def test_slot_of_the_trainer_is_filled_in_order() -> None:
     words = [0, 0]
     writer = SlotWriter(words)
-    assert writer.reserve() == 0
+    with pytest.raises(RuntimeError, match="without a reserved slot"):
+        writer.begin(7, 1)
+    assert writer.has_free_slot() and writer.reserve() and writer.reserve() and words[1] == 0
     with pytest.raises(RuntimeError, match="expected WRITING"):
         writer.finish(0)
-    writer.begin(0, 7, 1)
+    assert writer.begin(7, 1) == 0
     assert LiveSlots(words).filled() == {}, "it is being written"
     writer.finish(0)
     assert LiveSlots(words).filled() == {1: (0, 7)}
-    with pytest.raises(RuntimeError, match="expected RESERVED"):
-        writer.release(0)
-    assert writer.reserve() == 1 and writer.reserve() is None
+    writer.release()
+    assert writer.reserve() and writer.begin(8, 2) == 1 and not writer.has_free_slot() and not writer.reserve()
+    words[0] = 0
+    assert writer.reserve() and writer.has_free_slot()
+    writer.release()
+    assert words[0] == 0
 
 
 def test_lanes_lost_in_a_row_end_with_a_whole_version_or_a_new_process() -> None:

@@ -11,14 +11,16 @@ import pytest
 
 from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import servers
-from torchtitan.weight_sync.servers import FROZEN_LOOKS, Supervised, SupervisedProcess
+from torchtitan.weight_sync.servers import FROZEN_LOOKS, ServerProcess, Supervised
+
+LOOPBACK = "127.0.0.1"
 
 
 class Lives(Supervised):
     """So many lives, none of which takes any time; the last one is closed."""
 
     def __init__(self, count: int, max_restarts: int):
-        super().__init__("thing", max_restarts, None)
+        super().__init__("thing", (LOOPBACK, 0, max_restarts), int)
         self.left, self.lived, self.frozen_at = count, 0, list[int]()
         self.pauses: list[float] = []
         self._closing.wait = self.pauses.append  # type: ignore[assignment, method-assign]
@@ -44,7 +46,8 @@ class Lives(Supervised):
             self.looks += 1
             return next(said)
 
-        self._watch(pulse)
+        self._pulse = pulse
+        self._watch()
 
 
 @pytest.mark.parametrize(
@@ -79,12 +82,13 @@ def test_a_process_hears_its_parent_alone_and_ends_at_the_deadline(
     (tmp_path / "stubborn.py").write_text(
         "import json, os, pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "number = json.loads(sys.argv[1])['number']\n"
+        "number = json.loads(sys.argv[1])['term']\n"
         "print(json.dumps([number, os.getsid(0), os.environ.get('RANK')]), flush=True)\n"
         "time.sleep(600)"
     )
-    log = tmp_path / "logs" / "weight" / "log"
-    process = SupervisedProcess("thing", "stubborn", lambda number: {"number": number}, [], "token", log, 0)
+    monkeypatch.setattr(servers, "MODULE", "stubborn")
+    log = tmp_path / "log"
+    process = ServerProcess("thing", {}, {}, "token", log, (LOOPBACK, 0, 0), int)
     until(lambda: log.read_text().endswith("\n"))
     process.close(time.monotonic() + 0.2)
     assert json.loads(log.read_text()) == [1, process.process.pid, None] and process.process.pid != os.getsid(0)

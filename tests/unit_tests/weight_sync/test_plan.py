@@ -24,7 +24,7 @@ from torchtitan.weight_sync import servers, wire
 from torchtitan.weight_sync.manifest import LayoutError, Manifest, bucket_checksum, content_digest
 from torchtitan.weight_sync.plan import Placed, Sharded, placed_parameters, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
-from torchtitan.weight_sync.servers import SupervisedProcess
+from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState
 from torchtitan.weight_sync.staging import Staging
 
@@ -102,9 +102,8 @@ def test_slots_are_shared_through_their_descriptors() -> None:
     slots = SharedSlots.create(3, 5000)
     other = SharedSlots(slots.words_fd, slots.data_fd, 3, 5000)
     writer, live = slots.writer(), LiveSlots(other.state_words)
-    index = writer.reserve()
-    assert index is not None
-    writer.begin(index, 4, 9)
+    assert writer.reserve()
+    index = writer.begin(4, 9)
     slots.slot(index)[:3] = b"abc"
     writer.finish(index)
     assert live.filled() == {9: (index, 4)} and bytes(other.slot(index)[:3]) == b"abc"
@@ -131,7 +130,8 @@ def test_process_that_cannot_be_started_again_is_a_failure(tmp_path: Path, monke
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr("torchtitan.weight_sync.servers.subprocess.Popen", start_once)
-    process = SupervisedProcess("helper", "short_life", lambda _number: {}, [], "token", tmp_path / "log", 3)
+    monkeypatch.setattr(servers, "MODULE", "short_life")
+    process = ServerProcess("helper", {}, {}, "token", tmp_path / "log", ("127.0.0.1", 0, 3), int)
     process._thread.join(PATIENCE_S)
     assert not process._thread.is_alive() and "no more processes" in process.failure
 
@@ -147,7 +147,8 @@ def test_process_that_takes_long_to_start_is_not_frozen(tmp_path: Path, monkeypa
         looks.release()
         return beats[0]
 
-    process = SupervisedProcess("helper", "slow", lambda _number: {}, [], "token", tmp_path / "log", 9, pulse)
+    monkeypatch.setattr(servers, "MODULE", "slow")
+    process = ServerProcess("helper", {}, {}, "token", tmp_path / "log", ("127.0.0.1", 0, 9), pulse)
     try:
         for _ in range(20):
             assert looks.acquire(timeout=PATIENCE_S)

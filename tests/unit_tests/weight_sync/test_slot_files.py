@@ -22,6 +22,7 @@ from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file
+from torchtitan.weight_sync.layout_tables import ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, bucket_checksum, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
 from torchtitan.weight_sync.weight_files import file_checksum, file_header, read_weights
@@ -76,7 +77,7 @@ class Folder:
         """As a shard server does."""
         part, tensors = self.parts[rank], self.tensors(version)
         slot = self.slots[rank, version] = memoryview(bytearray(part.ranks[0].slot_bytes))
-        for shard in part.ranks[0].shards:
+        for shard in part.ranks[0]:
             box = tuple(slice(low, low + size) for low, size in zip(shard.offset, shard.shape, strict=True))
             data = tensors[part.parameters[shard.parameter].name][box].contiguous().reshape(-1).view(torch.uint8)
             slot[shard.byte_offset : shard.byte_offset + len(data)] = data.numpy().tobytes()
@@ -343,6 +344,6 @@ def test_read_weights_checks_every_element_and_name(tmp_path: Path) -> None:
 def test_two_shards_of_one_parameter_fit_in_no_file() -> None:
     (part,) = layouts([(4, 4)], 1, "float32", 64)
     rank = part.ranks[0]
-    twice = type(rank)(rank.slot_bytes * 2, type(rank.shards).of([*rank.shards, *rank.shards]))
+    twice = ShardTable.of(part.parameters, [(0, rank.boxes[0])] * 2)
     with pytest.raises(ValueError, match="two shards"):
         file_header(Layout(64, part.parameters, (twice,)), {})

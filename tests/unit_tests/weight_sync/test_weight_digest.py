@@ -44,7 +44,7 @@ def hashed(layout: Layout, values: dict[str, torch.Tensor]) -> tuple[tuple[str, 
     checksums = []
     for rank in layout.ranks:
         slot = np.zeros(rank.slot_bytes, np.uint8)
-        for shard in rank.shards:
+        for shard in rank:
             entry = layout.parameters[shard.parameter]
             where = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))
             kind = getattr(torch, entry.dtype)
