@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,12 +37,11 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from torchtitan.config.job_config import WeightSync
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.facade import Publication
+from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion
 
 BARS = {
@@ -122,17 +120,8 @@ class Pair:
         self.weights, self.version = dict(weights), -1
         os.environ[faults.VARIABLE] = f"throttle:bytes_per_s={bytes_per_s}" if bytes_per_s else ""
         token = secrets.token_urlsafe(16)
-        settings = Settings(world_size=1, delta=delta, apply_timeout_s=SECONDS)
-        self.publication = Publication(
-            self.weights,
-            settings,
-            WeightSync(bucket_bytes=16 << 20),
-            epoch=EPOCH,
-            token=token,
-            folder=folder,
-            dtype="bfloat16",
-        )
-        self.applied = threading.Semaphore(0)
+        config = WeightSyncConfig(bucket_bytes=16 << 20, delta=delta, apply_timeout_s=SECONDS)
+        self.publication = WeightSync(config, self.weights, epoch=EPOCH, token=token, run_dir=folder, dtype="bfloat16")
         address, key = self.publication.registry_address, role_key(token, ACTOR, "actor")
         self.actor = Actor(address, "actor", EPOCH, key, self._apply)
         self.actor.start()

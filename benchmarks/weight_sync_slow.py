@@ -34,12 +34,11 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks import common
-from torchtitan.config.job_config import WeightSync
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.facade import Publication
+from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion
 
 EPOCH = "e1-slow"
@@ -87,9 +86,8 @@ def run(world: World, megabytes: float, step_s: float, seconds: float, folder: P
     weights = {f"layer{index}": torch.zeros(int(megabytes * 1e6) // 16) for index in range(4)}
     token, steps, skipped = secrets.token_urlsafe(16), round(seconds / step_s), 0
     with contextlib.ExitStack() as closing:
-        settings = Settings(world_size=1, lanes=world.slots - 2)
-        config = WeightSync(bucket_bytes=BUCKET_BYTES)
-        publication = Publication(weights, settings, config, epoch=EPOCH, token=token, folder=folder)
+        config = WeightSyncConfig(bucket_bytes=BUCKET_BYTES, num_slots=world.slots)
+        publication = WeightSync(config, weights, epoch=EPOCH, token=token, run_dir=folder)
         closing.callback(publication.close)
         watcher = publication.watcher
         assert watcher is not None

@@ -18,16 +18,15 @@ import aiohttp
 import pytest
 
 from tests.patience import PATIENCE_S, asynchronous
-from torchtitan.config.job_config import WeightSync
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.server import EngineServer
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.weight_sync.actor import Actor
-from torchtitan.weight_sync.facade import Publication
+from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
 from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 TOKEN = "a-token-for-tests"
@@ -49,10 +48,8 @@ class Trainer:
     def __init__(self, checkpoint: Path, folder: Path, epoch: str = "e"):
         self.base = {name: one.detach().clone() for name, one in load_policy(checkpoint).named_parameters()}
         self.live = {name: one.clone() for name, one in self.base.items()}
-        config = WeightSync(bucket_bytes=1 << 16)
-        self.publication = Publication(
-            self.live, Settings(world_size=1), config, epoch=epoch, token=TOKEN, folder=folder
-        )
+        config = WeightSyncConfig(bucket_bytes=1 << 16)
+        self.publication = WeightSync(config, self.live, epoch=epoch, token=TOKEN, run_dir=folder)
         key, registry = role_key(TOKEN, ACTOR, "actor-0"), self.publication.registry_address
         self.connect = {"registry": registry, "actor": "actor-0", "epoch": epoch, "key": key}
         """Body of /weights/connect"""

@@ -11,9 +11,8 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -24,11 +23,11 @@ from tests.integration_tests import pulling_actor
 from tests.integration_tests.versioned_weights import SHAPES, parameter_values, sparse_values
 from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
-from torchtitan.config.job_config import WeightSync
-from torchtitan.weight_sync.facade import Publication
+from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
-from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.weight_files import read_weights
 
 EPOCH = "e1-test"
@@ -88,7 +87,6 @@ class Job:
         port: int = 0,
         token: str = "",
         device: str = "cpu",
-        options: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ):
         self.folder, self.token = folder, token or secrets.token_urlsafe(16)
@@ -97,15 +95,15 @@ class Job:
         if transport == "delta":
             self.values, dtype, transport, changes["delta"] = sparse_values, "bfloat16", "tcp", True
         self.parameters = {f"p{i}": self.values(0, i).float().to(device) for i in range(len(SHAPES))}
-        settings = {"world_size": 1, "progress_timeout_s": 1.5, **changes}
-        config = WeightSync(
-            transport=transport, port=port, bucket_bytes=64 * 1024, disk_path=str(folder / "weights"), **options
+        self.relays = "relay_fanout" in changes
+        config = WeightSyncConfig(
+            transport=transport, port=port, bucket_bytes=64 * 1024, progress_timeout_s=1.5, relay=self.relays, **changes
         )
-        names: dict[str, Any] = {"epoch": EPOCH, "token": self.token, "folder": folder, "dtype": dtype}
-        self.publication = Publication(self.parameters, Settings(**settings), config, **names)
+        self.publication = WeightSync(
+            config, self.parameters, epoch=EPOCH, token=self.token, run_dir=folder, dtype=dtype
+        )
         assert self.publication.watcher is not None and self.publication.registry is not None
         self.watcher, self.registry = self.publication.watcher, self.publication.registry
-        self.relays = bool(changes.get("relay_fanout"))
         self.version = -1
         self.skipped = 0
         self.actors: list[ActorProcess] = []
@@ -320,8 +318,11 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     wait_for(lambda: job.watcher.status()["dropped"], "version 3 is dropped")
     status = job.watcher.status()
     assert [version for _, version in status["dropped"]] == [3] and not job.publication.failure
-    assert "version 3 was dropped: rank 0: " in status["dropped_because"]
-    assert "No space left on device" in status["dropped_because"] and "model.safetensors" in status["dropped_because"]
+    (dropped,) = (
+        one for one in read_json_lines(job.folder / "weight_sync" / "registry.jsonl") if one["event"] == "drop"
+    )
+    assert dropped["version"] == 3 and dropped["reason"].startswith("rank 0: ")
+    assert "No space left on device" in dropped["reason"] and "model.safetensors" in dropped["reason"]
     # As the trainer does with what it owes.
     assert job.publication.boundary.owed(2, status["dropped"]) == 3
     wait_for(lambda: job.publication.boundary.snapshot_owed(3), "a free slot")

@@ -46,7 +46,7 @@ def publish_without_skipping(job: Job, *actors: ActorProcess, times: int = 6) ->
 def test_actor_that_stops_half_way_costs_the_others_nothing(
     start: Callable[..., Job], transport: str, how: str
 ) -> None:
-    job = start(transport=transport, options={"chunk_bytes": 16 * 1024})
+    job = start(transport=transport, chunk_bytes=16 * 1024)
     healthy = job.actor("actor-0")
     victim = job.actor("actor-1", f"{how}:phase=receive,version=1,bucket=5")
     job.publish()
@@ -71,7 +71,7 @@ def test_actor_that_stops_half_way_costs_the_others_nothing(
 
 def test_actor_that_freezes_in_the_midst_of_a_chunk(start: Callable[..., Job]) -> None:
     """At any moment, that is: also with credits given, and chunks on their way."""
-    job = start(transport="nccl", options={"chunk_bytes": 1024})
+    job = start(transport="nccl", chunk_bytes=1024)
     healthy, victim = job.actor("actor-0"), job.actor("actor-1")
     job.publish()
     job.served_by(healthy, victim)
@@ -90,7 +90,7 @@ def test_trainer_that_freezes_half_way(
     start: Callable[..., Job], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than every deadline between it and its actors."""
-    job = start(transport=transport, options={"chunk_bytes": 16 * 1024, "chunk_timeout_s": 0.5})
+    job = start(transport=transport, chunk_bytes=16 * 1024, chunk_timeout_s=0.5)
     actor = job.actor("actor-0")
     job.publish()
     job.served_by(actor)
@@ -114,7 +114,7 @@ def is_free(port: int) -> bool:
 def test_trainer_that_dies_half_way(start: Callable[..., Job], transport: str, tmp_path: Path) -> None:
     """Its actors stay at the version that they have, and another trainer of the epoch finds them."""
     port = free_ports(2)
-    names = f"transport={transport!r}, port={port}, options={{'chunk_bytes': 16384}}"
+    names = f"transport={transport!r}, port={port}, chunk_bytes=16384"
     script = (
         "import sys; from pathlib import Path; from tests.integration_tests.test_pulling import Job\n"
         f"job = Job(Path(sys.argv[1]), {names}); job.publish()\n"
@@ -161,7 +161,7 @@ def test_thread_that_fails_is_replaced_within_a_bound(start: Callable[..., Job])
     def fail() -> None:
         raise RuntimeError("on purpose")
 
-    job = start(transport="nccl", options={"max_restarts": 2})
+    job = start(transport="nccl", max_restarts=2)
     actor, server = job.actor("actor-0"), thread_of(job)
     for restarts in range(3):
         job.publish()
@@ -212,7 +212,7 @@ def test_slots_on_a_device_are_read_where_they_are(
 
     def export(tensor: torch.Tensor, uuid: str) -> dict[str, Any]:
         exported.append(tensor)
-        return {"gpu": uuid, "handle": f"{len(exported) - 1:02x}", "length": len(tensor)}
+        return {"gpu": uuid, "storage": f"{len(exported) - 1:02x}", "length": len(tensor)}
 
     monkeypatch.setattr(device_slots, "_are_on_device", lambda _where, on_device: on_device)
     monkeypatch.setattr(publisher, "pin", lambda _slots: None)
@@ -221,8 +221,8 @@ def test_slots_on_a_device_are_read_where_they_are(
     opened: list[str] = []
 
     def open_memory(fields: dict[str, Any]) -> torch.Tensor:
-        opened.append(fields["handle"])
-        return exported[int(fields["handle"], 16)]
+        opened.append(fields["storage"])
+        return exported[int(fields["storage"], 16)]
 
     monkeypatch.setattr(device_slots, "_open", open_memory)
     job = start(transport="ipc")

@@ -199,7 +199,7 @@ def test_what_not_all_workers_apply_is_applied_again_by_all(
     engines[1].raises = MemoryError("half-way")
     job.publish()
     wait_for(lambda: group.served == [0, 1], "1")
-    journal = job.folder / "registry.jsonl"
+    journal = job.folder / "weight_sync" / "registry.jsonl"
     (said,) = [line for line in journal.read_text().splitlines() if '"poisoned"' in line]
     assert "worker 1: MemoryError" in said
     assert engines[0].versions == [0, 1, 1] and engines[1].versions == [0, 1]

@@ -49,7 +49,7 @@ def test_slots_hold_what_a_plain_cast_gives(on_device: bool, dtype: str, monkeyp
     publisher.snapshot(0, 1)
     slot = wait_until_ready(publisher, 1)
     assert slot.is_cuda == on_device and (on_device or slot.is_pinned())
-    for value, shard in zip(values, publisher.layout.ranks[0].shards, strict=True):
+    for value, shard in zip(values, publisher.layout.ranks[0], strict=True):
         expected = value.to(getattr(torch, dtype))
         held = slot[shard.byte_offset :][: expected.numel() * expected.element_size()].cpu()
         assert torch.equal(held, expected.reshape(-1).view(torch.uint8))
@@ -89,7 +89,7 @@ def test_checksums_of_device_and_host_agree() -> None:
 
 def play(folder: Path, transport: str, where: str) -> None:
     """Actors that stage on a device: a damaged bucket, and one that freezes half-way and goes on."""
-    job = Job(folder, transport=transport, device="cuda", options={"chunk_bytes": 16 * 1024})
+    job = Job(folder, transport=transport, device="cuda", chunk_bytes=16 * 1024)
     try:
         assert job.publication.publisher.layout.checksum == "sum"
         healthy = job.actor("actor-0", "corrupt:phase=receive,version=1,bucket=2,times=2", where)

@@ -24,6 +24,7 @@ import torch
 
 from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
+from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.delta import decode_into, element_bytes
 from torchtitan.weight_sync.device_slots import DeviceMemories, memory_tensor
 from torchtitan.weight_sync.disk import read_file
@@ -32,7 +33,6 @@ from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
 from torchtitan.weight_sync.nccl import ReceivingLink
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.slots import SharedFiles, open_shared
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
@@ -41,63 +41,17 @@ from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
 logger = logging.getLogger(__name__)
 
 
-class Fetcher:
-    """post(): has a function run on the loop's thread."""
+class StagingEngine:
+    """Staging memory, what fills it, and the engine's function that takes it from there. post(): has a function run on
+    the loop's thread."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None]):
-        self._post = post
-        self.where = torch.device("cpu")
+    def __init__(self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None]):
+        self._apply, self._where, self._post = apply, where, post
+        self._staging: Staging | None = None
+        self._device = torch.device("cpu")
         """Of staging memory"""
         self._shared, self._memories = SharedFiles(), DeviceMemories()
         self._links: dict[str, ReceivingLink] = {}
-
-    def linked(self, channel: Channel, message: Message) -> None:
-        """The other end of a communicator wants to meet, over this channel: its link lives as long as that does. On the
-        loop's thread. Raises ProtocolError."""
-        name = message["link"]
-        if name not in self._links:
-            link = self._links[name] = ReceivingLink(name, self._post, channel, self.where)
-            tell = channel.on_close
-
-            def closed(channel: Channel, reason: str) -> None:
-                del self._links[name]
-                link.close()
-                tell(channel, reason)
-
-            channel.on_close = closed
-        self._links[name].heard(message)
-
-    def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
-        """Fill `target` with what a reference leads to. Blocks.
-
-        Raises ConnectionError where the way is broken, and its channel is closed then; ProtocolError for what is no
-        reference; whatever the system raises for memory that does not open.
-        """
-        if not isinstance(reference, dict):
-            raise ProtocolError("a reference is an object")
-        if "link" in reference:
-            link = self._links.get(reference["link"])
-            if link is None:
-                raise ConnectionError("the channel of this reference is over")
-            link.fetch(reference, memory_tensor(target))
-        elif isinstance(reference.get("memory"), dict) and "handle" in reference["memory"]:
-            self._memories.copy(reference, memory_tensor(target))
-        elif isinstance(target, memoryview) and "file" in reference:
-            read_file(reference, target)
-        elif isinstance(target, memoryview):
-            self._shared.copy(reference, target)
-        else:
-            raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
-
-
-class StagingEngine:
-    """Staging memory, and the engine's function that takes it from there."""
-
-    def __init__(self, apply: ApplyFunction, where: str, post: Callable[[Callable[[], None]], None]):
-        self._apply, self._where = apply, where
-        self._staging: Staging | None = None
-        self._fetcher = Fetcher(post)
-        self.linked = self._fetcher.linked
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
 
@@ -106,7 +60,7 @@ class StagingEngine:
         try:
             # Only checksums of kind "sum" are computed on a device.
             where = self._where if reads_devices(layout.checksum) else "cpu"
-            self._staging, self._fetcher.where = self._new_staging(layout, where), torch.device(where)
+            self._staging, self._device = self._new_staging(layout, where), torch.device(where)
         except (OSError, RuntimeError, MemoryError) as error:
             raise LayoutError(f"no staging memory of {layout.total_bytes} bytes: {error}") from error
         return layout.bucket_keys()
@@ -131,8 +85,46 @@ class StagingEngine:
         assert self._staging is not None
         self._written += 1
         target = self._staging.bucket(key)
-        self._fetcher.copy(reference, target)
+        self.copy(reference, target)
         return checksum_function(self._staging.layout.checksum)(target)
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        """The other end of a communicator wants to meet, over this channel: its link lives as long as that does. On the
+        loop's thread. Raises ProtocolError."""
+        name = message["link"]
+        if name not in self._links:
+            link = self._links[name] = ReceivingLink(name, self._post, channel, self._device)
+            tell = channel.on_close
+
+            def closed(channel: Channel, reason: str) -> None:
+                del self._links[name]
+                link.close()
+                tell(channel, reason)
+
+            channel.on_close = closed
+        self._links[name].heard(message)
+
+    def copy(self, reference: Any, target: memoryview | torch.Tensor) -> None:
+        """Fill `target` with what a reference leads to. Blocks.
+
+        Raises ConnectionError where the way is broken, and its channel is closed then; ProtocolError for what is no
+        reference; whatever the system raises for memory that does not open.
+        """
+        if not isinstance(reference, dict):
+            raise ProtocolError("a reference is an object")
+        if "link" in reference:
+            link = self._links.get(reference["link"])
+            if link is None:
+                raise ConnectionError("the channel of this reference is over")
+            link.fetch(reference, memory_tensor(target))
+        elif isinstance(reference.get("memory"), dict) and "storage" in reference["memory"]:
+            self._memories.copy(reference, memory_tensor(target))
+        elif isinstance(target, memoryview) and "file" in reference:
+            read_file(reference, target)
+        elif isinstance(target, memoryview):
+            self._shared.copy(reference, target)
+        else:
+            raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
 
     def patch(self, key: BucketKey, delta: memoryview) -> str:
         """See arrivals.Engine."""

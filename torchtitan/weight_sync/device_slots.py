@@ -157,18 +157,14 @@ def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
     return lambda slot, start, _end: {"memory": exports[slot], "offset": start}
 
 
+# Of a storage that another process opens, behind its device: handle, length, offset, counter, its offset, event, and
+# whether that is needed. Bytes travel in hexadecimal.
+_STORAGE = (bytes, int, int, bytes, int, bytes, bool)
+
+
 def _exported(tensor: torch.Tensor, uuid: str) -> Message:
-    _, handle, length, offset, counter, counter_offset, event, event_needed = tensor.untyped_storage()._share_cuda_()
-    return {
-        "gpu": uuid,
-        "handle": handle.hex(),
-        "length": length,
-        "offset": offset,
-        "counter": counter.hex(),
-        "counter_offset": counter_offset,
-        "event": event.hex(),
-        "event_needed": event_needed,
-    }
+    _device, *storage = tensor.untyped_storage()._share_cuda_()
+    return {"gpu": uuid, "storage": [one.hex() if isinstance(one, bytes) else one for one in storage]}
 
 
 class DeviceMemories:
@@ -199,21 +195,14 @@ def _open(fields: Message) -> torch.Tensor:
         raise ProtocolError(f"the trainer's slots are on GPU {gpu}, which this process does not see")
     where = torch.device("cuda", visible.index(gpu))
     use(where)
-    storage = torch.UntypedStorage._new_shared_cuda(
-        where.index,
-        _bytes(fields, "handle"),
-        field_of(fields, "length", int),
-        field_of(fields, "offset", int),
-        _bytes(fields, "counter"),
-        field_of(fields, "counter_offset", int),
-        _bytes(fields, "event"),
-        field_of(fields, "event_needed", bool),
-    )
+    storage = torch.UntypedStorage._new_shared_cuda(where.index, *_read_storage(field_of(fields, "storage", list)))
     return torch.empty(0, dtype=torch.uint8, device=where).set_(storage)
 
 
-def _bytes(fields: Message, name: str) -> bytes:
+def _read_storage(fields: list[Any]) -> list[Any]:
     try:
-        return bytes.fromhex(field_of(fields, name, str))
+        named = {str(place): field for place, field in enumerate(fields)}
+        found = [field_of(named, str(place), str if kind is bytes else kind) for place, kind in enumerate(_STORAGE)]
+        return [bytes.fromhex(one) if kind is bytes else one for one, kind in zip(found, _STORAGE, strict=True)]
     except ValueError as error:
-        raise ProtocolError(f"{name} is not hexadecimal") from error
+        raise ProtocolError("a handle is not hexadecimal") from error

@@ -30,7 +30,7 @@ from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.disk import FolderOwner
 from torchtitan.weight_sync.handshake import TRAINER, Identity
-from torchtitan.weight_sync.manifest import DTYPE_BYTES
+from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.plan import PlanError, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.registry_state import Settings
@@ -44,92 +44,6 @@ logger = logging.getLogger(__name__)
 
 # A condition may look at more than the status, such as whether the registry was given up.
 LOOK_SECONDS = 1.0
-
-
-class Publication:
-    """parameters: checkpoint name -> parameter, in the same order on every rank. config: where and how it is sent;
-    other ranks listen where they reach rank 0's machine. folder: of the run folder, for logs and the journal. registry:
-    what rank 0's `registry_address` says; None on rank 0, which starts it. Raises UserError for an address that cannot
-    be used, a folder that another job writes to, and shards that files cannot hold."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor | StackPart],
-        settings: Settings,
-        config: WeightSyncConfig,
-        *,
-        epoch: str,
-        token: str,
-        folder: Path,
-        rank: int = 0,
-        local_rank: int = 0,
-        registry: str | None = None,
-        dtype: str = "float32",
-    ):
-        folder.mkdir(parents=True, exist_ok=True)
-        host = numeric(config.host) if registry is None else towards(registry)
-        self._closed = False
-        self._owner: FolderOwner | None = None
-        files = ""
-        if config.transport == "disk":
-            disk_folder = Path(config.disk_path or folder.parent / "weights")
-            files = str(disk_folder.resolve())
-            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
-        # One slot is written, one holds the newest version, one the base of deltas, the others are lanes.
-        slots = 2 + settings.lanes + settings.delta
-        self.publisher = Publisher(
-            parameters,
-            rank=rank,
-            dtype=dtype,
-            num_slots=slots,
-            bucket_bytes=config.bucket_bytes,
-            on_device=config.transport in ON_DEVICE,
-        )
-        if files:
-            try:
-                file_header(self.publisher.layout, {})
-            except ValueError as error:
-                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
-        self.boundary = Boundary(self.publisher)
-        self.registry: RegistryServer | None = None
-        self.watcher: Watcher | None = None
-        if registry is None:
-            where = host, config.port, config.max_restarts
-            self.registry = RegistryServer(epoch, token, settings, folder, where, files)
-            registry = self.registry.address
-            self.watcher = Watcher(registry, token, epoch)
-        self.registry_address = registry
-        self.shard_server: ShardServerProcess | ShardServerThread
-        where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
-        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
-        if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
-            chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
-            self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
-        else:
-            facts |= {"transport": config.transport, "world_size": settings.world_size, "disk_folder": files}
-            self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
-
-    @property
-    def failure(self) -> str:
-        """Why no further version will be published, or nothing."""
-        failures = [self.publisher.failure, self.shard_server.failure]
-        if self.registry is not None and self.watcher is not None:
-            failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
-        return "; ".join(filter(None, failures))
-
-    def close(self, timeout: float = 5.0) -> None:
-        """End everything within about `timeout` seconds. May be called twice."""
-        if self._closed:
-            return
-        self._closed, deadline = True, time.monotonic() + timeout
-        if self.watcher is not None:
-            self.watcher.close(timeout)
-        self.shard_server.close(deadline)
-        if self.registry is not None:
-            self.registry.close(deadline)
-        self.publisher.close()
-        if self._owner is not None:
-            self._owner.close()
 
 
 class Watcher:
@@ -228,7 +142,7 @@ class SyncOutcome:
     missing: dict[str, str]
 
 
-class WeightSync(Publication):
+class WeightSync:
     """Publishes this rank's shards; on rank 0 also starts the registry and watches the actors.
 
     Args:
@@ -241,7 +155,8 @@ class WeightSync(Publication):
         dtype: type in which the actors hold weights ([inference] dtype).
         drain_s: how long an apply may wait for requests to end.
 
-    Raises UserError where a parameter's placement cannot be sent shard by shard, or an address cannot be used.
+    Other ranks listen where they reach rank 0's machine. Raises UserError where a parameter's placement cannot be sent
+    shard by shard, an address cannot be used, another job writes to the folder, or files cannot hold the shards.
     """
 
     def __init__(
@@ -262,24 +177,52 @@ class WeightSync(Publication):
         if (rank == 0) != (registry is None):
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
         self.epoch = epoch
-        size = DTYPE_BYTES[dtype] * sum(
-            math.prod(parameter.shape) for parameter in unique_parameters(parameters).values()
-        )
+        folder = run_dir / "weight_sync"
+        folder.mkdir(parents=True, exist_ok=True)
+        host = numeric(config.host) if registry is None else towards(registry)
+        self._closed = False
+        self._owner: FolderOwner | None = None
+        files = ""
+        if config.transport == "disk":
+            disk_folder = Path(config.disk_path or run_dir / "weights")
+            files = str(disk_folder.resolve())
+            self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
         try:
-            super().__init__(
+            self.publisher = Publisher(
                 parameters,
-                Settings.of(config, world_size, size, drain_s),
-                config,
-                epoch=epoch,
-                token=token,
-                folder=Path(run_dir) / "weight_sync",
                 rank=rank,
-                local_rank=local_rank,
-                registry=registry,
                 dtype=dtype,
+                num_slots=config.slots_per_rank,
+                bucket_bytes=config.bucket_bytes,
+                on_device=config.transport in ON_DEVICE,
             )
         except PlanError as error:
             raise UserError(f"weight sync cannot send this model's shards: {error}") from error
+        if files:
+            try:
+                file_header(self.publisher.layout, {})
+            except ValueError as error:
+                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
+        self.boundary = Boundary(self.publisher)
+        self.registry: RegistryServer | None = None
+        self.watcher: Watcher | None = None
+        elements = sum(math.prod(parameter.shape) for parameter in unique_parameters(parameters).values())
+        settings = Settings.of(config, world_size, DTYPE_BYTES[dtype] * elements, drain_s)
+        if registry is None:
+            where = host, config.port, config.max_restarts
+            self.registry = RegistryServer(epoch, token, settings, folder, where, files)
+            registry = self.registry.address
+            self.watcher = Watcher(registry, token, epoch)
+        self.registry_address = registry
+        self.shard_server: ShardServerProcess | ShardServerThread
+        where = host, config.port + 1 + local_rank if config.port else 0, config.max_restarts
+        facts = {"epoch": epoch, "registry": registry, "lease_s": settings.lease_s}
+        if isinstance(self.publisher.slots, DeviceSlots) or config.transport == "nccl":
+            chunks = (config.chunk_bytes, config.chunk_timeout_s) if config.transport == "nccl" else None
+            self.shard_server = ShardServerThread(self.publisher, token, chunks, where, **facts)
+        else:
+            facts |= {"transport": config.transport, "world_size": world_size, "disk_folder": files}
+            self.shard_server = ShardServerProcess(self.publisher, token, folder, where, **facts)
         self._snapshot_s = self._stall_s = 0.0
 
     # Step boundary (every rank)
@@ -434,6 +377,28 @@ class WeightSync(Publication):
     def _check_alive(self) -> None:
         if self.failure:
             raise UserError(f"weight synchronisation has failed: {self.failure}")
+
+    @property
+    def failure(self) -> str:
+        """Why no further version will be published, or nothing."""
+        failures = [self.publisher.failure, self.shard_server.failure]
+        if self.registry is not None and self.watcher is not None:
+            failures += [self.registry.failure, self.watcher.failure, self.watcher.status()["failure"]]
+        return "; ".join(filter(None, failures))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End everything within about `timeout` seconds. May be called twice."""
+        if self._closed:
+            return
+        self._closed, deadline = True, time.monotonic() + timeout
+        if self.watcher is not None:
+            self.watcher.close(timeout)
+        self.shard_server.close(deadline)
+        if self.registry is not None:
+            self.registry.close(deadline)
+        self.publisher.close()
+        if self._owner is not None:
+            self._owner.close()
 
 
 def _is_live(actor: Message) -> bool:

@@ -103,16 +103,13 @@ class _Worker:
     channel: Channel
     heard_at: float
     held: Served | None = None
-    poisoned: bool = False
     known: bool = False
     """It has said what it holds"""
     staged: int = NOTHING
     """Version"""
     bytes: int = 0
-    ordered: bool = False
-    """It has not answered the last order to apply"""
-    answer: str | None = None
-    """What it has answered: empty once it has applied, else why not"""
+    answer: str | None = ""
+    """To the last order to apply: empty once it has applied, else why not; None while there is none"""
     refused: bool = False
     figures: Message = field(default_factory=dict)
 
@@ -200,7 +197,7 @@ class Leader(Puller):
 
     def _may_begin(self, manifest: Manifest) -> bool:
         # Who still applies reads what the others would write to.
-        idle = not any(worker.ordered for worker in self._workers.values())
+        idle = all(worker.answer is not None for worker in self._workers.values())
         return idle and self._complete() and super()._may_begin(manifest)
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
@@ -212,7 +209,7 @@ class Leader(Puller):
 
     def _ended(self, number: int, worker: _Worker, message: Message) -> None:
         version, outcome, reason = message["version"], message["outcome"], f"worker {number}: {message['reason']}"
-        if worker.ordered:
+        if worker.answer is None:
             if outcome == "refused":
                 worker.refused = True
                 self._answered(worker, reason)
@@ -241,19 +238,19 @@ class Leader(Puller):
             done(Outcome("a worker was lost meanwhile", True, {}))
             return
         for worker in self._workers.values():
-            worker.ordered, worker.answer, worker.refused = True, None, False
+            worker.answer, worker.refused = None, False
         self._order = order = served, done
         self._send({"type": "apply", "version": served.version})
 
         def late() -> None:
             if self._order is order:
-                for worker in [worker for worker in self._workers.values() if worker.ordered]:
+                for worker in [worker for worker in self._workers.values() if worker.answer is None]:
                     worker.channel.close(f"it did not apply within {self._apply_timeout_s:g} s")
 
         self._runtime.call_later(self._apply_timeout_s, late)
 
     def _answered(self, worker: _Worker, error: str) -> None:
-        worker.ordered, worker.answer, worker.staged = False, error, NOTHING
+        worker.answer, worker.staged = error, NOTHING
         if self._order is None:
             self._consider()
             return
@@ -311,15 +308,15 @@ class Leader(Puller):
             self._ended(number, worker, message)
         elif kind == "serving":
             version, digest = message["version"], message["digest"]
-            worker.known, worker.poisoned = True, False
+            worker.known = True
             worker.held = None if version == NOTHING else Served(self.epoch, version, digest)
-            if worker.ordered:
+            if worker.answer is None:
                 worker.figures = message["figures"]
                 self._answered(worker, "")
         elif kind == "poisoned":
-            worker.known, worker.poisoned, worker.held = True, True, None
+            worker.known, worker.held = True, None
             reason = f"worker {number}: {message['reason']}"
-            if worker.ordered and message["version"] == worker.staged:
+            if worker.answer is None and message["version"] == worker.staged:
                 self._answered(worker, reason)
             else:
                 self.found_torn(message["version"], reason)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.arrivals import Arrivals, Engine, Transfer
+from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
@@ -110,7 +110,7 @@ class Puller:
         for source in self._sources:
             source.drop("the actor ends")
         if self._relay is not None:
-            self._relay.close()
+            self._relay.close("the actor ends")
         self.registry.close("the actor ends")
 
     @property
@@ -358,7 +358,7 @@ class Puller:
 
     def _verified(self) -> None:
         if self._relay is not None:
-            self._relay.readers.look()
+            self._relay.send_more()
         pull = self._pull
         if pull is not None and not pull.missing:
             self._staged_whole(pull)

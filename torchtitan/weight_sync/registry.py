@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
+from torchtitan.weight_sync.bucket_server import relay_sources
 from torchtitan.weight_sync.disk import Catalogue
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
-from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, content_digest, merge_layouts
-from torchtitan.weight_sync.readers import relay_sources
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
 from torchtitan.weight_sync.registry_state import MOST_LOST_LANES, Actor, Gathering, Lanes, Rank, Settings, relaying
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
@@ -72,7 +72,7 @@ class Registry:
         self._pin: Message = {}
         """What actors are told of it, once the trainer has said: until then they keep what another registry said"""
         self._evictions = 0
-        self._failure = self._dropped_because = ""
+        self._failure = ""
         self._status_due = False
         self._stop_listening: Callable[[], None] = lambda: None
 
@@ -227,24 +227,15 @@ class Registry:
         gathered = self._gathering[serial]
         faults.at("publish", version=gathered.version)
         checksums = [gathered.checksums[rank] for rank in range(self.settings.world_size)]
-        layout_id = self._model["layout_id"]
-        digest = content_digest(layout_id, checksums)
-        self.newest = Manifest(self.epoch, gathered.version, layout_id, tuple(map(tuple, checksums)), digest)
-        self._newest_message = {
-            "type": "newest",
-            "epoch": self.epoch,
-            "version": gathered.version,
-            "layout_id": layout_id,
-            "checksums": Encoded(checksums),
-            "digest": digest,
-        }
+        self.newest = Manifest.of(self.epoch, gathered.version, self._model["layout_id"], checksums)
+        self._newest_message = {"type": "newest", **vars(self.newest), "checksums": Encoded(checksums)}
         self._gathering = {later: one for later, one in self._gathering.items() if later > serial}
         self.lanes.publish(serial, self._runtime.now())
         self._versions[serial] = gathered.version
         if self._catalogue is not None:
             files = [gathered.files[rank] for rank in range(self.settings.world_size)]
             self._catalogue.publish(self.newest, files, self._live_versions())
-        self._write("publish", {"version": gathered.version, "serial": serial, "digest": digest})
+        self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # In one message: what an actor is pulling may live on as a lane.
         live, fanout = self._live(), self.settings.relay_fanout
         # Who pulls from which other actor. The fast ones come first.
@@ -265,7 +256,6 @@ class Registry:
         while len(self._dropped) > MOST_DROPPED:
             del self._dropped[min(self._dropped)]
         self._write("drop", {"version": version, "serial": serial, "reason": reason})
-        self._dropped_because = f"version {version} was dropped: {reason}"
         if self._catalogue is not None:
             self._catalogue.make_room(self._live_versions())
         self._tell_live()
@@ -433,13 +423,10 @@ class Registry:
         return {
             "type": "status",
             "epoch": self.epoch,
-            "term": self.term,
             "newest": None if self.newest is None else self.newest.version,
-            "dropped_because": self._dropped_because,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
             "pinned": self._pinned,
             "evictions": self._evictions,
-            "servers": sum(not server.channel.closed for server in self._ranks.values()),
             "failure": self._failure,
             "actors": {name: actor.status() for name, actor in self.actors.items()},
         }

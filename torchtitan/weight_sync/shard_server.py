@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from torchtitan.weight_sync import faults
+from torchtitan.weight_sync.bucket_server import BucketServer, Link, Reader
 from torchtitan.weight_sync.clients import RegistryClient
 from torchtitan.weight_sync.delta import Deltas, element_bytes
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, checksum_function
-from torchtitan.weight_sync.readers import Link, Reader, Readers
 from torchtitan.weight_sync.slots import LiveSlots, Words
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.shard_server")
 
-TICK_SECONDS = 0.2
 # One bucket takes a fraction of a second: a thread that is at one for longer hangs. So long, and so long per byte.
 LONGEST_BUCKET_SECONDS, LONGEST_SECONDS_PER_BYTE = 5.0, 50e-9
 # Writing one bucket, or bringing a file to the disk: a network's may take minutes.
@@ -48,11 +47,13 @@ class Slots(Protocol):
         """A sign of life for the parent."""
 
 
-class ShardServer:
+class ShardServer(BucketServer):
     """refer(slot, start, end): where transports that do not send bytes say that a bucket is; make_link(channel, actor):
     the way that they take, where they do not take the channel. None of both for tcp.
     persist(slot, version, memory, moved): on a thread, what is done with a snapshot before it may be published; what it
     returns is told to the registry. Where it raises OSError the version is dropped. moved(): it gets on."""
+
+    phase, tick_seconds = "send", 0.2
 
     def __init__(
         self,
@@ -70,14 +71,12 @@ class ShardServer:
         make_link: Callable[[Channel, str], Link] | None = None,
         persist: Callable[[int, int, memoryview, Callable[[], None]], Message] | None = None,
     ):
-        self._runtime, self._slots, self._layout = runtime, slots, layout
-        self.rank, self.epoch = rank, epoch
+        super().__init__(runtime, epoch, ACTOR, partial(role_key, token), make_link)
+        self.rank, self._slots, self._layout = rank, slots, layout
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
         self._bucket_seconds = LONGEST_BUCKET_SECONDS + LONGEST_SECONDS_PER_BYTE * layout.bucket_bytes
         self.live = LiveSlots(slots.state_words)
-        roles, key_of = frozenset((ACTOR,)), partial(role_key, token)
-        self.readers = Readers(runtime, epoch, roles, key_of, self, "send", self._reference, make_link)
-        self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.readers.look)
+        self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.send_more)
         self._checksum = checksum_function(layout.checksum)
         self._snapped: dict[int, Message] = {}
         """Serial -> what the registry is told of a snapshot"""
@@ -86,33 +85,25 @@ class ShardServer:
         """When the thread at the snapshot must have got on"""
         self._told_failed = 0
         fields, identity = {"epoch": epoch, "address": address}, Identity.of(token, RANK, str(rank))
-        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_message)
-        self._closed = False
-        self._stop_listening: Callable[[], None] = lambda: None
+        self.registry = RegistryClient(runtime, registry, identity, fields, self._joined, self._on_registry_message)
 
     def start(self, listener: Any) -> None:
         """Begin to work: look at the slots, accept actors, find the registry."""
-        self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
+        super().start(listener)
         self.registry.start()
-        self._tick()
-        self.look()
 
-    def close(self) -> None:
+    def close(self, reason: str = "the shard server ends") -> None:
         """Close every connection; nothing reads the slots any more but a checksum that is being computed."""
-        self._closed = True
-        self._stop_listening()
-        self.readers.close("the shard server ends")
-        self.registry.close("the shard server ends")
+        super().close(reason)
+        self.registry.close(reason)
 
-    def _tick(self) -> None:
-        if self._closed:
-            return
-        self._runtime.call_later(TICK_SECONDS, self._tick)
+    def look_after(self) -> None:
+        """Every now and then."""
         if self._works():
             self._slots.beat()
         self._expire()
-        self._end_what_is_gone()
-        self.readers.end_what_is_idle()
+        self.end_what_is_gone()
+        super().look_after()
         self.look()
 
     def _expire(self) -> None:
@@ -191,15 +182,15 @@ class ShardServer:
         self._told_failed = 0
         self.look()
 
-    def _on_message(self, message: Message) -> None:
+    def _on_registry_message(self, message: Message) -> None:
         if message["type"] != "live":
             raise ProtocolError(f"a registry does not send {message['type']!r} to a shard server")
         told = (message["newest"], message["lanes"], message["dropped"])
         self.live.live(*told, self._runtime.now(), message.get("base"))
         self.deltas.forget_what_is_gone()
-        self._end_what_is_gone()
+        self.end_what_is_gone()
 
-    # Actors (see readers.Store)
+    # Actors (see BucketServer)
 
     def buckets(self, rank: int) -> int | None:
         """Of its own rank alone."""
@@ -223,7 +214,8 @@ class ShardServer:
         start, end = self._layout.bucket_range(0, bucket)
         return self._slots.slot(self.live.filled()[serial][0])[start:end]
 
-    def _reference(self, reader: Reader, bucket: int, again: bool) -> Message | None:
+    def refer(self, reader: Reader, bucket: int, again: bool) -> Message | None:
+        """In a slot, a file, or what comes over its link."""
         serial = reader.serial
         if reader.link is not None:
             return self._send_over(reader.link, reader, bucket)
@@ -237,10 +229,7 @@ class ShardServer:
 
         def sent() -> None:
             self.live.let_go(serial)
-            self.readers.sent(reader)
+            self.sent(reader)
 
         self.live.hold(serial)
         return link.send(self._bucket(serial, bucket), sent)
-
-    def _end_what_is_gone(self) -> None:
-        self.readers.end_what_is_gone()

@@ -60,9 +60,9 @@ SCHEMA: dict[str, Fields] = {
     "ended": {"version": _NUMBER, "outcome": _TEXT, "reason": _TEXT},
     "serving": {"version": _NUMBER, "digest": _TEXT, "figures": _OBJECT},
     "poisoned": {"version": _NUMBER, "reason": _TEXT},
-    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets, None for all; base: the snapshot that
-    # deltas may be taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
-    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": (list, type(None)), "base": _MAYBE_NUMBER},
+    # Actor -> shard server. buckets: ranges [first, end) of the rank's buckets; base: the snapshot that deltas may be
+    # taken against; again (may be left out): what came was damaged, the bytes themselves are wanted
+    "open": {"pull": _NUMBER, "serial": _NUMBER, "buckets": _LIST, "base": _MAYBE_NUMBER},
     # Shard server -> actor. A bucket carries its bytes, says in `reference` where they are, or carries a delta against
     # the snapshot `base`
     "gone": {"pull": _NUMBER},

@@ -15,9 +15,9 @@ from tests.patience import PATIENCE_S, until
 from torchtitan.weight_sync import group
 from torchtitan.weight_sync.actor import Actor, reachable_host
 from torchtitan.weight_sync.arrivals import Transfer
+from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.group import LeadingEngine, Outcome, in_figures
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
-from torchtitan.weight_sync.readers import Relay
 from torchtitan.weight_sync.staging import StagedVersion
 
 MANIFEST = Manifest("e", 3, "layout", (), "digest")

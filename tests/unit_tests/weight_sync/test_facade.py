@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.facade import MOST_FAILURES, Publication, SyncOutcome, WeightSync
+from torchtitan.weight_sync.facade import MOST_FAILURES, SyncOutcome, WeightSync
 from torchtitan.weight_sync.servers import listen
 from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.wire import Message
@@ -132,16 +132,16 @@ def test_what_is_skipped_or_dropped_is_owed_until_it_is_taken() -> None:
 
 
 def test_every_part_may_say_why_nothing_is_published_any_more() -> None:
-    publication: Any = object.__new__(Publication)
+    sync: Any = object.__new__(WeightSync)
     parts = {name: SimpleNamespace(failure="") for name in ("publisher", "shard_server", "registry", "watcher")}
     told = {"failure": ""}
     parts["watcher"].status = lambda: told
-    vars(publication).update(parts)
-    assert not publication.failure
+    vars(sync).update(parts)
+    assert not sync.failure
     for name, part in parts.items():
         part.failure = f"the {name} is gone"
-        assert part.failure in publication.failure
+        assert part.failure in sync.failure
     told["failure"] = "the layouts do not fit"
-    assert publication.failure.count("; ") == 4 and publication.failure.endswith("the layouts do not fit")
-    publication.registry = publication.watcher = None
-    assert publication.failure == "the publisher is gone; the shard_server is gone"
+    assert sync.failure.count("; ") == 4 and sync.failure.endswith("the layouts do not fit")
+    sync.registry = sync.watcher = None
+    assert sync.failure == "the publisher is gone; the shard_server is gone"

@@ -41,7 +41,7 @@ class DoesNotWaitForWriters(Puller):
 
 
 class ReadsWhatIsGone(ShardServer):
-    def _end_what_is_gone(self) -> None:
+    def end_what_is_gone(self) -> None:
         pass
 
 
@@ -53,7 +53,7 @@ class OldestFirst(ShardServer):
 class AnyEpoch(ShardServer):
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.readers.gate._admit = lambda _identity, _fields: {"rank": self.rank}
+        self.gate._admit = lambda _identity, _fields: {"rank": self.rank}
 
 
 class HangsInPeace(ShardServer):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchtitan.weight_sync import device_slots
-from torchtitan.weight_sync.actor import Fetcher
+from torchtitan.weight_sync.actor import StagingEngine
 from torchtitan.weight_sync.device_slots import DeviceMemories
 from torchtitan.weight_sync.slots import SharedSlots, file_references, named, open_shared
 from torchtitan.weight_sync.wire import ProtocolError
@@ -20,7 +20,8 @@ from torchtitan.weight_sync.wire import ProtocolError
 def fetched(reference: Any, size: int = 4, target: Any = None) -> bytes:
     """What an actor has of a bucket, of whose bytes it has none."""
     memory = memoryview(bytearray(size))
-    Fetcher(lambda function: function()).copy((0, 0), reference, memory if target is None else target)
+    engine = StagingEngine(lambda _staged: None, "cpu", lambda function: function())
+    engine.copy(reference, memory if target is None else target)
     return bytes(memory)
 
 
@@ -75,10 +76,7 @@ def test_what_leads_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path) 
             fetched({**reference, "memory": moved})
 
 
-HANDLE = {
-    "gpu": "GPU-b", "handle": "0a0b", "length": 64, "offset": 16, "counter": "0c", "counter_offset": 8, "event": "",
-    "event_needed": False,
-}  # fmt: skip
+HANDLE: dict[str, Any] = {"gpu": "GPU-b", "storage": ["0a0b", 64, 16, "0c", 8, "", False]}
 
 
 @pytest.fixture
@@ -108,13 +106,26 @@ def test_memory_of_a_gpu_is_opened_once_and_as_it_was_named(opened: list[tuple[A
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("place", "value"),
     [
-        {"gpu": "GPU-c"}, {"gpu": None}, {"handle": "xyz"}, {"handle": 3}, {"length": -1}, {"length": "64"},
-        {"offset": 1 << 64}, {"counter": None}, {"counter_offset": True}, {"event": 0}, {"event_needed": 0},
+        (0, "xyz"),
+        (0, 3),
+        (1, -1),
+        (1, "64"),
+        (2, 1 << 64),
+        (3, None),
+        (4, True),
+        (5, 0),
+        (6, 0),
+        (None, []),
+        (None, "0a"),
     ],
-)  # fmt: skip
-def test_what_names_no_memory_of_a_gpu_is_refused(wrong: dict[str, Any], opened: list[tuple[Any, ...]]) -> None:
-    with pytest.raises(ProtocolError):
-        DeviceMemories().copy({"memory": {**HANDLE, **wrong}, "offset": 0}, torch.zeros(4, dtype=torch.uint8))
+)
+def test_what_names_no_memory_of_a_gpu_is_refused(place: int | None, value: Any, opened: list[tuple[Any, ...]]) -> None:
+    storage = list(HANDLE["storage"])
+    if place is not None:
+        storage[place] = value
+    for wrong in ({"storage": value if place is None else storage}, {"gpu": "GPU-c"}, {"gpu": None}):
+        with pytest.raises(ProtocolError):
+            DeviceMemories().copy({"memory": {**HANDLE, **wrong}, "offset": 0}, torch.zeros(4, dtype=torch.uint8))
     assert all(named[0] == "use" for named in opened)

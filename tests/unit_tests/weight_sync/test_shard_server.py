@@ -12,8 +12,8 @@ import xxhash
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, Rank, Shape, content
 from tests.unit_tests.weight_sync.clients import Client
+from torchtitan.weight_sync.bucket_server import IDLE_SECONDS
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Gate, Identity, role_key
-from torchtitan.weight_sync.readers import IDLE_SECONDS
 from torchtitan.weight_sync.shard_server import LONGEST_BUCKET_SECONDS
 from torchtitan.weight_sync.wire import Channel, Message
 
@@ -138,21 +138,21 @@ def test_actor_gets_the_buckets_that_it_asks_for() -> None:
     world = World()
     serial = world.fill(7)
     actor = world.actor()
-    actor.say("open", pull=1, serial=serial, buckets=None)
+    actor.say("open", pull=1, serial=serial, buckets=[[0, BUCKETS]])
     assert [message["type"] for message in actor.heard] == ["bucket"] * BUCKETS
     assert sent_buckets(actor, 1) == [0, 1, 2, 3]
     actor.say("open", pull=1, serial=serial, buckets=[[2, 3]])
     assert sent_buckets(actor, 1) == [0, 1, 2, 3, 2]
     actor.say("open", pull=2, serial=serial, buckets=[[0, 1], [3, 4]])
     assert sent_buckets(actor, 2) == [0, 3]
-    assert world.rank.server.readers.sent_bytes == 7 * BUCKET_BYTES
+    assert world.rank.server.sent_bytes == 7 * BUCKET_BYTES
 
 
 def test_next_pull_ends_what_was_asked_for_before() -> None:
     world = World()
     serial = world.fill(0)
     actor = world.actor(rate=BUCKET_BYTES / 0.2)
-    actor.say("open", pull=1, serial=serial, buckets=None)
+    actor.say("open", pull=1, serial=serial, buckets=[[0, BUCKETS]])
     actor.say("open", pull=2, serial=serial, buckets=[[3, 4]])
     world.run(2.0)
     assert sent_buckets(actor, 1) == [0] and sent_buckets(actor, 2) == [3]
@@ -197,13 +197,13 @@ def test_snapshot_that_has_gone_is_said_to_be_gone() -> None:
     world.live(second)
     assert world.serials() == [second, third]
     actor = world.actor()
-    actor.say("open", pull=1, serial=first, buckets=None)
+    actor.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
     assert [message["type"] for message in actor.heard] == ["gone"] and actor.last("gone")["pull"] == 1
     # It may know of the newest before this process does, but not of one that will never be published.
-    actor.say("open", pull=2, serial=third, buckets=None)
+    actor.say("open", pull=2, serial=third, buckets=[[0, BUCKETS]])
     assert len(sent_buckets(actor, 2)) == BUCKETS
     world.live(second, dropped=(third,))
-    actor.say("open", pull=3, serial=third, buckets=None)
+    actor.say("open", pull=3, serial=third, buckets=[[0, BUCKETS]])
     assert world.serials() == [second] and actor.last("gone")["pull"] == 3
     assert not actor.over and world.rank.boundary.reserve()
 
@@ -212,9 +212,9 @@ def test_half_a_bucket_of_what_has_gone_ends_the_connection(monkeypatch: pytest.
     world = World()
     first = world.fill(0)
     reading, waiting = world.actor(rate=1.0), world.actor("waiting")
-    reading.say("open", pull=1, serial=first, buckets=None)
+    reading.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
     monkeypatch.setattr(world.rank.server, "has", lambda *_: False)
-    waiting.say("open", pull=1, serial=first, buckets=None)
+    waiting.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
     second = world.fill(1)
     world.live(second)
     assert reading.over and not waiting.over and waiting.last("gone")["pull"] == 1
@@ -225,7 +225,7 @@ def test_lane_lives_on_for_its_lease_and_no_longer() -> None:
     world = World(lease_s=2.0)
     first = world.fill(0)
     actor = world.actor(rate=1.0)
-    actor.say("open", pull=1, serial=first, buckets=None)
+    actor.say("open", pull=1, serial=first, buckets=[[0, BUCKETS]])
     second = world.fill(1)
     world.live(second, lanes=(first,))
     world.run(1.5)
@@ -266,7 +266,7 @@ def test_server_that_ends_closes_everything() -> None:
 
 def test_link_ends_with_its_channel() -> None:
     world, ended = World(), list[str]()
-    world.rank.server.readers._make_link = lambda _channel, actor: SimpleNamespace(close=lambda: ended.append(actor))
+    world.rank.server._make_link = lambda _channel, actor: SimpleNamespace(close=lambda: ended.append(actor))
     client = Client(world.machine, world.rank.address, ACTOR, "a", beats=False, rank=0)
     assert client.channel is not None and not ended
     client.channel.close("over")

@@ -23,25 +23,6 @@ from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
 IDLE_SECONDS = 10.0
 
 
-class Store(Protocol):
-    """Where the bytes are."""
-
-    def buckets(self, rank: int) -> int | None:
-        """How many buckets this rank has; None where it is not served here."""
-
-    def version(self, serial: int) -> int | None:
-        """The version of a snapshot that may be read; None where it is gone."""
-
-    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
-        """Whether this bucket is there already; where not, look() is called when it is."""
-
-    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
-        """Fields of the message, and the bucket's bytes: a delta against `base` where that is wanted and worth it.
-
-        They stay as they are until end_what_is_gone() has closed all that read them.
-        """
-
-
 class Link(Protocol):
     """The way to one worker of an actor, for a transport that sends bytes otherwise than over its channel."""
 
@@ -73,41 +54,86 @@ class Reader:
     link: Link | None = None
 
 
-class Readers:
-    """phase: of fault injection. refer(reader, bucket, again): where a bucket is, for transports that send no bytes
-    over the channel; None to send them all the same. again: what was there is not what it should be. make_link(channel,
-    actor): the way that it takes, where one is needed for each channel; then sent(reader) has to be called when the
-    bucket has gone."""
+class BucketServer:
+    """A subclass says where the bytes are, and how it calls what it does (a phase of fault injection).
+
+    role, key_of: see Gate, of those who may pull. make_link(channel, actor): the way that bytes take, where they do not
+    take the channel; then sent(reader) has to be called when a bucket has gone.
+    """
+
+    phase: str
+    tick_seconds: float
 
     def __init__(
         self,
         runtime: Runtime,
         epoch: str,
-        roles: frozenset[str],
+        role: str,
         key_of: Callable[[str, str], str | None],
-        store: Store,
-        phase: str,
-        refer: Callable[[Reader, int, bool], Message | None] = lambda *_: None,
         make_link: Callable[[Channel, str], Link] | None = None,
     ):
-        self._runtime, self._epoch, self._store, self._phase, self._refer = runtime, epoch, store, phase, refer
-        self._make_link = make_link
-        self.gate = Gate(runtime, roles, key_of, self.admit, self._enter)
+        self._runtime, self.epoch, self._make_link = runtime, epoch, make_link
+        self.gate = Gate(runtime, frozenset((role,)), key_of, self.admit, self._enter)
         self.channels: dict[Channel, Reader] = {}
         self.sent_bytes = 0
+        self._closed = False
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def buckets(self, rank: int) -> int | None:
+        """How many buckets this rank has; None where it is not served here."""
+        raise NotImplementedError
+
+    def version(self, serial: int) -> int | None:
+        """The version of a snapshot that may be read; None where it is gone."""
+        raise NotImplementedError
+
+    def has(self, serial: int, rank: int, bucket: int, base: int | None) -> bool:
+        """Whether this bucket is there already; where not, send_more() is called when it is."""
+        raise NotImplementedError
+
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> tuple[Message, memoryview]:
+        """Fields of the message, and the bucket's bytes: a delta against `base` where that is wanted and worth it.
+
+        They stay as they are until end_what_is_gone() has closed all that read them.
+        """
+        raise NotImplementedError
+
+    def refer(self, reader: Reader, bucket: int, again: bool) -> Message | None:
+        """Where a bucket is, for transports that send no bytes over the channel; None to send them all the same. again:
+        what was there is not what it should be."""
+
+    def start(self, listener: Any) -> None:
+        """Begin to accept those who pull."""
+        self._stop_listening = self._runtime.listen(listener, self.gate.accept)
+        self._tick()
 
     def close(self, reason: str) -> None:
         """Close every connection."""
-        self.gate.close()
-        for channel in list(self.channels):
-            channel.close(reason)
+        if not self._closed:
+            self._closed = True
+            self._stop_listening()
+            self.gate.close()
+            for channel in list(self.channels):
+                channel.close(reason)
+
+    def _tick(self) -> None:
+        if not self._closed:
+            self._runtime.call_later(self.tick_seconds, self._tick)
+            self.look_after()
+
+    def look_after(self) -> None:
+        """Every now and then: let go of who is idle. What is half sent ends with its snapshot at the latest."""
+        for reader in list(self.channels.values()):
+            busy = reader.sending is not None or reader.waiting
+            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
+                reader.channel.close("idle")
 
     def admit(self, _identity: Identity, fields: Message) -> Message:
         """See Gate."""
-        if fields.get("epoch") != self._epoch:
-            raise ProtocolError(f"this job's epoch is {self._epoch}, not {fields.get('epoch')}")
+        if fields.get("epoch") != self.epoch:
+            raise ProtocolError(f"this job's epoch is {self.epoch}, not {fields.get('epoch')}")
         rank = fields.get("rank")
-        if type(rank) is not int or self._store.buckets(rank) is None:
+        if type(rank) is not int or self.buckets(rank) is None:
             raise ProtocolError(f"rank {rank!r} is not served here")
         return {"rank": rank}
 
@@ -132,9 +158,8 @@ class Readers:
             raise ProtocolError(f"who pulls does not send {message['type']!r}")
 
     def _open(self, reader: Reader, message: Message) -> None:
-        count = self._store.buckets(reader.rank) or 0
-        buckets = _buckets_in(message.get("buckets"), count)
-        if self._store.version(message["serial"]) is None:
+        buckets = _buckets_in(message["buckets"], self.buckets(reader.rank) or 0)
+        if self.version(message["serial"]) is None:
             reader.channel.send({"type": "gone", "pull": message["pull"]})
             return
         if reader.pull != message["pull"]:
@@ -144,34 +169,34 @@ class Readers:
         reader.waiting.extend((bucket, base, again) for bucket in buckets)
         self._send_next(reader)
 
-    def look(self) -> None:
+    def send_more(self) -> None:
         """More buckets may be there."""
         for reader in list(self.channels.values()):
             self._send_next(reader)
 
     def _send_next(self, reader: Reader) -> None:
         while reader.waiting and reader.sending is None:
-            serial, rank, version = reader.serial, reader.rank, self._store.version(reader.serial)
-            asked = next((asked for asked in reader.waiting if self._store.has(serial, rank, *asked[:2])), None)
+            serial, rank, version = reader.serial, reader.rank, self.version(reader.serial)
+            asked = next((asked for asked in reader.waiting if self.has(serial, rank, *asked[:2])), None)
             if asked is None or version is None:
                 return
             reader.waiting.remove(asked)
             self._send_bucket(reader, version, *asked)
 
     def _send_bucket(self, reader: Reader, version: int, bucket: int, base: int | None, again: bool) -> None:
-        asked = faults.at(self._phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
+        asked = faults.at(self.phase, version=version, actor=reader.actor, rank=reader.rank, bucket=bucket)
         if "drop" in asked:
             return  # as if the network had lost it
         message = {"type": "bucket", "pull": reader.pull, "rank": reader.rank, "bucket": bucket}
         reader.sending = None if reader.link is None else reader.serial
-        reference = self._refer(reader, bucket, again)
+        reference = self.refer(reader, bucket, again)
         if reference is not None:
             reader.channel.send({**message, "reference": reference})
             return
-        fields, data = self._store.read(reader.serial, reader.rank, bucket, base)
+        fields, data = self.read(reader.serial, reader.rank, bucket, base)
         self.sent_bytes += len(data)
         reader.channel.throttle = partial(
-            faults.bytes_per_second, self._phase, version=version, actor=reader.actor, rank=reader.rank
+            faults.bytes_per_second, self.phase, version=version, actor=reader.actor, rank=reader.rank
         )
         reader.sending = reader.serial
         sent = partial(self.sent, reader)
@@ -186,26 +211,18 @@ class Readers:
     def end_what_is_gone(self) -> None:
         """Right after snapshots have ended: nothing reads them when this returns."""
         for reader in list(self.channels.values()):
-            if reader.sending is not None and self._store.version(reader.sending) is None:
+            if reader.sending is not None and self.version(reader.sending) is None:
                 # Half a bucket is on its way, and its memory may be written again from now on.
                 reader.channel.close(f"snapshot {reader.sending} is gone")
-            elif reader.waiting and self._store.version(reader.serial) is None:
+            elif reader.waiting and self.version(reader.serial) is None:
                 reader.channel.send({"type": "gone", "pull": reader.pull})
                 reader.waiting.clear()
 
-    def end_what_is_idle(self) -> None:
-        """Every now and then. What is half sent ends with its snapshot at the latest."""
-        for reader in list(self.channels.values()):
-            busy = reader.sending is not None or reader.waiting
-            if not busy and self._runtime.now() - reader.asked_at > IDLE_SECONDS:
-                reader.channel.close("idle")
 
-
-def _buckets_in(ranges: list[Any] | None, count: int) -> list[int]:
-    """Of a rank with so many: the numbers in ranges [first, end), which follow each other; None stands for all. Raises
-    ProtocolError."""
+def _buckets_in(ranges: list[Any], count: int) -> list[int]:
+    """Of a rank with so many: the numbers in ranges [first, end), which follow each other. Raises ProtocolError."""
     buckets: list[int] = []
-    for bounds in [[0, count]] if ranges is None else ranges:
+    for bounds in ranges:
         if not isinstance(bounds, list) or len(bounds) != 2 or set(map(type, bounds)) != {int}:
             raise ProtocolError(f"{bounds!r} is no range of buckets")
         first, end = bounds
@@ -213,9 +230,6 @@ def _buckets_in(ranges: list[Any] | None, count: int) -> list[int]:
             raise ProtocolError(f"buckets {first} to {end} of {count}, or out of order")
         buckets += range(first, end)
     return buckets
-
-
-TICK_SECONDS = 1.0
 
 
 def relay_sources(addresses: Mapping[str, str], fanout: int, key_of: Callable[[str], str]) -> dict[str, Message]:
@@ -233,42 +247,23 @@ def relay_sources(addresses: Mapping[str, str], fanout: int, key_of: Callable[[s
     return found
 
 
-class Relay:
+class Relay(BucketServer):
     """memory(key): a bucket of staging memory. What it holds is of one transfer at a time. key: the actor's own, from
     which the keys of those follow that may pull from here."""
 
+    phase, tick_seconds = "relay", 1.0
+
     def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview], key: str):
-        self._runtime, self._memory = runtime, memory
+        super().__init__(runtime, epoch, PEER, partial(role_key, key))
+        self._memory = memory
         self._layout: Layout | None = None
         self._transfer: Transfer | None = None
-        self._closed = False
-        self.readers = Readers(runtime, epoch, frozenset((PEER,)), partial(role_key, key), self, "relay")
-        self._stop_listening: Callable[[], None] = lambda: None
-
-    def start(self, listener: Any) -> None:
-        """Begin to accept other actors."""
-        self._stop_listening = self._runtime.listen(listener, self.readers.gate.accept)
-        self._tick()
-
-    def _tick(self) -> None:
-        if not self._closed:
-            self._runtime.call_later(TICK_SECONDS, self._tick)
-            self.readers.end_what_is_idle()
-
-    def close(self) -> None:
-        """Close every connection."""
-        if not self._closed:
-            self._closed = True
-            self._stop_listening()
-            self.readers.close("the actor ends")
 
     def hold(self, layout: Layout | None, transfer: Transfer | None) -> None:
         """Staging memory is for this transfer from now on (None: for nothing); nothing reads it for an older one."""
         self._layout, self._transfer = layout, transfer
-        self.readers.end_what_is_gone()
-        self.readers.look()
-
-    # See readers.Store
+        self.end_what_is_gone()
+        self.send_more()
 
     def buckets(self, rank: int) -> int | None:
         """Of every rank, as soon as there is a layout."""
