@@ -103,7 +103,7 @@ class Engine(Protocol):
         """The staging memory of a bucket."""
 
     def linked(self, channel: Channel, message: Message) -> None:
-        """An entry of a link has come; see clients.Wanted. Called on the loop's thread."""
+        """An entry of a link has come. Called on the loop's thread. Raises ProtocolError where it makes no sense."""
 
     def fetch(self, key: BucketKey, reference: Message) -> str:
         """Copy what a reference points to into the bucket's staging memory; the checksum of the copy.
@@ -122,34 +122,48 @@ class Engine(Protocol):
 
 
 class Arrivals:
-    """verified(): one more bucket is whole. damaged(source, key): it is not what the version says. quiet():
-    nothing writes to staging memory any more for a transfer that is over."""
+    """The half of a puller that its sources call, on the loop's thread; puller.py has the other one."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        engine: Engine,
-        actor: str,
-        verified: Callable[[], None],
-        damaged: Callable[[Source, BucketKey], None],
-        quiet: Callable[[], None],
-    ):
-        self._runtime, self._engine, self._actor = runtime, engine, actor
-        self._verified, self._damaged, self._quiet = verified, damaged, quiet
+    def __init__(self, runtime: Runtime, engine: Engine, name: str):
+        self._runtime, self._engine, self.name = runtime, engine, name
         self._layout: Layout | None = None
         self.transfer: Transfer | None = None
         """The one that buckets may arrive for"""
-        self.held: dict[BucketKey, int] = {}
+        self._base: int | None = None
+        """The snapshot that deltas may be taken against"""
+        self._held: dict[BucketKey, int] = {}
         """Serial of the snapshot that a bucket's staging memory holds, verified"""
-        self.writers = 0
+        self._writers = 0
         """Pieces of work that may still write to staging memory"""
         self.corrupted = 0
 
-    def prepare(self, layout: Layout) -> Collection[BucketKey]:
-        """See Engine."""
-        self.held.clear()
-        self._layout = layout
-        return self._engine.prepare(layout)
+    def gone(self, message: Message) -> None:
+        """What the pull of this message was for does not live any more."""
+        raise NotImplementedError
+
+    def troubled(self) -> bool:
+        """A source could not be reached, or has closed the channel. True where it has been moved elsewhere."""
+        raise NotImplementedError
+
+    def _verified(self) -> None:
+        """One more bucket is whole."""
+        raise NotImplementedError
+
+    def _damaged(self, source: Source, key: BucketKey) -> None:
+        """It is not what the version says."""
+        raise NotImplementedError
+
+    def _consider(self) -> None:
+        """Something has changed: nothing writes to staging memory any more for a transfer that is over."""
+        raise NotImplementedError
+
+    def requests(self, rank: int) -> list[Message]:
+        """What to ask this rank's shard server for: what is missing and does not arrive already."""
+        return [] if self.transfer is None else self.transfer.requests(rank, self._held, self._base)
+
+    def linked(self, channel: Channel, message: Message) -> None:
+        """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
+        self._engine.linked(channel, message)
 
     def is_current(self, message: Message) -> bool:
         """Whether a message belongs to the transfer."""
@@ -168,7 +182,7 @@ class Arrivals:
             return None
         key, now = self._checked_key(source, message, transfer), self._runtime.now
         if "base" in message:
-            base = self.held.get(key)
+            base = self._held.get(key)
             if base is None or message["base"] != base or message["bytes"] >= self._bucket_bytes(key):
                 raise ProtocolError(f"a delta of bucket {key[1]} of rank {key[0]} that was not asked for")
             delta = memoryview(bytearray(message["bytes"]))
@@ -177,7 +191,7 @@ class Arrivals:
         assert self._layout is not None
         hasher: Any = streaming_checksum(self._layout.checksum)
         transfer.placing[key] = hasher
-        self.held.pop(key, None)
+        self._held.pop(key, None)
 
         def take(piece: memoryview) -> None:
             transfer.count(len(piece), False, now())
@@ -205,7 +219,7 @@ class Arrivals:
             return
         key = message["rank"], message["bucket"]
         version = transfer.manifest.version
-        asked = faults.at("receive", version=version, actor=self._actor, rank=key[0], bucket=key[1])
+        asked = faults.at("receive", version=version, actor=self.name, rank=key[0], bucket=key[1])
         if "reference" in message:
             if "drop" in asked:
                 return
@@ -230,14 +244,14 @@ class Arrivals:
         asked: Any,
     ) -> None:
         """Have a thread write the bucket, of which `count` bytes then have come."""
-        self.held.pop(key, None)
+        self._held.pop(key, None)
         transfer.placing[key] = None
-        self.writers += 1
+        self._writers += 1
 
         def written(found: str, error: BaseException | None) -> None:
-            self.writers -= 1
+            self._writers -= 1
             if transfer is not self.transfer:
-                self._quiet()
+                self._consider()
                 return
             del transfer.placing[key]
             if isinstance(error, ConnectionError):
@@ -263,11 +277,11 @@ class Arrivals:
             found = "corrupt"
         if found == transfer.manifest.checksums[rank][bucket]:
             transfer.missing.remove(key)
-            self.held[key] = transfer.serial
+            self._held[key] = transfer.serial
             source.succeeded()
             self._verified()
             return
         self.corrupted += 1
         transfer.corruptions[key] += 1
-        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self._actor, bucket, rank, found)
+        logger.warning("%s: bucket %d of rank %d is corrupt (%s)", self.name, bucket, rank, found)
         self._damaged(source, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torchtitan.weight_sync.handshake import Call, Identity
 from torchtitan.weight_sync.wire import (
@@ -14,11 +14,13 @@ from torchtitan.weight_sync.wire import (
     SILENCE_SECONDS,
     Channel,
     Message,
-    Place,
     ProtocolError,
     Runtime,
     Timer,
 )
+
+if TYPE_CHECKING:
+    from torchtitan.weight_sync.arrivals import Arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -143,35 +145,10 @@ class RegistryClient:
 LONGEST_RETRY_SECONDS = 2.0
 
 
-class Wanted(Protocol):
-    """Who wants buckets; called on the loop's thread."""
-
-    def requests(self, rank: int) -> list[Message]:
-        """What to ask this rank's shard server for now."""
-
-    def gone(self, message: Message) -> None:
-        """What the pull of this message was for does not live any more."""
-
-    def place(self, source: Source, message: Message) -> Place | None:
-        """Where a bucket's bytes go, None to drop them. May raise ProtocolError."""
-
-    def bucket(self, source: Source, message: Message) -> None:
-        """A bucket is there, or a reference to it. May raise ProtocolError."""
-
-    def linked(self, channel: Channel, message: Message) -> None:
-        """An entry has come: the other end of a link wants to meet. Raises ProtocolError where it makes no sense."""
-
-    def troubled(self, source: Source) -> bool:
-        """It could not be reached, or has closed the channel. True where the source has been moved elsewhere."""
-
-    def lost(self, rank: int) -> None:
-        """What was arriving from this rank does not arrive any more, and nothing writes for it."""
-
-
 class Source:
     """Dials as long as something is wanted; keeps the channel from one version to the next."""
 
-    def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Wanted):
+    def __init__(self, runtime: Runtime, identity: Identity, epoch: str, rank: int, wanted: Arrivals):
         self._runtime, self._identity, self._epoch = runtime, identity, epoch
         self.rank, self._wanted = rank, wanted
         self.address = ""
@@ -245,7 +222,7 @@ class Source:
             self._retry()
 
     def _retry(self) -> None:
-        if self._wanted.troubled(self):
+        if self._wanted.troubled():
             return
         # At once the first time: a channel also ends because what it was sending has gone.
         wait = min(RETRY_SECONDS * (2**self._failures - 1), LONGEST_RETRY_SECONDS)

@@ -202,7 +202,7 @@ class Leader(Puller):
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         super()._begin(serial, manifest)
-        if self._pull is not None:
+        if self.transfer is not None:
             for worker in self._workers.values():
                 worker.staged, worker.bytes = NOTHING, 0
             self._send({**self._newest_message, "lanes": [], "room": True})
@@ -213,21 +213,21 @@ class Leader(Puller):
             if outcome == "refused":
                 worker.refused = True
                 self._answered(worker, reason)
-        elif self._pull is not None and version == self._pull.manifest.version:
+        elif self.transfer is not None and version == self.transfer.manifest.version:
             if outcome == "staged":
                 worker.staged = version
                 if all(one.staged == version for one in self._workers.values()) and self._complete():
-                    self._staged_whole(self._pull)
+                    self._staged_whole(self.transfer)
             elif outcome in ("gone", "refused"):
                 self.refused += outcome == "refused"
                 self._end_pull(outcome, reason)
                 self._pause()
 
     def _progress(self, worker: _Worker, count: int) -> None:
-        if self._pull is not None and count > worker.bytes:
+        if self.transfer is not None and count > worker.bytes:
             worker.bytes = count
-            self._pull.bytes = sum(one.bytes for one in self._workers.values())
-            self._pull.moved_at = self._runtime.now()
+            self.transfer.bytes = sum(one.bytes for one in self._workers.values())
+            self.transfer.moved_at = self._runtime.now()
 
     # Applying
 
@@ -292,7 +292,7 @@ class Leader(Puller):
             return
         del self._workers[number]
         reason = f"worker {number} is lost: {reason}"
-        logger.warning("%s: %s", self._identity.name, reason)
+        logger.warning("%s: %s", self.name, reason)
         self._staged = None
         self._settle(Outcome(reason, False, {}))
         self._end_pull("lost", reason)

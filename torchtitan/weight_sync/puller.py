@@ -18,7 +18,7 @@ from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.clients import RegistryClient, Source
 from torchtitan.weight_sync.handshake import PEER, Identity
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, WeightsRefused, check_coverage
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer
+from torchtitan.weight_sync.wire import Message, ProtocolError, Runtime, Timer
 
 logger = logging.getLogger("torchtitan.weight_sync.puller")
 
@@ -39,7 +39,7 @@ class Served(NamedTuple):
     digest: str
 
 
-class Puller:
+class Puller(Arrivals):
     """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
     the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
     relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
@@ -61,9 +61,8 @@ class Puller:
         relay_address: str = "",
         puller: Identity | None = None,
     ):
-        self._runtime, self._identity, self.epoch = runtime, identity, epoch
-        self._puller = puller or identity
-        self._engine, self._progress_s = engine, progress_s
+        super().__init__(runtime, engine, identity.name)
+        self._identity, self.epoch, self._progress_s = puller or identity, epoch, progress_s
         self.serving = served
         self.poisoned = False
         self.applied = self.refused = 0
@@ -71,7 +70,6 @@ class Puller:
         ways = self._joined, self._on_message, retry_for_s, self._look
         self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
         self._tell = self.registry.tell
-        self._layout: Layout | None = None
         self._layout_id = ""
         self._needs: Collection[BucketKey] = ()
         self._sources: list[Source] = []
@@ -82,14 +80,9 @@ class Puller:
         self._offered_peer: Message | None = None
         self._newest: tuple[int, Manifest] | None = None
         self._lanes: set[int] = set()
-        self._base: int | None = None
         self._room = True
         self._pinned: int | None = None
         self._numbers = itertools.count(1)
-        name = identity.name
-        self._arrivals = arrivals = Arrivals(runtime, engine, name, self._verified, self._damaged, self._consider)
-        # See clients.Wanted.
-        self.place, self.bucket, self.lost = arrivals.place, arrivals.bucket, arrivals.lost
         self._gone_in_a_row = 0
         self._pauses = 0
         self._pause_ends: Timer | None = None
@@ -106,7 +99,7 @@ class Puller:
     def close(self) -> None:
         """Close every connection. An apply that has begun goes on."""
         self._closed = True
-        self._arrivals.transfer = None
+        self.transfer = None
         for source in self._sources:
             source.drop("the actor ends")
         if self._relay is not None:
@@ -120,16 +113,7 @@ class Puller:
             return "POISONED"
         if self._applying:
             return "APPLYING"
-        return "PULLING" if self._pull is not None else "READY" if self.serving is not None else "JOINING"
-
-    @property
-    def corrupted(self) -> int:
-        """How many buckets have arrived damaged."""
-        return self._arrivals.corrupted
-
-    @property
-    def _pull(self) -> Transfer | None:
-        return self._arrivals.transfer
+        return "PULLING" if self.transfer is not None else "READY" if self.serving is not None else "JOINING"
 
     def found_torn(self, version: int, reason: str) -> None:
         """The engine does not hold `version` after all: it serves nothing until a version has been applied."""
@@ -147,8 +131,8 @@ class Puller:
             self._tell({"type": "poisoned", "version": -1, "reason": "a version could not be applied whole"})
         elif self.serving is not None and self.serving.epoch == self.epoch:
             self._tell_serving({})
-        if self._pull is not None:
-            self._tell_pulling(self._pull)
+        if self.transfer is not None:
+            self._tell_pulling(self.transfer)
 
     def _tell_pulling(self, pull: Transfer) -> None:
         self._tell({"type": "pulling", "serial": pull.serial, "version": pull.manifest.version})
@@ -163,7 +147,7 @@ class Puller:
 
     def _look(self) -> Message:
         """Every now and then: whether the pull gets on. Returns what the registry is to be told of that."""
-        pull = self._pull
+        pull = self.transfer
         if pull is None:
             return {}
         # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
@@ -201,7 +185,8 @@ class Puller:
         try:
             layout = self._read_layout(data)
             self._end_pull("lost", "the layout changed")
-            self._needs = self._arrivals.prepare(layout)
+            self._needs = self._engine.prepare(layout)
+            self._held.clear()
         except LayoutError as error:
             raise ProtocolError(str(error)) from error
         self._layout, self._layout_id = layout, layout_id
@@ -210,7 +195,7 @@ class Puller:
         self._sources = self._new_sources(len(layout.ranks))
 
     def _new_sources(self, ranks: int) -> list[Source]:
-        return [Source(self._runtime, self._puller, self.epoch, rank, self) for rank in range(ranks)]
+        return [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in range(ranks)]
 
     def _read_layout(self, data: Message) -> Layout:
         layout = Layout.from_json(data)
@@ -219,19 +204,19 @@ class Puller:
 
     def _move_sources(self) -> None:
         peer = self._peer
-        identity = self._puller if peer is None else Identity(PEER, self._identity.name, str(peer["key"]))
+        identity = self._identity if peer is None else Identity(PEER, self.name, str(peer["key"]))
         for source, address in zip(self._sources, self._servers, strict=False):
             source.move(address if peer is None else str(peer["address"]), identity)
 
     def _leave_peer(self) -> None:
         """The other actor does not have it, or not in time: go on at the trainer."""
         self._peer = None
-        if self._pull is not None:
-            self._pull.source = ""
+        if self.transfer is not None:
+            self.transfer.source = ""
         self._move_sources()
 
-    def troubled(self, source: Source) -> bool:
-        """See clients.Wanted."""
+    def troubled(self) -> bool:
+        """Another actor is given up for the trainer."""
         if self._peer is None:
             return False
         self._leave_peer()
@@ -263,7 +248,7 @@ class Puller:
 
     def _consider(self) -> None:
         """Something has changed: end what has gone, begin what is due."""
-        pull, newest = self._pull, self._newest
+        pull, newest = self.transfer, self._newest
         if pull is not None and newest is not None and pull.serial != newest[0] and pull.serial not in self._lanes:
             self._end_pull("gone", "superseded")
         if self._staged is not None:
@@ -274,7 +259,7 @@ class Puller:
     def _may_begin(self, manifest: Manifest) -> bool:
         if (
             self._closed
-            or self._pull is not None
+            or self.transfer is not None
             or self._applying
             or self._pause_ends is not None
             or self._is_pinned()
@@ -290,11 +275,11 @@ class Puller:
 
     def _is_quiet(self) -> bool:
         """Whether nothing writes to staging memory for an older pull."""
-        return self._arrivals.writers == 0
+        return self._writers == 0
 
     def _begin(self, serial: int, manifest: Manifest) -> None:
         assert self._layout is not None
-        if "drop" in faults.at("pull", version=manifest.version, actor=self._identity.name):
+        if "drop" in faults.at("pull", version=manifest.version, actor=self.name):
             return
         now, missing = self._runtime.now(), set(self._needs)
         transfer = Transfer(next(self._numbers), serial, manifest, missing, now, moved_at=now)
@@ -304,7 +289,7 @@ class Puller:
             self._peer = self._offered_peer
             self._move_sources()
         transfer.source = "" if self._peer is None else str(self._peer["name"])
-        self._arrivals.transfer = transfer
+        self.transfer = transfer
         self._tell_pulling(transfer)
         if not missing:
             self._staged_whole(transfer)
@@ -312,7 +297,7 @@ class Puller:
             source.ask()
 
     def _end_pull(self, outcome: str, reason: str) -> None:
-        pull, self._arrivals.transfer = self._pull, None
+        pull, self.transfer = self.transfer, None
         if pull is None:
             return
         self._gone_in_a_row = self._gone_in_a_row + 1 if outcome == "gone" else 0
@@ -340,15 +325,11 @@ class Puller:
             self._pause_ends.cancel()
             self._pause_ends = None
 
-    # Buckets (see clients.Wanted)
-
-    def requests(self, rank: int) -> list[Message]:
-        """What is missing of this rank, and does not arrive already."""
-        return [] if self._pull is None else self._pull.requests(rank, self._arrivals.held, self._base)
+    # Buckets (see Arrivals)
 
     def gone(self, message: Message) -> None:
         """The registry says the same to all; a shard server may be the first."""
-        if self._pull is not None and self._arrivals.is_current(message):
+        if self.transfer is not None and self.is_current(message):
             if self._peer is not None:
                 self._leave_peer()
                 return
@@ -359,16 +340,12 @@ class Puller:
     def _verified(self) -> None:
         if self._relay is not None:
             self._relay.send_more()
-        pull = self._pull
+        pull = self.transfer
         if pull is not None and not pull.missing:
             self._staged_whole(pull)
 
-    def linked(self, channel: Channel, message: Message) -> None:
-        """See clients.Wanted."""
-        self._engine.linked(channel, message)
-
     def _damaged(self, source: Source, key: BucketKey) -> None:
-        pull, (rank, bucket) = self._pull, key
+        pull, (rank, bucket) = self.transfer, key
         assert pull is not None
         if pull.corruptions[key] >= MOST_CORRUPTIONS:
             self.refused += 1
@@ -382,7 +359,7 @@ class Puller:
     # Engine
 
     def _staged_whole(self, pull: Transfer) -> None:
-        self._arrivals.transfer = None
+        self.transfer = None
         self._gone_in_a_row = self._pauses = 0
         if not self._survives("staged", pull.manifest.version):
             self._consider()
@@ -394,7 +371,7 @@ class Puller:
     def _survives(self, phase: str, version: int) -> bool:
         """Whether fault injection lets this pass."""
         try:
-            return "drop" not in faults.at(phase, version=version, actor=self._identity.name)
+            return "drop" not in faults.at(phase, version=version, actor=self.name)
         except ConnectionResetError as error:
             self.registry.hang_up(str(error))
             return True
@@ -407,7 +384,7 @@ class Puller:
         self._runtime.work("apply", work, partial(self._applied, manifest, figures, self._runtime.now()))
 
     def _apply(self, manifest: Manifest) -> Mapping[str, float]:
-        faults.at("apply", version=manifest.version, actor=self._identity.name)
+        faults.at("apply", version=manifest.version, actor=self.name)
         return self._engine.apply(manifest)
 
     def _applied(
@@ -417,12 +394,12 @@ class Puller:
         torn, self._torn = self._torn, None
         if isinstance(error, WeightsRefused):
             self.refused += 1
-            logger.error("%s: version %d refused: %s", self._identity.name, manifest.version, error)
+            logger.error("%s: version %d refused: %s", self.name, manifest.version, error)
             self._pause()
             self._tell_ended(manifest.version, "refused", str(error))
         elif error is not None:
             # Half a version may be in the engine now: never served, and said so.
-            logger.error("%s: applying version %d failed", self._identity.name, manifest.version, exc_info=error)
+            logger.error("%s: applying version %d failed", self.name, manifest.version, exc_info=error)
             self._poison(manifest.version, repr(error))
             self._pause()
         else:
