@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from deterministic.machine import Machine, Violation
 from deterministic.network import Network, fair_rates
 from simulator import __main__ as sync_simulator
-from simulator.engine import Engine, Work
 from simulator.figures import figures_of, simulate
 from simulator.measured import values_from_run
+from simulator.rollouts import Engine, Work
 from simulator.scenario import Scenario, slowest_of
 from simulator.world import World
 from torchtitan.errors import UserError
