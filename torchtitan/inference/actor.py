@@ -37,8 +37,6 @@ REAP_S = 0.3
 WAKE_AT_END_S = 10.0
 
 Result = TypeVar("Result")
-Ask = Callable[[ActorClient, GenerateRequest], Coroutine[Any, Any, list[Completion]]]
-"""Has an actor, whose client is given, sample a request. Raises ActorError"""
 
 
 class ActorState(enum.Enum):
@@ -136,12 +134,12 @@ class Actor:
         except ActorError as error:
             self.last_reason = str(error)  # supervise() tries again
 
-    async def generate(self, request: GenerateRequest, ask: Ask | None = None) -> list[Completion]:
-        """Raises ActorError when the actor fails or is evicted meanwhile. ask: who asks it, if not its own client."""
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """Raises ActorError when the actor fails or is evicted meanwhile."""
         self._requests += 1
         try:
-            ask = ask or self._ask
-            completions = await self._unless_lost("generate", ask(self._client, request))
+            asked = self._client.generate(request, self._config.request_timeout_s)
+            completions = await self._unless_lost("generate", asked)
             self._check(completions)
         except ActorNotReady:
             if self.state is ActorState.READY:
@@ -162,9 +160,6 @@ class Actor:
             self.version = served
             self._changed()
         return completions
-
-    async def _ask(self, client: ActorClient, request: GenerateRequest) -> list[Completion]:
-        return await client.generate(request, self._config.request_timeout_s)
 
     async def capabilities(self) -> Capabilities:
         """Raises ActorError."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.actor import Actor, ActorState, Ask
+from torchtitan.inference.actor import Actor, ActorState
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
 from torchtitan.inference.engines import ActorProcess
 from torchtitan.inference.engines import make_client as make_engine_client
@@ -165,9 +165,7 @@ class InferencePool:
         self._asleep = bool(asleep)
         self._dispatch()
 
-    async def generate(
-        self, request: GenerateRequest, min_version: int = 0, *, shares: str = "", ask: Ask | None = None
-    ) -> list[Completion]:
+    async def generate(self, request: GenerateRequest, min_version: int = 0, *, shares: str = "") -> list[Completion]:
         """Sample a request on an actor that serves at least `min_version`; redone elsewhere where an actor fails.
 
         Waits for such an actor for as long as it takes, so the caller sets the deadline.
@@ -175,7 +173,6 @@ class InferencePool:
         Args:
             shares: names what it begins with, such as the conversation of which it is a turn: where it can be, it goes
                 to the actor that had the last one of that name, which has computed the beginning.
-            ask: who asks the actor, if not this process.
 
         Raises:
             UserError: all actors have been given up, the request was refused, or it failed on
@@ -186,7 +183,7 @@ class InferencePool:
             self._check_guard()
             actor = await self._acquire(request.sampling.n, min_version, shares)
             try:
-                return await actor.generate(request, ask)
+                return await actor.generate(request)
             except ActorNotReady as error:
                 logger.debug("%s is not ready: %s", actor.name, error)
             except RequestRefused as error:

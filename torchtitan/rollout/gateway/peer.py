@@ -12,6 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from torchtitan.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 # A whole trajectory is one message.
@@ -23,11 +25,7 @@ Answer = Callable[..., Awaitable[Any]]
 
 
 class PeerFailed(Exception):
-    """The other side raised: `kind` is the name of its exception, the message what that said."""
-
-    def __init__(self, kind: str, message: str):
-        super().__init__(message)
-        self.kind = kind
+    """The other side raised; the message says what."""
 
 
 class Peer:
@@ -88,7 +86,7 @@ class Peer:
             if future is None or future.done():
                 return
             if "failed" in message:
-                future.set_exception(PeerFailed(*message["failed"]))
+                future.set_exception(PeerFailed(message["failed"]))
             else:
                 future.set_result(message["result"])
 
@@ -96,7 +94,8 @@ class Peer:
         try:
             reply = {"answered": number, "result": await self._answers[name](**arguments)}
         except Exception as error:  # of any kind: it goes to the caller
-            reply = {"answered": number, "failed": [type(error).__name__, str(error)]}
+            text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            reply = {"answered": number, "failed": text}
         finally:
             del self._answering[number]
         try:

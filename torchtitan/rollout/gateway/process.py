@@ -18,10 +18,10 @@ import aiohttp
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference.client import ActorClient, ActorError, ActorNotReady, RequestRefused, TokenRefused, base_url
+from torchtitan.inference.client import base_url
 from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
-from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters
+from torchtitan.inference.types import Branch, GenerateRequest, SamplingParameters
 from torchtitan.rollout.gateway.calls import branches_from_json
 from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
 from torchtitan.utils.child_process import ChildProcess, child_environment
@@ -34,7 +34,6 @@ TOKEN_ENV = "TORCHTITAN_GATEWAY_TOKEN"
 START_TIMEOUT_S = 60.0
 # The gateway answers these at once.
 ORDER_TIMEOUT_S = 30.0
-FAILURES = {error.__name__: error for error in (ActorError, ActorNotReady, RequestRefused, TokenRefused)}
 
 
 class GatewayLost(Exception):
@@ -66,7 +65,7 @@ class Gateway:
     """Starts the gateway's process, and again where it has ended. All methods belong to one asyncio loop.
 
     Args:
-        pool: says which actor a call goes to, and redoes it elsewhere.
+        pool: samples what the gateway asks for.
         max_calls: of the policy, in one session.
     """
 
@@ -85,9 +84,6 @@ class Gateway:
             "name": Path(config.model.hf_assets_path).name,
             "seq_len": config.training.seq_len,
             "max_calls": max_calls,
-            "backend": config.inference.backend,
-            "actor_token": "" if isinstance(pool, ColocatedPool) else pool.token,
-            "request_timeout_s": config.inference.request_timeout_s,
             "timeout_s": config.rollout.data_timeout_s,
         }
         self._token = secrets.token_urlsafe(24)
@@ -195,27 +191,9 @@ class Gateway:
 
     # What the gateway asks for
 
-    async def _sample(self, number: int, min_version: int, shares: str) -> list[dict[str, Any]]:
-        """Find an actor for request `number`, which the gateway has; where one fails, another."""
-        peer = self._peer
-        assert peer is not None
-        if isinstance(self._pool, ColocatedPool):
-            request = GenerateRequest.from_json(await peer.call("request", number=number))
-            return [one.to_json() for one in await self._pool.generate(request, min_version)]
-
-        async def ask(client: ActorClient, _request: GenerateRequest) -> list[Completion]:
-            try:
-                answers = await peer.call("ask_actor", number=number, url=client.url)
-            except PeerFailed as error:
-                raise FAILURES.get(error.kind, ActorError)("generate", str(error)) from error
-            except ConnectionError as error:
-                raise RequestRefused("generate", str(error)) from error
-            return [Completion.from_json(one) for one in answers]
-
-        # The gateway sends the tokens itself.
-        stands_for = GenerateRequest(f"gateway-{number}", [], SamplingParameters(max_tokens=1))
-        await self._pool.generate(stands_for, min_version, shares=shares, ask=ask)
-        return []
+    async def _sample(self, request: dict[str, Any], min_version: int, shares: str) -> dict[str, Any]:
+        (completion,) = await self._pool.generate(GenerateRequest.from_json(request), min_version, shares=shares)
+        return completion.to_json()
 
     async def _late_call(self, session: str, path: str) -> None:
         self.statistics["late_calls"] += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import itertools
 import json
 import logging
 import os
@@ -21,9 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.inference.client import ActorClient, ActorError
 from torchtitan.inference.engine_server import write_port_file
-from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, stream_seed
 from torchtitan.rollout.gateway.calls import (
     Session,
@@ -36,7 +33,7 @@ from torchtitan.rollout.gateway.calls import (
     said,
     tokens_answer,
 )
-from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Answer, Peer, PeerFailed
+from torchtitan.rollout.gateway.peer import LONGEST_MESSAGE, Peer, PeerFailed
 from torchtitan.rollout.tokenizer import ChatRenderer, Tokenizer
 from torchtitan.utils.child_process import end_with_parent
 
@@ -53,70 +50,6 @@ class NoAnswer(Exception):
     """The system could not answer a call of the policy. The message is why."""
 
 
-@dataclass
-class _Pending:
-    request: GenerateRequest
-    completions: list[Completion] = field(default_factory=list)
-
-
-class Engines:
-    """Has requests sampled. `peer` is the run, whose pool knows the actors, their versions and their load."""
-
-    def __init__(self, peer: Peer, backend: str, actor_token: str, request_timeout_s: float, timeout_s: float):
-        """request_timeout_s: of one actor's answer; timeout_s: of all of it, with the wait for an actor."""
-        self._peer, self._backend, self._token = peer, backend, actor_token
-        self._request_timeout_s, self._timeout_s = request_timeout_s, timeout_s
-        self._numbers = itertools.count()
-        self._pending: dict[int, _Pending] = {}
-        self._clients: dict[str, ActorClient] = {}
-        self._unknown: set[str] = set()
-        """Actors that have to say (again) where their engine is"""
-
-    async def sample(self, request: GenerateRequest, min_version: int, shares: str) -> Completion:
-        """The one completion of a request. Raises NoAnswer."""
-        number = next(self._numbers)
-        pending = self._pending[number] = _Pending(request)
-        try:
-            answer = await asyncio.wait_for(
-                self._peer.call("sample", number=number, min_version=min_version, shares=shares), self._timeout_s
-            )
-        except asyncio.TimeoutError:
-            raise NoAnswer(f"no actor answered within {self._timeout_s:g} s") from None
-        except (PeerFailed, ConnectionError) as error:
-            raise NoAnswer(str(error)) from error
-        finally:
-            del self._pending[number]
-        # Engines inside of the trainer's processes have no address: their answers come by the run.
-        (completion,) = pending.completions or [Completion.from_json(one) for one in answer]
-        return completion
-
-    async def ask_actor(self, number: int, url: str) -> list[dict[str, Any]]:
-        """Called by the run: send a request to the actor at `url`. Returns what it says beside the tokens."""
-        pending = self._pending[number]
-        if url not in self._clients:
-            self._clients[url] = make_client(self._backend, url, self._token)
-            self._unknown.add(url)
-        client = self._clients[url]
-        try:
-            if url in self._unknown:
-                # An agent's client learns from this where the engine is.
-                await client.health(self._request_timeout_s)
-                self._unknown.discard(url)
-            pending.completions = await client.generate(pending.request, self._request_timeout_s)
-        except ActorError:
-            self._unknown.add(url)
-            raise
-        nothing: dict[str, Any] = {"token_ids": [], "log_probs": [], "kept_token_ids": None}
-        return [one.to_json() | nothing for one in pending.completions]
-
-    async def request(self, number: int) -> dict[str, Any]:
-        """Called by the run, where the engines are its own: the request itself."""
-        return self._pending[number].request.to_json()
-
-    async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the run says of itself when it connects."""
@@ -129,10 +62,8 @@ class Settings:
     seq_len: int
     max_calls: int
     """Of one session"""
-    backend: str
-    actor_token: str
-    request_timeout_s: float
     timeout_s: float
+    """Of an answer of the engines, with the wait for one"""
 
 
 @dataclass
@@ -185,14 +116,7 @@ class GatewayServer:
             raise web.HTTPUnauthorized
         socket = web.WebSocketResponse(max_msg_size=LONGEST_MESSAGE)
         await socket.prepare(request)
-        answers: dict[str, Answer] = {
-            "set_up": self._set_up,
-            "open": self._open,
-            "end": self._end,
-            "ask_actor": lambda **arguments: self._engines.ask_actor(**arguments),
-            "request": lambda **arguments: self._engines.request(**arguments),
-        }
-        self._peer = Peer(socket, answers)
+        self._peer = Peer(socket, {"set_up": self._set_up, "open": self._open, "end": self._end})
         try:
             await self._peer.run()
         finally:
@@ -200,13 +124,9 @@ class GatewayServer:
         return socket
 
     async def _set_up(self, **values: Any) -> None:
-        settings = Settings(**values)
-        self._tokenizer = Tokenizer(settings.model, settings.chat_template_kwargs)
+        self._settings = Settings(**values)
+        self._tokenizer = Tokenizer(self._settings.model, self._settings.chat_template_kwargs)
         self._renderer = ChatRenderer(self._tokenizer)
-        self._engines = Engines(
-            self._peer, settings.backend, settings.actor_token, settings.request_timeout_s, settings.timeout_s
-        )
-        self._settings = settings
 
     async def _open(self, session: str, many: bool, sampling: dict[str, Any], min_version: int, shares: str) -> str:
         """A new key, for a new door."""
@@ -345,13 +265,13 @@ class GatewayServer:
             seed=stream_seed(own.seed, number),
         )
         name = f"{session.name}-{number}"
+        asked = GenerateRequest(name, prompt_ids, sampling).to_json()
+        answer = self._peer.call("sample", request=asked, min_version=session.min_version, shares=session.shares)
         try:
-            completion = await self._engines.sample(
-                GenerateRequest(name, prompt_ids, sampling), session.min_version, session.shares
-            )
-        except NoAnswer:
+            completion = Completion.from_json(await asyncio.wait_for(answer, self._settings.timeout_s))
+        except (PeerFailed, ConnectionError, asyncio.TimeoutError) as error:
             session.failed.add(hash(tuple(prompt_ids)))
-            raise
+            raise NoAnswer(str(error) or f"no engine answered within {self._settings.timeout_s:g} s") from error
         session.record(prompt_ids, completion)
         return name, completion
 
