@@ -14,11 +14,11 @@ from typing import Any
 import numpy
 
 from torchtitan.errors import UserError
-from torchtitan.inference.types import Branch, Completion, Given, Routes, Segment, VersionSpan, sampled_segments
+from torchtitan.inference.types import Branch, Completion, Given, Segment
 from torchtitan.rollout.types import Batch, Group, Sample
 from torchtitan.utils.json_lines import JsonLines
 
-FORMAT = 2
+FORMAT = 3
 JOURNAL_NAME = "journal.jsonl"
 # Batches that are to be trained on again, because ranks were lost after them.
 KEPT_NAME = "journal-kept.jsonl"
@@ -27,7 +27,7 @@ KEPT_NAME = "journal-kept.jsonl"
 def encode_batch(batch: Batch) -> bytes:
     """One line of JSON, without its newline, for the journal, for checkpoints and on the way to the other ranks.
 
-    Token ids and log-probs of all samples travel as base64 of little-endian arrays; log-probs keep their last bit.
+    Token ids and log-probs travel as base64 of little-endian arrays; log-probs keep their last bit.
 
     Raises:
         ValueError: a group without samples.
@@ -43,111 +43,68 @@ def decode_batch(data: bytes) -> Batch:
 def batch_to_json(batch: Batch) -> dict[str, Any]:
     if empty := [group.prompt_index for group in batch.groups if not group.samples]:
         raise ValueError(f"group {empty[0]} is empty")
-    samples = batch.samples
-    completions = [one for sample in samples for one in sampled_segments(sample.branches)]
-    epochs = sorted({span.epoch for one in completions for span in one.spans})
-    number = {epoch: i for i, epoch in enumerate(epochs)}
-    spans = [(number[span.epoch], span.version, span.start, span.end) for one in completions for span in one.spans]
     # A group's samples begin with the same prompt: what was given is written once, however often it was.
     given: dict[tuple[int, ...], int] = {}
-    branches = [
-        [[_segment_to_json(segment, given) for segment in branch.segments] for branch in sample.branches]
-        for sample in samples
-    ]
-    data: dict[str, Any] = {
+    groups = [(group.prompt_index, [_sample_to_json(one, given) for one in group.samples]) for group in batch.groups]
+    return {
         "format": FORMAT,
         "version": batch.version,
         "statistics": batch.statistics,
-        "groups": [[group.prompt_index, len(group.samples)] for group in batch.groups],
-        "given_lengths": [len(tokens) for tokens in given],
-        "given": _pack(list(itertools.chain.from_iterable(given)), "<i4"),
-        "branches": branches,
-        "completions": _pack([token for one in completions for token in one.token_ids], "<i4"),
-        "log_probs": _pack_floats([value for one in completions for value in one.log_probs]),
-        "epochs": epochs,
-        "spans": _pack(list(itertools.chain.from_iterable(spans)), "<i8"),
-        "finish_reasons": [sample.finish_reason for sample in samples],
-        "reward": [sample.reward for sample in samples],
-        "rewards": [sample.rewards for sample in samples],
+        "groups": groups,
+        "given": [_pack(tokens) for tokens in given],
     }
-    if any(sample.advantage for sample in samples):
-        data["advantages"] = [sample.advantage for sample in samples]
-    if any(sample.turn_rewards for sample in samples):
-        data["turn_rewards"] = [sample.turn_rewards for sample in samples]
-    if any(sample.extra for sample in samples):
-        data["extra"] = [sample.extra for sample in samples]
-    if any(one.kept_token_ids is not None for one in completions):
-        data["kept"] = [None if one.kept_token_ids is None else _pack_kept(one.kept_token_ids) for one in completions]
-    if any(one.teacher_log_probs is not None for one in completions):
-        taught = [one.teacher_log_probs for one in completions]
-        data["teacher"] = [None if values is None else _pack_floats(values) for values in taught]
-    if any(one.routes is not None for one in completions):
-        data["routes"] = [None if one.routes is None else one.routes.to_json() for one in completions]
-    return data
-
-
-def _segment_to_json(segment: Segment, given: dict[tuple[int, ...], int]) -> int | list[Any]:
-    """The number of a given text, or of what was sampled its tokens, its spans and how it ended."""
-    if isinstance(segment, Given):
-        return given.setdefault(tuple(segment.token_ids), len(given))
-    return [len(segment.token_ids), len(segment.spans), segment.finish_reason]
 
 
 def batch_from_json(data: dict[str, Any]) -> Batch:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError("not a recorded batch of this format")
-    read = _Reader(data)
-    samples = iter(
-        Sample(
-            branches=[Branch([read.segment(one) for one in segments]) for segments in branches],
-            finish_reason=data["finish_reasons"][i],
-            reward=data["reward"][i],
-            rewards=data["rewards"][i],
-            advantage=data["advantages"][i] if data.get("advantages") else 0.0,
-            turn_rewards=data["turn_rewards"][i] if data.get("turn_rewards") else [],
-            extra=data["extra"][i] if data.get("extra") else {},
-        )
-        for i, branches in enumerate(data["branches"])
-    )
-    groups = [Group(index, list(itertools.islice(samples, size))) for index, size in data["groups"]]
+    given = [_unpack(text) for text in data["given"]]
+    groups = [Group(index, [_sample_from_json(one, given) for one in samples]) for index, samples in data["groups"]]
     return Batch(data["version"], groups, data["statistics"])
 
 
-class _Reader:
-    """Takes segments, in their order, from the arrays that hold those of a whole batch."""
-
-    def __init__(self, data: dict[str, Any]):
-        given = iter(_unpack(data["given"], "<i4"))
-        self._given = [list(itertools.islice(given, length)) for length in data["given_lengths"]]
-        self._tokens = iter(_unpack(data["completions"], "<i4"))
-        self._log_probs = iter(_unpack_floats(data["log_probs"]))
-        self._spans = iter(_unpack(data["spans"], "<i8"))
-        self._epochs = data["epochs"]
-        self._kept = iter(data["kept"]) if data.get("kept") else itertools.repeat(None)
-        self._teacher = iter(data["teacher"]) if data.get("teacher") else itertools.repeat(None)
-        self._routes = iter(data["routes"]) if data.get("routes") else itertools.repeat(None)
-
-    def segment(self, entry: int | list[Any]) -> Segment:
-        if isinstance(entry, int):
-            return Given(self._given[entry])
-        tokens, spans, finish_reason = entry
-        flat = list(itertools.islice(self._spans, 4 * spans))
-        return Completion(
-            token_ids=list(itertools.islice(self._tokens, tokens)),
-            log_probs=list(itertools.islice(self._log_probs, tokens)),
-            finish_reason=finish_reason,
-            spans=[VersionSpan(self._epochs[flat[k]], *flat[k + 1 : k + 4]) for k in range(0, len(flat), 4)],
-            kept_token_ids=_unpack_kept(next(self._kept)),
-            teacher_log_probs=None if (taught := next(self._teacher)) is None else _unpack_floats(taught),
-            routes=None if (routes := next(self._routes)) is None else Routes.from_json(routes),
-        )
+def _sample_to_json(sample: Sample, given: dict[tuple[int, ...], int]) -> dict[str, Any]:
+    branches = [[_segment_to_json(segment, given) for segment in branch.segments] for branch in sample.branches]
+    return {**vars(sample), "branches": branches}
 
 
-def _pack(values: Sequence[int], dtype: str) -> str:
-    return base64.b64encode(numpy.asarray(values, dtype=dtype).tobytes()).decode()
+def _sample_from_json(data: dict[str, Any], given: list[list[int]]) -> Sample:
+    branches = [Branch([_segment_from_json(one, given) for one in segments]) for segments in data["branches"]]
+    return Sample(**{**data, "branches": branches})
 
 
-def _unpack(text: str, dtype: str) -> list[Any]:
+def _segment_to_json(segment: Segment, given: dict[tuple[int, ...], int]) -> int | dict[str, Any]:
+    """The number of a given text; or what was sampled."""
+    if isinstance(segment, Given):
+        return given.setdefault(tuple(segment.token_ids), len(given))
+    kept, taught = segment.kept_token_ids, segment.teacher_log_probs
+    fields = {
+        **segment.to_json(),
+        "token_ids": _pack(segment.token_ids),
+        "log_probs": _pack_floats(segment.log_probs),
+        "kept_token_ids": None if kept is None else [[len(ids) for ids in kept], _pack([*itertools.chain(*kept)])],
+        "teacher_log_probs": None if taught is None else _pack_floats(taught),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _segment_from_json(data: int | dict[str, Any], given: list[list[int]]) -> Segment:
+    if isinstance(data, int):
+        return Given(list(given[data]))
+    kept, taught = data.get("kept_token_ids"), data.get("teacher_log_probs")
+    if kept is not None:
+        ids = iter(_unpack(kept[1]))
+        kept = [list(itertools.islice(ids, length)) for length in kept[0]]
+    packed = {"token_ids": _unpack(data["token_ids"]), "log_probs": _unpack_floats(data["log_probs"])}
+    taught = None if taught is None else _unpack_floats(taught)
+    return Completion.from_json({**data, **packed, "kept_token_ids": kept, "teacher_log_probs": taught})
+
+
+def _pack(values: Sequence[int]) -> str:
+    return base64.b64encode(numpy.asarray(values, dtype="<i4").tobytes()).decode()
+
+
+def _unpack(text: str, dtype: str = "<i4") -> list[Any]:
     return numpy.frombuffer(base64.b64decode(text, validate=True), dtype=dtype).tolist()
 
 
@@ -165,17 +122,6 @@ def _unpack_floats(data: list[str]) -> list[float]:
     if dtype not in ("<f4", "<f8"):
         raise ValueError(f"log-probs of an unknown type {dtype!r}")
     return _unpack(text, dtype)
-
-
-def _pack_kept(kept: list[list[int]]) -> list[Any]:
-    return [[len(ids) for ids in kept], _pack(list(itertools.chain.from_iterable(kept)), "<i4")]
-
-
-def _unpack_kept(data: list[Any] | None) -> list[list[int]] | None:
-    if data is None:
-        return None
-    ids = iter(_unpack(data[1], "<i4"))
-    return [list(itertools.islice(ids, length)) for length in data[0]]
 
 
 class Journal:

@@ -85,9 +85,10 @@ def test_log_probs_of_float32_take_four_bytes() -> None:
     def size(value: float, count: int) -> int:
         batch = make_batch(0)
         batch.groups[0].samples[0] = single_turn([1, 2], [3] * count, [value] * count, [], "stop", 1.0)
-        return len(json.loads(encode_batch(batch))["log_probs"][1])
+        ((_, (first, _)),) = json.loads(encode_batch(batch))["groups"]
+        return len(first["branches"][0][1]["log_probs"][1])
 
-    assert size(-0.1, 3001) == 2 * size(-0.25, 3001)  # base64 of 8 and of 4 bytes each
+    assert size(-0.1, 3000) == 2 * size(-0.25, 3000)  # base64 of 8 and of 4 bytes each
 
 
 @pytest.mark.parametrize("data", [b"[]", b"{}", b'{"format": 99}'])
