@@ -232,7 +232,7 @@ class Arrivals:
             self._work(source, key, transfer, partial(self._engine.patch, key, placed), 0, asked)
         else:
             del transfer.placing[key]
-            self._settle(source, key, placed.hexdigest(), asked)
+            self._judge(source, key, placed.hexdigest(), asked)
 
     def _work(
         self,
@@ -258,7 +258,7 @@ class Arrivals:
                 source.tell(transfer.open([key[1]], again=True))
                 return
             transfer.count(count, False, self._runtime.now())
-            self._settle(source, key, found if error is None else repr(error), asked)
+            self._judge(source, key, found if error is None else repr(error), asked)
 
         self._runtime.work("fetch", function, written)
 
@@ -267,7 +267,7 @@ class Arrivals:
         start, end = self._layout.bucket_range(*key)
         return end - start
 
-    def _settle(self, source: Source, key: BucketKey, found: str, asked: Any) -> None:
+    def _judge(self, source: Source, key: BucketKey, found: str, asked: Any) -> None:
         transfer = self.transfer
         assert transfer is not None
         rank, bucket = key
