@@ -74,20 +74,19 @@ def set_on_signal(event: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, event.set)
 
 
-def announce(arguments: argparse.Namespace, backend: str, listening: str, port: int, token: str | None) -> None:
+def announce(arguments: argparse.Namespace, backend: str, listening: str, port: int, token: str) -> None:
     """Report the port, and say that the actor listens. To a person who has started it by hand also how a run finds it,
     and with which token."""
     write_port_file(arguments.port_file, port)
     variable = arguments.token_env
-    said = "no token needed" if token is None else f"token from {variable}" if variable else f"token {token}"
-    print(f"{listening} ({said})", flush=True)
+    print(f"{listening} (token {f'from {variable}' if variable else token})", flush=True)
     if arguments.parent_pid:
         return
     here = socket.gethostname() if arguments.host in ("0.0.0.0", "::") else arguments.host
     hint = f"for the run: --inference.backend {backend} --inference.servers {base_url(here, port)}"
     if variable == TOKEN_VARIABLE:
         hint += f", with the same {TOKEN_VARIABLE}"
-    elif token is not None:
+    else:
         hint += f", after: export {TOKEN_VARIABLE}=" + (f'"${variable}"' if variable else token)
     print(hint, flush=True)
 

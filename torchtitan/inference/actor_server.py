@@ -98,7 +98,7 @@ class ActorServer(abc.ABC):
 
     Args:
         commands: what they do to the engine.
-        token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+        token: what clients must send as `Authorization: Bearer …`.
         relay_host: address on which versions are passed on to other actors, where the trainer wants that.
     """
 
@@ -106,7 +106,7 @@ class ActorServer(abc.ABC):
     statuses: ClassVar[dict[type[Exception], int]] = {WrongRequest: 400, OtherJob: 409}
     """The HTTP status of what a request may raise; anything else is a defect and 500"""
 
-    def __init__(self, commands: EngineCommands, token: str | None, relay_host: str):
+    def __init__(self, commands: EngineCommands, token: str, relay_host: str):
         self._commands = commands
         self._token, self._relay_host = token, relay_host
         self._turn = asyncio.Lock()
@@ -171,10 +171,9 @@ class ActorServer(abc.ABC):
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Lets in who knows the token, and turns exceptions into answers."""
-        if self._token is not None:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                return answer({"error": "the bearer token is missing or wrong"}, 401)
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            return answer({"error": "the bearer token is missing or wrong"}, 401)
         try:
             return await handler(request)
         except web.HTTPException as error:

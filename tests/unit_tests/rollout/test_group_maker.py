@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,9 +31,10 @@ FIGURES = ("loss", "grad_norm", "teacher_kl")
 
 async def taught(teacher_path: Path) -> Batch:
     """A batch whose tokens a server has scored, on its way to another rank."""
-    server = EngineServer(Engine(load_policy(teacher_path), 4, 128), token=None)
+    server = EngineServer(Engine(load_policy(teacher_path), 4, 128), "its token")
     port = await server.start("127.0.0.1", 0)
-    teacher = Teacher(Distill(teacher_url=f"http://127.0.0.1:{port}", teacher_backend="embedded"))
+    with mock.patch.dict(os.environ, TORCHTITAN_TEACHER_TOKEN="its token"):
+        teacher = Teacher(Distill(teacher_url=f"http://127.0.0.1:{port}", teacher_backend="embedded"))
     batch = make_batch(0)
     try:
         await teacher.teach([Trajectory(one.branches, one.finish_reason, "") for one in batch.samples])

@@ -11,7 +11,7 @@ import sys
 from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
-from torchtitan.utils.machine import is_loopback, usable_cores
+from torchtitan.utils.machine import usable_cores
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -25,16 +25,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true", help="rescore finished completions with the trainer's forward")
     verify_help = "versions from one check of the weights in use against the trainer's checksums to the next; 0: none"
     parser.add_argument("--verify-every", type=int, default=1, help=verify_help)
-    parser.add_argument("--no-token", action="store_true", help="let everybody on this machine in (loopback only)")
     parser.add_argument("--require-version", action="store_true", help="answer 503 until a first version was applied")
     arguments = parser.parse_args(argv)
     check_shared(parser, arguments)
     if min(arguments.max_length, arguments.threads, arguments.cache_mb, arguments.verify_every) < 0:
         parser.error("--max-length, --threads, --cache-mb and --verify-every must be at least 0")
-    if arguments.no_token and arguments.token_env:
-        parser.error("--no-token and --token-env exclude each other")
-    if arguments.no_token and not is_loopback(arguments.host):
-        parser.error(f"--no-token is for loopback addresses, not for --host {arguments.host}")
     return arguments
 
 
@@ -75,9 +70,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
     said = None if arguments.exact else said_of(engine.sizes, "log-probs")
     if said is not None:
         logging.getLogger(__name__).warning(said)
-    token = None
-    if not arguments.no_token:
-        token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)
+    token = os.environ[arguments.token_env] if arguments.token_env else secrets.token_urlsafe(24)
     server = EngineServer(
         engine, token, threads, arguments.require_version, arguments.host, arguments.drain_timeout_s,
         arguments.activity_file, arguments.verify_every,

@@ -37,7 +37,7 @@ class EngineServer(ActorServer):
 
     Args:
         engine: handed over.
-        token: what clients must send as `Authorization: Bearer …`; None lets everybody in.
+        token: what clients must send as `Authorization: Bearer …`.
         threads: of the engine; 0 leaves torch's choice.
         require_version: answer 503 until a first version was applied.
         relay_host: see ActorServer.
@@ -52,7 +52,7 @@ class EngineServer(ActorServer):
     def __init__(
         self,
         engine: Engine,
-        token: str | None,
+        token: str,
         threads: int = 0,
         require_version: bool = False,
         relay_host: str = "127.0.0.1",
