@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from torchtitan.config.derived import world_size as world_size  # as device.rank() and its like
 from torchtitan.config.job_config import Comm
 from torchtitan.errors import ConfigError, UserError
 from torchtitan.utils.machine import gpus_of_driver, hides_gpus, is_loopback, keep_freed_memory, usable_cores
@@ -103,11 +104,6 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """Number of ranks on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def world_size() -> int:
-    """Number of ranks; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def init_process_group(comm: Comm) -> str:

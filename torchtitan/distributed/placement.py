@@ -4,6 +4,7 @@ and where the part of a tensor that a rank holds lies in the whole tensor."""
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -41,25 +42,13 @@ class ParallelDims:
     """Ranks that share each pack"""
 
     def __post_init__(self) -> None:
-        degrees = {
-            "data_parallel_replicate_degree": self.dp_replicate,
-            "data_parallel_shard_degree": self.dp_shard,
-            "context_parallel_degree": self.cp,
-            "tensor_parallel_degree": self.tp,
-            "expert_parallel_degree": self.ep,
-        }
-        problems = [f"parallelism.{key} = {value}: must be at least 1" for key, value in degrees.items() if value < 1]
-        if not problems and self.dp_shard * self.cp * self.tp % self.ep:
-            text = f"does not divide data_parallel_shard_degree {self.dp_shard} × tensor_parallel_degree {self.tp}"
-            problems.append(f"parallelism.expert_parallel_degree = {self.ep} {text}")
-        del degrees["expert_parallel_degree"]
-        if not problems and self.dp_size * self.cp * self.tp != self.world_size:
-            if self.cp == 1:
-                del degrees["context_parallel_degree"]
-            product = " × ".join(f"{key} {value}" for key, value in degrees.items())
-            problems.append(f"parallelism: {product} does not make the {self.world_size} ranks that were started")
-        if problems:
-            raise ConfigError(problems)
+        # What to change instead, preflight/validate.py has said.
+        degrees = self.dp_replicate, self.dp_shard, self.cp, self.tp
+        if math.prod(degrees) != self.world_size or math.prod(degrees[1:]) % self.ep:
+            product = "{} replicate × {} shard × {} context × {} tensor parallel".format(*degrees)
+            raise ConfigError(
+                [f"parallelism: {product}, experts over {self.ep}, does not fit the {self.world_size} ranks"]
+            )
 
     @classmethod
     def from_config(cls, parallelism: Parallelism, world_size: int, rank: int | None = None) -> ParallelDims:
@@ -70,17 +59,8 @@ class ParallelDims:
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         replicate, tensor = parallelism.data_parallel_replicate_degree, parallelism.tensor_parallel_degree
         shard, context = parallelism.data_parallel_shard_degree, parallelism.context_parallel_degree
-        if shard == -1 and min(replicate, tensor, context) > 0:
-            others = replicate * context * tensor
-            shard = world_size // others
-            if shard * others != world_size:
-                among = f"context_parallel_degree {context} × " if context > 1 else ""
-                raise ConfigError(
-                    [
-                        f"parallelism: data_parallel_replicate_degree {replicate} × {among}tensor_parallel_degree "
-                        f"{tensor} does not divide the {world_size} ranks that were started"
-                    ]
-                )
+        if shard == -1:
+            shard = world_size // (replicate * context * tensor)
         return cls(replicate, shard, tensor, world_size, rank, parallelism.expert_parallel_degree, context)
 
     @property
