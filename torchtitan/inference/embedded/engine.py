@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from torchtitan.inference.embedded.cache import KeyValueCache, Prefix
-from torchtitan.inference.embedded.forwards import PREFILL_TOKENS, Forwards, Part, RouteRecorder, packs, rescore
+from torchtitan.inference.embedded.forwards import FORWARD_TOKENS, Forwards, Part, RouteRecorder, packs, rescore
 from torchtitan.inference.embedded.sampler import BatchSampler
 from torchtitan.inference.embedded.sequences import Rows, Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.weights import EngineWeights
@@ -272,7 +272,7 @@ class Engine:
                 source, shared = rows.prefixes.find(prompt[:-1])
                 again = source is not None and not source.computed
                 tokens += len(prompt) - shared
-                if again or (origins and tokens > PREFILL_TOKENS):
+                if again or (origins and tokens > FORWARD_TOKENS):
                     break
                 (extended if shared else whole).append((running, Part(prompt, used, shared)))
                 if count > 1:
@@ -465,7 +465,7 @@ class Engine:
         """Keys and values of all rows anew, under the weights in use."""
         # The last token is not in the cache yet: the next step puts it there.
         parts = [Part(self._rows.of(sequence)[:-1], sequence.row) for sequence in self._rows.sequences]
-        for pack in packs(parts):
+        for pack in packs(parts, lambda part: part.tokens):
             self._forward_prompts(pack)
         for sequence in self._rows.sequences:
             sequence.computed_under = self._updates

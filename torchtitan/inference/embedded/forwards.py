@@ -3,8 +3,8 @@ the trainer's own forward for the log-probs of what is finished."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from torchtitan.models.logit_tiles import KeptTokens
 from torchtitan.models.model_args import MISSING
 from torchtitan.models.moe import MoE
 
-# Prompt tokens of one forward; a longer queue of prompts takes several, so that a prefill cannot grow without bound.
-PREFILL_TOKENS = 8192
-# Of one forward that computes log-probs anew.
-MOST_TOKENS = 8192
+# Tokens of prompts in one forward, or of completions whose log-probs are computed anew: more take several forwards, so
+# that none grows without bound.
+FORWARD_TOKENS = 8192
 Scored = tuple[list[int], Completion, float]
+Item = TypeVar("Item")
 
 
 class Part(NamedTuple):
@@ -42,14 +42,14 @@ class Part(NamedTuple):
         return len(self.token_ids) - self.start
 
 
-def packs(parts: list[Part]) -> Iterator[list[Part]]:
-    """The parts in order, as many in a forward as are PREFILL_TOKENS, or one that is longer."""
-    pack: list[Part] = []
-    for part in parts:
-        if pack and sum(one.tokens for one in pack) + part.tokens > PREFILL_TOKENS:
+def packs(items: Iterable[Item], tokens: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """The items in order, as many in a forward as are FORWARD_TOKENS, or one that is longer."""
+    pack: list[Item] = []
+    for item in items:
+        if pack and sum(map(tokens, pack)) + tokens(item) > FORWARD_TOKENS:
             yield pack
             pack = []
-        pack.append(part)
+        pack.append(item)
     if pack:
         yield pack
 
@@ -150,16 +150,8 @@ def rescore(policy: Decoder, finished: list[Scored]) -> None:
         by_temperature.setdefault(scored[2] or 1.0, []).append(scored)
     with separate_projections(policy):
         for temperature, group in by_temperature.items():
-            pack: list[Scored] = []
-            total = 0
-            for scored in group:
-                length = len(scored[0]) + len(scored[1].token_ids)
-                if pack and total + length > MOST_TOKENS:
-                    _rescore_pack(policy, pack, temperature)
-                    pack, total = [], 0
-                pack.append(scored)
-                total += length
-            _rescore_pack(policy, pack, temperature)
+            for pack in packs(group, lambda scored: len(scored[0]) + len(scored[1].token_ids)):
+                _rescore_pack(policy, pack, temperature)
 
 
 def score(policy: Decoder, token_ids: list[int]) -> list[float]:
