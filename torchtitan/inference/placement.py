@@ -6,8 +6,6 @@ vLLM is told both the KV cache in bytes and gpu_memory_utilization, so it has no
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 from torchtitan.config.derived import shard_degree, shares_devices
@@ -16,7 +14,7 @@ from torchtitan.errors import UserError
 from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, parts_on_host
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
-from torchtitan.utils.machine import CUDA_VARIABLE, count_gpus, hides_gpus, usable_cores
+from torchtitan.utils.machine import CUDA_VARIABLE, ask_driver, count_gpus, hides_gpus, usable_cores
 
 GIB = 2**30
 # What no formula gives: contexts, communicators, captured graphs, fragments.
@@ -158,12 +156,7 @@ def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
 
 def device_bytes_of_driver() -> int | None:
     """Memory of the smallest NVIDIA GPU here, as its driver says; None without one."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in answer.split()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(map(int, ask_driver("--query-gpu=memory.total", "--format=csv,noheader,nounits"))) * 2**20
+    except ValueError:  # none, or memory that is not its own
         return None

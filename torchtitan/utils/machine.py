@@ -47,14 +47,19 @@ def has_gpu() -> bool:
 @functools.cache
 def gpus_of_driver() -> int:
     """How many nvidia-smi lists: those that this process could open. 0 without that program."""
+    return sum(line.startswith("GPU ") for line in ask_driver("-L"))
+
+
+def ask_driver(*arguments: str) -> list[str]:
+    """The lines that nvidia-smi answers with; none where there is no such program, or it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return 0
+        return []
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def keep_freed_memory(large: bool = False) -> None:
