@@ -11,16 +11,11 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
+from torchtitan.inference.agent.engine import load_engine
 from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu, is_loopback
 
-# Per backend the routes of weights that there are.
-ROUTES = {
-    "embedded": ("auto",),
-    "vllm": ("auto", "direct", "agent"),
-    "sglang": ("auto", "agent"),
-}
 ON_CPU = "must be 0 without an NVIDIA GPU: on a CPU sleeping frees nothing"
 
 
@@ -119,8 +114,9 @@ def _check_route(check: Check) -> None:
         check.refuse("weight_sync.route", sync.route != "auto", text)
         return
     backend = config.inference.backend
-    text = f"with inference.backend {backend} it is {' or '.join(ROUTES[backend])}"
-    check.refuse("weight_sync.route", sync.route not in ROUTES[backend], text)
+    routes = ("auto", *(() if backend == "embedded" else load_engine(backend).routes))
+    text = f"with inference.backend {backend} it is {' or '.join(routes)}"
+    check.refuse("weight_sync.route", sync.route not in routes, text)
 
 
 def _check_embedded(check: Check) -> None:

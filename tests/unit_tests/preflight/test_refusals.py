@@ -14,8 +14,8 @@ import pytest
 from tests.unit_tests.conftest import GOOD, WriteConfig
 from torchtitan.config.derived import verification
 from torchtitan.errors import ConfigError
+from torchtitan.inference.agent.engine import load_engine
 from torchtitan.preflight.__main__ import main
-from torchtitan.preflight.inference import ROUTES
 from torchtitan.preflight.validate import load_config
 
 # Words of the command line | what the message must contain.
@@ -261,7 +261,7 @@ def test_layouts(
     [
         ["--inference.backend", engine, "--weight_sync.route", route]
         for engine in ("vllm", "sglang")
-        for route in ROUTES[engine]
+        for route in ("auto", *load_engine(engine).routes)
     ]
     + [["--inference.backend", "vllm", "--inference.mode", "colocate"]],
 )
@@ -423,11 +423,3 @@ def test_own_rewards_are_looked_for_and_not_run(
     finally:
         for module in ("own", "name", "name.space"):
             sys.modules.pop(module, None)
-
-
-def test_known_routes_are_those_of_the_engines() -> None:
-    from torchtitan.inference.agent.engine import load_engine
-
-    for name, routes in ROUTES.items():
-        assert routes[0] == "auto"
-        assert name == "embedded" or sorted(routes[1:]) == sorted(load_engine(name).routes)
