@@ -18,8 +18,8 @@ import torch
 from tests.patience import PATIENCE_S, until
 from torchtitan.inference.agent.applier import Applier, FileLoader, remove_abandoned
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.agent.server import AgentServer, EnginePlace, Watch
-from torchtitan.inference.types import TAGS, Capabilities, Tag
+from torchtitan.inference.agent.server import AgentServer, Watch
+from torchtitan.inference.types import TAGS, Tag
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
 
@@ -128,7 +128,7 @@ def test_drain_lets_requests_finish_up_to_its_deadline() -> None:
 @pytest.mark.parametrize("drained", [True, False])
 def test_who_asks_hears_that_it_drains(drained: bool) -> None:
     engine, applier = made(drain_timeout_s=2.0)
-    place = EnginePlace("http://127.0.0.1:1", Capabilities("vllm"))
+    place = {"url": "http://127.0.0.1:1", "capabilities": {"engine": "vllm"}}
     server = AgentServer(place, engine, engine, applier, "", "127.0.0.1", 5.0)  # type: ignore[arg-type]
     applier.apply(1, staged(0))
     engine.drained = drained

@@ -11,7 +11,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.errors import UserError
@@ -27,7 +27,7 @@ from torchtitan.inference.agent.engine import (
     WeightLoader,
 )
 from torchtitan.inference.client import base_url
-from torchtitan.inference.types import TAGS, Capabilities
+from torchtitan.inference.types import TAGS
 from torchtitan.inference.versions import BaseWeights
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import ActivityLog
@@ -127,29 +127,19 @@ class Watch:
                 self.trouble = str(error)
 
 
-@dataclass(frozen=True)
-class EnginePlace:
-    """Where clients find the engine, and what it can do. token_env: the variable in which they find its token; None
-    where it is the agent's own."""
-
-    url: str
-    capabilities: Capabilities
-    token_env: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        capabilities = self.capabilities.to_json()
-        named = {"name": self.capabilities.engine, "version": self.capabilities.version}
-        return {"url": self.url, **named, "capabilities": capabilities, "token_env": self.token_env}
-
-
 class AgentServer(ActorServer):
-    """One engine's agent behind HTTP. timeout_s: for all workers of the engine to apply what they staged."""
+    """One engine's agent behind HTTP.
+
+    place: what clients get to know of the engine: url, capabilities, and token_env, the variable in which they find its
+    token (None where it is the agent's own).
+    timeout_s: for all workers of the engine to apply what they staged.
+    """
 
     statuses = {**ActorServer.statuses, EngineError: 502}
 
     def __init__(
         self,
-        place: EnginePlace,
+        place: dict[str, Any],
         control: EngineControl,
         loader: WeightLoader,
         applier: Applier,
@@ -220,7 +210,7 @@ class AgentServer(ActorServer):
             "engine_age_s": round(self._watch.age_s, 3),
             "answered_age_s": round(self._watch.answered_age_s, 3),
             "engine_trouble": self._watch.trouble,
-            "engine": self._place.to_json(),
+            "engine": self._place,
         }
 
 
@@ -275,8 +265,8 @@ class RunningAgent:
         base = None if loader.workers else BaseWeights(options.model)
         activity = ActivityLog(arguments.activity_file)
         applier = Applier(control, loader, options.update_timeout_s, arguments.drain_timeout_s, activity, base)
-        capabilities = replace(facts.capabilities, route=options.route)
-        place = EnginePlace(self.engine_url, capabilities, token_env)
+        capabilities = replace(facts.capabilities, route=options.route).to_json()
+        place = {"url": self.engine_url, "capabilities": capabilities, "token_env": token_env}
         self._server = AgentServer(place, control, loader, applier, self._token, options.host, options.update_timeout_s)
         return await self._server.start(options.host, arguments.port)
 
