@@ -24,6 +24,7 @@ from typing import Any
 
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import end_with_parent
+from torchtitan.utils.json_lines import write_whole
 
 TOKEN_ENV_VARIABLE = "TORCHTITAN_ENGINE_TOKEN_ENV"
 """Names the environment variable that holds the token, to TokenMiddleware"""
@@ -92,9 +93,7 @@ def reserve(host: str, port: int) -> socket.socket:
 def write_port_file(path: Path | None, port: int) -> None:
     """Who waits for the file never reads half of a number."""
     if path is not None:
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(f"{port}\n", encoding="ascii")
-        partial.replace(path)
+        write_whole(path, f"{port}\n")
 
 
 class TokenMiddleware:

@@ -19,7 +19,7 @@ from torchtitan.config.job_config import JobConfig, Metrics
 from torchtitan.errors import UserError
 from torchtitan.inference.types import Completion, sampled_segments
 from torchtitan.rollout.types import Batch, Sample
-from torchtitan.utils.json_lines import JsonLines, read_json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
 
 if TYPE_CHECKING:
     from torchtitan.rollout.tokenizer import Tokenizer
@@ -183,13 +183,6 @@ def run_folder(path: str | Path) -> Path:
     if not Path(path).is_dir():
         raise UserError(f"there is no run folder {path}")
     return Path(path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file in one rename: a reader finds the old text or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def cut_after(path: Path, step: int) -> None:

@@ -30,12 +30,12 @@ import jinja2
 from aiohttp import web
 
 from torchtitan.errors import UserError
-from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, number, run_folder, write_whole
+from torchtitan.report.metrics import ACTORS_FILE, COMPLETIONS_FILE, METRICS_FILE, number, run_folder
 from torchtitan.report.plots import COLORS, PLOTS, plot_timeline, run_plots, svg_text
 from torchtitan.report.sync_metrics import sums_by_actor
 from torchtitan.report.timeline import TRACE_FILE, read_timeline
 from torchtitan.utils.child_process import child_environment, end_with_parent
-from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_json_lines, read_lines
+from torchtitan.utils.json_lines import CHUNK_BYTES, line_start, read_json_lines, read_lines, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.report.metrics import run_folder, write_whole
+from torchtitan.report.metrics import run_folder
 from torchtitan.report.sync_metrics import FOLDER as SYNC_FOLDER
 from torchtitan.report.sync_metrics import Attempt, Delivery, Incident, Outcome, Publication, read_journal
-from torchtitan.utils.json_lines import TIMELINE, read_json_lines
+from torchtitan.utils.json_lines import TIMELINE, read_json_lines, write_whole
 
 TRAINER, SYNC = "trainer", "weight sync"
 # A rank's second track is called like its first, with this behind it.

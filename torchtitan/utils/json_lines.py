@@ -93,6 +93,13 @@ def cut_torn_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file in one rename: a reader finds what it held before, or all of this."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    temporary.replace(path)
+
+
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; none where there is no file. A last line cut off by a kill is left out."""
     if not Path(path).is_file():
@@ -220,9 +227,7 @@ class TimelineFile(JsonLines):
 
     def _drop_older_half(self) -> None:
         self.close()
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_bytes(self.path.read_bytes()[-(self.most_bytes // 2) :].partition(b"\n")[2])
-        os.replace(temporary, self.path)
+        write_whole(self.path, self.path.read_bytes()[-(self.most_bytes // 2) :].partition(b"\n")[2])
 
 
 class StepRecorder:
