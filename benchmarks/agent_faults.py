@@ -21,7 +21,7 @@ import torch
 
 from tests.chat_models import ADDED, END, SPECIAL, token_id
 from tests.integration_tests.recording_actor import RECORD
-from torchtitan.inference import engines
+from torchtitan.inference import actor_parts
 from torchtitan.inference.actor import Actor
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.engine import Call
@@ -57,13 +57,13 @@ def record_all(folder: Path, backend: str) -> Path:
 
 def _have_actors_note(record: Path) -> None:
     """Those that are started from now on."""
-    real = engines.actor_command
+    real = actor_parts.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    engines.actor_command = command  # type: ignore[assignment]
+    actor_parts.actor_command = command  # type: ignore[assignment]
     os.environ[RECORD] = str(record)
 
 

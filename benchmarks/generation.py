@@ -30,8 +30,8 @@ try:
 except ImportError:
     sys.exit("benchmarks/generation.py compares with transformers: pip install -e '.[test]' brings it")
 
+from torchtitan.inference.actor_parts import EmbeddedClient
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.engines import EmbeddedClient
 from torchtitan.inference.types import GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 

@@ -22,9 +22,9 @@ from tests.journals import journal_of
 from tests.patience import until
 from tests.processes import Processes
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.inference.actor_parts import make_client
 from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.client import TOKEN_VARIABLE
-from torchtitan.inference.engines import make_client
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key

@@ -17,7 +17,7 @@ from tests.gateways import MAX_CALLS, Behind, client, make_config, play_both_way
 from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
 from tests.roundings import forward_rounding
-from torchtitan.inference import engines
+from torchtitan.inference import actor_parts
 from torchtitan.inference.types import Branch
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.rollout.gateway.process import Door, GatewayLost, Played
@@ -33,13 +33,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which the actors note what they sample."""
-    real = engines.actor_command
+    real = actor_parts.actor_command
 
     def command(*arguments: Any) -> list[str]:
         replaced = {"torchtitan.inference.embedded": "tests.integration_tests.recording_actor"}
         return [replaced.get(part, part) for part in real(*arguments)]
 
-    monkeypatch.setattr(engines, "actor_command", command)
+    monkeypatch.setattr(actor_parts, "actor_command", command)
     monkeypatch.setenv(RECORD, str(tmp_path / "record.jsonl"))
     return tmp_path / "record.jsonl"
 

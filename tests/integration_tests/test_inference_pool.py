@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_S, asynchronous, eventually
 from tests.unit_tests.inference.json_server import serving
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
-from torchtitan.inference import engines
+from torchtitan.inference import actor_parts
 from torchtitan.inference.client import base_url
 from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
@@ -33,7 +33,7 @@ VERSION = 7  # the fake takes the registry's port for its version
 @pytest.fixture(autouse=True)
 def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_ENGINE", str(tmp_path))
-    real = engines.actor_command
+    real = actor_parts.actor_command
 
     def command(config: JobConfig, port_file: Path, number: int) -> list[str]:
         return [
@@ -41,7 +41,7 @@ def fake_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             for part in real(config, port_file, number)
         ]
 
-    monkeypatch.setattr(engines, "actor_command", command)
+    monkeypatch.setattr(actor_parts, "actor_command", command)
     monkeypatch.setattr("torchtitan.inference.actor.BACKOFF_S", 0.05)
 
 
@@ -269,7 +269,7 @@ def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torchtitan.inference.placement.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
 
     def cores(number: int, **inference: Any) -> str:
-        command = engines.actor_command(make_config(**inference), Path("port"), number)
+        command = actor_parts.actor_command(make_config(**inference), Path("port"), number)
         return command[command.index("--cores") + 1] if "--cores" in command else ""
 
     assert [cores(number, pin_cores=True, threads_per_actor=2) for number in (0, 1)] == ["6,7", "4,5"]

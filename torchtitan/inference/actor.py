@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.actor_parts import ActorMemory, ActorProcess, WeightConnection
 from torchtitan.inference.client import UPDATING, ActorClient, ActorError, ActorHealth, ActorNotReady, TokenRefused
-from torchtitan.inference.engines import ActorProcess
 from torchtitan.inference.types import TAGS, Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
-from torchtitan.inference.upkeep import ActorMemory, WeightConnection
 from torchtitan.utils.json_lines import EventLog
 
 # Between two probes of an actor that requests wait for, and of one that is about to join.

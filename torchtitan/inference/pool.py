@@ -16,9 +16,9 @@ from pathlib import Path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
 from torchtitan.inference.actor import Actor, ActorState
+from torchtitan.inference.actor_parts import ActorProcess
+from torchtitan.inference.actor_parts import make_client as make_engine_client
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorError, ActorNotReady, RequestRefused
-from torchtitan.inference.engines import ActorProcess
-from torchtitan.inference.engines import make_client as make_engine_client
 from torchtitan.inference.parity import ParityGuard, ProbeAnswers
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag
 from torchtitan.utils.json_lines import EventLog

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
+from torchtitan.inference.actor_parts import actor_command
 from torchtitan.inference.client import TOKEN_VARIABLE
 from torchtitan.inference.embedded.__main__ import parse_arguments
 from torchtitan.inference.embedded.engine import Engine, Finished
 from torchtitan.inference.embedded.loop import Applied, EngineLoop, Unavailable
-from torchtitan.inference.engines import actor_command
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters
 from torchtitan.models.hf_checkpoint import load_policy
 from torchtitan.preflight.validate import validate

@@ -172,7 +172,7 @@ class AgentClient(ActorClient):
         return self._capabilities
 
     async def generate(self, request: GenerateRequest, timeout_s: float) -> list[Completion]:
-        """Completions of one request; raises as engines.EmbeddedClient.generate does."""
+        """Completions of one request; raises as actor_parts.EmbeddedClient.generate does."""
         answer = await self._ask("generate", self._kind.generate(request), timeout_s)
         with _understanding("generate"):
             completions = self._kind.completions(request, answer)
