@@ -71,7 +71,7 @@ def test_one_live_element_that_differs_evicts_the_actor_by_name(
         assert status == 503 and "version 1 as it was sent: model.layers.1.self_attn.k_proj.weight" in answer["error"]
 
         def told() -> str:
-            return (tmp_path / "registry.jsonl").read_text()
+            return (tmp_path / "weight_sync" / "registry.jsonl").read_text()
 
         await eventually(lambda: '"poisoned"' in told())
         (line,) = [line for line in told().splitlines() if '"poisoned"' in line]

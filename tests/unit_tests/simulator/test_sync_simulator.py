@@ -107,7 +107,7 @@ def test_a_frozen_link_leaves_its_share_to_others() -> None:
 
 def test_sequences_share_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 and 40 tokens at 10/s together: 4 s for the first (5/s each), then 20 left at 8/s; a pause comes on top."""
-    monkeypatch.setattr("simulator.engine.TOGETHER", 0.0)
+    monkeypatch.setattr("simulator.rollouts.TOGETHER", 0.0)
     clock = Machine(0)
     done: list[tuple[int, float, int]] = []
     scenario = Scenario(tokens_per_s=10.0, sequence_tokens_per_s=8.0, max_sequences=2)
@@ -270,13 +270,13 @@ def test_relay_bounds_the_trainers_egress_and_delta_shrinks_it() -> None:
 
 def test_a_broken_protocol_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors take damaged buckets for whole ones."""
-    settle = Arrivals._settle
+    settle = Arrivals._judge
 
     def believe(self: Arrivals, source: Source, key: BucketKey, _found: str, asked: Any) -> None:
         assert self.transfer is not None
         settle(self, source, key, self.transfer.manifest.checksums[key[0]][key[1]], asked)
 
-    monkeypatch.setattr(Arrivals, "_settle", believe)
+    monkeypatch.setattr(Arrivals, "_judge", believe)
     with pytest.raises(Violation, match="torn"):
         simulate(small(corruption_probability=0.5))
 
