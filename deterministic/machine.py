@@ -21,17 +21,14 @@ Callback = Callable[[], None]
 MESSAGE, TIMER = 0, 1
 
 
-class Event:
-    """What is going to happen to a process."""
+class Event(list[Any]):
+    """What is going to happen: [to which process, MESSAGE or TIMER, callback]. A list: there are many of them."""
 
-    __slots__ = ("callback", "kind", "process")
-
-    def __init__(self, process: Process | None, kind: int, callback: Callback | None):
-        self.process, self.kind, self.callback = process, kind, callback
+    __slots__ = ()
 
     def cancel(self) -> None:
         """It does not happen."""
-        self.callback = None
+        self[2] = None
 
 
 class Violation(AssertionError):
@@ -63,7 +60,7 @@ class Machine:
 
     def at(self, seconds: float, process: Process | None, callback: Callback, kind: int = TIMER) -> Event:
         """Run `callback` in so many seconds, unless the process is dead then; later where it is frozen."""
-        event = Event(process, kind, callback)
+        event = Event((process, kind, callback))
         heapq.heappush(self._events, (self.now + seconds, self._draw(), event))
         return event
 
@@ -72,7 +69,7 @@ class Machine:
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= until:
             self.now, _, event = pop(events)
-            process, callback = event.process, event.callback
+            process, kind, callback = event
             if callback is None:
                 continue
             if process is None:
@@ -80,13 +77,13 @@ class Machine:
             elif process.frozen:
                 process.parked.append(event)
             elif process.alive:
-                self.order_of_events = hash((self.order_of_events, process.number, event.kind))
+                self.order_of_events = hash((self.order_of_events, process.number, kind))
                 callback()
         self.now = until
 
     def again(self, event: Event) -> None:
         """What its process has missed happens now: messages before timers."""
-        when = self.now + (0.0 if event.kind == MESSAGE else 1e-6)
+        when = self.now + (0.0 if event[1] == MESSAGE else 1e-6)
         heapq.heappush(self._events, (when, self._draw(), event))
 
     # What takes time

@@ -185,8 +185,6 @@ class Actor:
             Identity.of(TOKEN, ACTOR, self.name),
             shape.epoch,
             self,
-            instance=f"{self.name}-{self.lives}",
-            progress_s=shape.progress_timeout_s,
             relay=relay,
             relay_address=address,
         )

@@ -13,16 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
-from torchtitan.config.values import (
-    TABLE,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Positive,
-    Share,
-    ShareAboveZero,
-    show,
-)
+from torchtitan.config.values import TABLE, Count, CountOrZero, NotNegative, Positive, Share, ShareAboveZero, show
 from torchtitan.errors import ConfigError
 from torchtitan.utils.loading import nearest
 

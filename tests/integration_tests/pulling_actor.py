@@ -34,7 +34,6 @@ def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None
     actor = Actor(
         *[arguments[name] for name in names],
         apply,
-        progress_s=arguments["progress_s"],
         relay_host=arguments["relay_host"],
         where=arguments["where"],
     )

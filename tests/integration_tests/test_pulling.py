@@ -50,7 +50,6 @@ class ActorProcess:
             "epoch": EPOCH,
             "key": role_key(job.token, ACTOR, name),
             "log": str(self.log),
-            "progress_s": 1.5,
             "relay_host": "127.0.0.1" if job.relays else "",
             "sparse": job.values is sparse_values,
             "where": where,

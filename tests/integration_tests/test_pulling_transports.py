@@ -214,7 +214,9 @@ def test_slots_on_a_device_are_read_where_they_are(
         exported.append(tensor)
         return {"gpu": uuid, "storage": f"{len(exported) - 1:02x}", "length": len(tensor)}
 
-    monkeypatch.setattr(device_slots, "_are_on_device", lambda _where, on_device: on_device)
+    tensors = lambda count, size: [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]  # noqa: E731
+    create = lambda count, size, *_: DeviceSlots(DeviceSlots.new_file(count), tensors(count, size))  # noqa: E731
+    monkeypatch.setattr(publisher, "create_slots", create)
     monkeypatch.setattr(publisher, "pin", lambda _slots: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: type("Gpu", (), {"uuid": "GPU-1"}))
     monkeypatch.setattr(device_slots, "_exported", export)

@@ -18,6 +18,7 @@ from tests.integration_tests.test_pulling import EPOCH, Job, wait_for
 from tests.integration_tests.weight_sync_worker import WORKERS
 from tests.patience import PATIENCE_S
 from tests.processes import fork
+from torchtitan.weight_sync import puller
 from torchtitan.weight_sync.actor import Actor, Worker
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -245,10 +246,13 @@ def test_workers_hold_in_vain_what_the_engine_does_not_serve(
     ("number", "key", "epoch", "said"),
     [(2, "", EPOCH, "no worker"), (0, "another", EPOCH, "refused"), (0, "", "another", "epoch")],
 )
-def test_strangers_are_no_workers(job: Job, number: int, key: str, epoch: str, said: str) -> None:
+def test_strangers_are_no_workers(
+    job: Job, number: int, key: str, epoch: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(puller, "GIVE_UP_SECONDS", 0.5)
     with contextlib.closing(Group(job)) as group:
         address = group.leader.workers_address
-        stranger = Worker(address, "a", number, epoch, key or group.key, Engine(), retry_for_s=0.5)
+        stranger = Worker(address, "a", number, epoch, key or group.key, Engine())
         with contextlib.closing(stranger):
             stranger.start()
             wait_for(lambda: stranger.status()["failure"] is not None, "it gives up")

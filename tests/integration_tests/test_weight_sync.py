@@ -19,6 +19,7 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.journals import journal_of
 from tests.patience import PATIENCE_S, until
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.weight_sync import puller
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.facade import MOST_FAILURES, WeightSync
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -215,10 +216,11 @@ def test_stuck_apply_is_given_up_and_believed_when_it_ends(tmp_path: Path) -> No
         assert stuck.versions == [0, 1], "what it applied meanwhile is believed, not sent again"
 
 
-def test_other_epoch_or_token_is_refused(tmp_path: Path) -> None:
+def test_other_epoch_or_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "GIVE_UP_SECONDS", 0.5)
     with running_job(tmp_path) as job:
-        old = job.actor("old", Served(), epoch="e0-test", retry_for_s=0.5)
-        stranger = job.actor("x", Served(), token="guess", retry_for_s=0.5)
+        old = job.actor("old", Served(), epoch="e0-test")
+        stranger = job.actor("x", Served(), token="guess")
         job.wait_for(lambda: None not in (old.status()["failure"], stranger.status()["failure"]))
         assert "epoch" in str(old.status()["failure"]) and "wrong key" in str(stranger.status()["failure"])
         assert job.sync.actors() == {}

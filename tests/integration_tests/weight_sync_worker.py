@@ -37,7 +37,7 @@ def run(arguments: Mapping[str, Any], until_the_end: Callable[[], None]) -> None
         log.write(json.dumps({"version": staged.version, "intact": intact, "digest": staged.digest}) + "\n")
 
     names = [arguments[name] for name in ("leader", "actor", "worker", "epoch", "key")]
-    worker = Worker(*names, apply, shares=arguments["shares"], progress_s=1.5)
+    worker = Worker(*names, apply, shares=arguments["shares"])
     worker.start()
     until_the_end()
     worker.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -233,13 +232,12 @@ class _Pulling:
 
 
 class Actor(_Pulling):
-    """registry: `host:port`; name: unique; key: role_key of the two. served: what the engine holds already. The
-    registry may be out of reach for retry_for_s.
+    """registry: `host:port`; name: unique; key: role_key of the two. served: what the engine holds already.
     relay_host: address at which it passes versions on to other actors, where the trainer wants that; empty: nowhere. Of
     a wildcard, others are told the address by which the registry is reached. where: the device of staging memory (ipc,
     nccl).
 
-    workers > 0: so many workers hold the weights, which connect to `workers_address` at workers_host (see Worker).
+    workers > 0: so many workers hold the weights, which connect to `workers_address` (see Worker).
     `apply` then calls the staged version's apply_on_workers() while the engine stands still; all have to answer within
     workers_timeout_s.
     """
@@ -253,12 +251,9 @@ class Actor(_Pulling):
         apply: ApplyFunction,
         *,
         served: Served | None = None,
-        retry_for_s: float = 60.0,
-        progress_s: float = 5.0,
         relay_host: str = "",
         where: str = "cpu",
         workers: int = 0,
-        workers_host: str = "127.0.0.1",
         workers_timeout_s: float = 60.0,
     ):
         wire.parse_address(registry)
@@ -267,10 +262,10 @@ class Actor(_Pulling):
         self.workers_address = ""
         self._relay: Relay | None = None
         names = self._runtime, registry, Identity(ACTOR, name, key), epoch
-        options: dict[str, Any] = {"instance": secrets.token_hex(8), "served": served, "retry_for_s": retry_for_s}
+        options: dict[str, Any] = {"served": served}
         if workers:
             leading = LeadingEngine(apply, self._runtime, self._thread.is_alive)
-            self._listener, self.workers_address = _listen(workers_host, registry)
+            self._listener, self.workers_address = _listen("127.0.0.1", registry)
             self.puller = leading.leader = Leader(
                 *names, leading, count=workers, secret=key, apply_timeout_s=workers_timeout_s, **options
             )
@@ -279,7 +274,7 @@ class Actor(_Pulling):
         if relay_host:
             self._listener, options["relay_address"] = _listen(relay_host, registry)
             self._relay = options["relay"] = Relay(self._runtime, epoch, engine.memory, key)
-        self.puller = Puller(*names, engine, progress_s=progress_s, **options)
+        self.puller = Puller(*names, engine, **options)
 
     def _listen(self) -> None:
         if isinstance(self.puller, Leader):
@@ -307,8 +302,6 @@ class Worker(_Pulling):
         *,
         shares: bool = True,
         served: Served | None = None,
-        retry_for_s: float = 60.0,
-        progress_s: float = 5.0,
         where: str = "cpu",
     ):
         super().__init__(f"{name}-worker-{number}", epoch, where)
@@ -320,10 +313,7 @@ class Worker(_Pulling):
             Identity(WORKER, str(number), role_key(key, WORKER, str(number))),
             epoch,
             engine,
-            instance=secrets.token_hex(8),
             served=served,
-            retry_for_s=retry_for_s,
-            progress_s=progress_s,
             puller=Identity(ACTOR, name, key),
         )
 

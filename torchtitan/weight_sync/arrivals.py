@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import xxhash
+
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.clients import Source
-from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, streaming_checksum
+from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest
 from torchtitan.weight_sync.wire import Channel, Message, Place, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.arrivals")
@@ -188,8 +190,8 @@ class Arrivals:
             delta = memoryview(bytearray(message["bytes"]))
             transfer.placing[key] = delta
             return delta, lambda piece: transfer.count(len(piece), True, now())
-        assert self._layout is not None
-        hasher: Any = streaming_checksum(self._layout.checksum)
+        # Of kind xxh3: checksums of another kind are those of memory that references lead to.
+        hasher = xxhash.xxh3_128()
         transfer.placing[key] = hasher
         self._held.pop(key, None)
 
@@ -225,25 +227,19 @@ class Arrivals:
                 return
             self._checked_key(source, message, transfer)
             fetch = partial(self._engine.fetch, key, message["reference"])
-            self._work(source, key, transfer, fetch, self._bucket_bytes(key), asked)
+            self._work(source, key, fetch, self._bucket_bytes(key), asked)
         elif (placed := transfer.placing.get(key)) is None:
             raise ProtocolError(f"bucket {key[1]} of rank {key[0]} came without bytes")
         elif "base" in message:
-            self._work(source, key, transfer, partial(self._engine.patch, key, placed), 0, asked)
+            self._work(source, key, partial(self._engine.patch, key, placed), 0, asked)
         else:
             del transfer.placing[key]
             self._judge(source, key, placed.hexdigest(), asked)
 
-    def _work(
-        self,
-        source: Source,
-        key: BucketKey,
-        transfer: Transfer,
-        function: Callable[[], str],
-        count: int,
-        asked: Any,
-    ) -> None:
+    def _work(self, source: Source, key: BucketKey, function: Callable[[], str], count: int, asked: Any) -> None:
         """Have a thread write the bucket, of which `count` bytes then have come."""
+        transfer = self.transfer
+        assert transfer is not None
         self._held.pop(key, None)
         transfer.placing[key] = None
         self._writers += 1

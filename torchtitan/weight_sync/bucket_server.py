@@ -17,7 +17,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.handshake import PEER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout
-from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime
+from torchtitan.weight_sync.wire import TICK_SECONDS, Channel, Message, ProtocolError, Runtime
 
 # Who asks for nothing for so long is let go: its machine may be gone without a word.
 IDLE_SECONDS = 10.0
@@ -62,7 +62,6 @@ class BucketServer:
     """
 
     phase: str
-    tick_seconds: float
 
     def __init__(
         self,
@@ -77,7 +76,6 @@ class BucketServer:
         self.channels: dict[Channel, Reader] = {}
         self.sent_bytes = 0
         self._closed = False
-        self._stop_listening: Callable[[], None] = lambda: None
 
     def buckets(self, rank: int) -> int | None:
         """How many buckets this rank has; None where it is not served here."""
@@ -104,21 +102,20 @@ class BucketServer:
 
     def start(self, listener: Any) -> None:
         """Begin to accept those who pull."""
-        self._stop_listening = self._runtime.listen(listener, self.gate.accept)
+        self.gate.listen(listener)
         self._tick()
 
     def close(self, reason: str) -> None:
         """Close every connection."""
         if not self._closed:
             self._closed = True
-            self._stop_listening()
             self.gate.close()
             for channel in list(self.channels):
                 channel.close(reason)
 
     def _tick(self) -> None:
         if not self._closed:
-            self._runtime.call_later(self.tick_seconds, self._tick)
+            self._runtime.call_later(TICK_SECONDS, self._tick)
             self.look_after()
 
     def look_after(self) -> None:
@@ -251,7 +248,7 @@ class Relay(BucketServer):
     """memory(key): a bucket of staging memory. What it holds is of one transfer at a time. key: the actor's own, from
     which the keys of those follow that may pull from here."""
 
-    phase, tick_seconds = "relay", 1.0
+    phase = "relay"
 
     def __init__(self, runtime: Runtime, epoch: str, memory: Callable[[BucketKey], memoryview], key: str):
         super().__init__(runtime, epoch, PEER, partial(role_key, key))

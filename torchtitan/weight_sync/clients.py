@@ -7,17 +7,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.handshake import Call, Identity
-from torchtitan.weight_sync.wire import (
-    HEARTBEAT_SECONDS,
-    RETRY_SECONDS,
-    SILENCE_SECONDS,
-    Channel,
-    Message,
-    ProtocolError,
-    Runtime,
-    Timer,
-)
+from torchtitan.weight_sync.wire import RETRY_SECONDS, SILENCE_SECONDS, Channel, Message, ProtocolError, Runtime, Timer
 
 if TYPE_CHECKING:
     from torchtitan.weight_sync.arrivals import Arrivals
@@ -132,7 +124,7 @@ class RegistryClient:
     def _heartbeat(self) -> None:
         if self._closed:
             return
-        self._runtime.call_later(HEARTBEAT_SECONDS, self._heartbeat)
+        self._runtime.call_later(wire.HEARTBEAT_SECONDS, self._heartbeat)
         # The loop reads sockets before it runs timers: after a pause of this process, waiting answers have been read.
         if self._is_silent():
             self.hang_up(f"the registry said nothing for {SILENCE_SECONDS:g} s")

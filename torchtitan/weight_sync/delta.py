@@ -33,11 +33,7 @@ from torchtitan.weight_sync.wire import ProtocolError, Runtime
 MOST_CHANGED = 0.5
 
 Numbers: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
-_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<u2"),
-    4: np.dtype("<u4"),
-}
+_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _SIGNED: dict[int, np.dtype[np.signedinteger[Any]]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
 _LENGTH = struct.Struct("<I")
 # Gaps, and the elements of a bucket, which has at most 2^30 bytes.

@@ -41,17 +41,6 @@ class DeviceSlots(SlotWords):
         self.exports: list[Message] | None = None
         """What names each tensor's memory to other processes, once a transport has asked for it (ipc)"""
 
-    @classmethod
-    def create(cls, count: int, slot_bytes: int, where: torch.device) -> DeviceSlots:
-        """New slots, all free and zero."""
-        tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
-        return cls(cls.new_file(count), tensors)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-        return self.tensors[0].device
-
     def slot(self, index: int) -> torch.Tensor:
         """A slot's bytes, one-dimensional."""
         return self.tensors[index]
@@ -61,31 +50,21 @@ Slots = SharedSlots | DeviceSlots
 
 
 def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bool) -> Slots:
-    """New slots. where: the parameters' device; on the CPU a device's memory is memory that processes can share."""
-    if _are_on_device(where, on_device):
-        return DeviceSlots.create(count, slot_bytes, where)
-    return SharedSlots.create(count, slot_bytes)
+    """New slots, all free and zero. where: the parameters' device; a CPU's memory is memory that processes share."""
+    if not on_device or where.type != "cuda":
+        return SharedSlots.create(count, slot_bytes)
+    tensors = [torch.zeros(slot_bytes, dtype=torch.uint8, device=where) for _ in range(count)]
+    return DeviceSlots(SlotWords.new_file(count), tensors)
 
 
-def checksum_kind(where: torch.device, on_device: bool) -> str:
-    """The kind of checksum that reads such slots where they are (checksum_function)."""
-    return "sum" if _are_on_device(where, on_device) else "xxh3"
-
-
-def _are_on_device(where: torch.device, on_device: bool) -> bool:
-    return on_device and where.type == "cuda"
-
-
-def memory_tensor(memory: memoryview | torch.Tensor) -> torch.Tensor:
-    """A one-dimensional uint8 tensor over memory of either kind, not copied. Host memory must be writable."""
+def memory_tensor(memory: bytes | bytearray | memoryview | torch.Tensor) -> torch.Tensor:
+    """A one-dimensional uint8 tensor over memory of either kind, not copied but where it is read-only: torch warns of
+    that."""
     if isinstance(memory, torch.Tensor):
         return memory
+    if memoryview(memory).readonly:
+        memory = bytearray(memory)
     return torch.from_numpy(numpy.frombuffer(memory, numpy.uint8))
-
-
-def slots_device(slots: Slots) -> torch.device:
-    """Where transports find the slots."""
-    return slots.device if isinstance(slots, DeviceSlots) else torch.device("cpu")
 
 
 def slot_tensors(slots: Slots) -> list[torch.Tensor]:
@@ -113,7 +92,7 @@ def _address(slots: SharedSlots) -> int:
 
 def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
     """32 hexadecimal digits. data: host memory, or a one-dimensional uint8 tensor on any device."""
-    tensor = data if isinstance(data, torch.Tensor) else host_tensor(data)
+    tensor = memory_tensor(data)
     with in_background(tensor.device):
         words = _words(tensor)
         whole = len(words) // _ROW_WORDS * _ROW_WORDS
@@ -125,13 +104,6 @@ def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
     starts = 2 * _ROW_WORDS * numpy.arange(len(plain), dtype=numpy.uint64)
     total = (weighted + starts * plain).sum(dtype=numpy.uint64)
     return f"{int(plain.sum(dtype=numpy.uint64)):016x}{int(total):016x}"
-
-
-def host_tensor(data: bytes | bytearray | memoryview) -> torch.Tensor:
-    """Host memory as a uint8 tensor, not copied but where it is read-only: torch warns of that."""
-    if memoryview(data).readonly:
-        data = bytearray(data)
-    return torch.from_numpy(numpy.frombuffer(data, numpy.uint8))
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
@@ -151,7 +123,7 @@ def device_references(slots: DeviceSlots) -> Callable[[int, int, int], Message]:
     """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
     # Once for all actors and restarts: every export of a tensor adds to what torch keeps for it.
     if slots.exports is None:
-        uuid = str(torch.cuda.get_device_properties(slots.device).uuid)
+        uuid = str(torch.cuda.get_device_properties(slots.tensors[0].device).uuid)
         slots.exports = [_exported(tensor, uuid) for tensor in slots.tensors]
     exports = slots.exports
     return lambda slot, start, _end: {"memory": exports[slot], "offset": start}

@@ -7,13 +7,12 @@ parameter that was not copied, copied into a tensor that nobody uses, or changed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
 from torchtitan.distributed.device import in_background
 from torchtitan.weight_sync.layout_tables import ShardEntry
-from torchtitan.weight_sync.manifest import Layout, checksum_function, streaming_checksum
+from torchtitan.weight_sync.manifest import Layout, checksum_function, reads_devices
 from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
 
 # Names in a message.
@@ -78,20 +77,28 @@ def slot_checksums(
     layout: Layout, rank: int, live: Mapping[str, torch.Tensor], stop: Callable[[], bool] = lambda: False
 ) -> Iterator[str]:
     """The checksum of every bucket of this rank's slot, as it would be filled from these tensors."""
-    open_bucket = _Bucket(layout.checksum)
+    parts: list[torch.Tensor] = []
     room = layout.bucket_bytes
     for piece in _pieces(layout, rank, live):
         while len(piece):
             if stop():
                 raise Stopped
             part, piece = piece[:room], piece[room:]
-            open_bucket.feed(part)
+            parts.append(part)
             room -= len(part)
             if room == 0:
-                yield open_bucket.checksum()
-                open_bucket, room = _Bucket(layout.checksum), layout.bucket_bytes
-    if room < layout.bucket_bytes:
-        yield open_bucket.checksum()
+                yield _checksum(layout.checksum, parts)
+                parts, room = [], layout.bucket_bytes
+    if parts:
+        yield _checksum(layout.checksum, parts)
+
+
+def _checksum(kind: str, parts: list[torch.Tensor]) -> str:
+    """Of a bucket."""
+    with in_background(parts[0].device):
+        if reads_devices(kind):
+            return checksum_function(kind)(torch.cat(parts))
+        return checksum_function(kind)(torch.cat([part.cpu() for part in parts]).numpy())
 
 
 def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -105,28 +112,6 @@ def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iter
 
 def _slices(shard: ShardEntry) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
-
-
-class _Bucket:
-    """The bytes of one bucket, hashed as they come where its kind of checksum can be, else put together first."""
-
-    def __init__(self, kind: str):
-        self._kind = kind
-        self._hasher: Any = streaming_checksum(kind)
-        self._parts: list[torch.Tensor] = []
-
-    def feed(self, data: torch.Tensor) -> None:
-        if self._hasher is None:
-            self._parts.append(data)
-            return
-        with in_background(data.device):
-            self._hasher.update(data.cpu().numpy())
-
-    def checksum(self) -> str:
-        if self._hasher is not None:
-            return str(self._hasher.hexdigest())
-        with in_background(self._parts[0].device):
-            return checksum_function(self._kind)(torch.cat(self._parts))
 
 
 def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:

@@ -130,15 +130,10 @@ class Leader(Puller):
         """A descriptor: memory for one version, which the workers share"""
         self._newest_message: Message = {}
         self._order: tuple[Served, Callable[[Outcome], None]] | None = None
-        self._stop_listening: Callable[[], None] = lambda: None
-
-    def listen(self, listener: Any) -> None:
-        """Begin to accept workers."""
-        self._stop_listening = self._runtime.listen(listener, self._gate.accept)
+        self.listen = self._gate.listen
 
     def close(self) -> None:
         super().close()
-        self._stop_listening()
         self._gate.close()
         self._settle(Outcome("another connection has taken this one's place", False, {}))
         for worker in list(self._workers.values()):

@@ -10,6 +10,8 @@ import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError, Runtime, Timer, no_message
@@ -74,6 +76,11 @@ class Gate:
         self._runtime, self._roles, self._key_of = runtime, roles, key_of
         self._admit, self._enter = admit, enter
         self._waiting: dict[Channel, Timer] = {}
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    def listen(self, listener: Any) -> None:
+        """Begin to accept channels there."""
+        self._stop_listening = self._runtime.listen(listener, self.accept)
 
     def accept(self, channel: Channel) -> None:
         """A new channel, of which nothing is known."""
@@ -88,6 +95,7 @@ class Gate:
 
     def close(self) -> None:
         """Nobody comes in any more."""
+        self._stop_listening()
         for channel in list(self._waiting):
             channel.close("closing")
 
@@ -133,14 +141,14 @@ class Call:
         fields: Message,
         on_ready: Callable[[Channel, Message], None],
         on_failure: Callable[[str], None],
-        timeout: float = HANDSHAKE_SECONDS,
     ):
         self._address, self._identity, self._fields = address, identity, fields
         self._on_ready, self._on_failure = on_ready, on_failure
         self._nonce = wire.new_nonce()
         self._channel: Channel | None = None
         self._over = False
-        self._late = runtime.call_later(timeout, lambda: self._fail(f"{address} did not answer within {timeout:g} s"))
+        late = partial(self._fail, f"{address} did not answer within {HANDSHAKE_SECONDS:g} s")
+        self._late = runtime.call_later(HANDSHAKE_SECONDS, late)
         self._cancel_dial = runtime.dial(address, self._opened, self._fail)
 
     def cancel(self) -> None:

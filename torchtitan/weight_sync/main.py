@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import resource
 import socket
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slots import SharedSlots, SlotWords, file_references
 from torchtitan.weight_sync.sockets import SocketRuntime
+from torchtitan.weight_sync.wire import Runtime
 
 # So many lines wait for a disk that hangs; those that come then are lost, and counted.
 MAXIMUM_WAITING = 10_000
@@ -38,49 +38,37 @@ JOURNAL_SECONDS = 1.0
 class Journal:
     """Appends to `path`; write() never waits. A full disk costs lines, not the synchronisation."""
 
-    def __init__(self, path: Path, term: int, maximum_waiting: int = MAXIMUM_WAITING):
-        self._term = term
+    def __init__(self, runtime: Runtime, path: Path, term: int):
+        self._runtime, self._term = runtime, term
         self._file = path.open("a", buffering=1)
-        self._lines: queue.Queue[str | None] = queue.Queue(maximum_waiting)
-        self._lost = 0
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-        self._thread.start()
+        self._waiting = self._lost = 0
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
-        """Queue one line. For one thread."""
-        if self._lost and not self._lines.full():
-            self._queue("lost_lines", {"count": self._lost})
-            self._lost = 0
-        self._queue(event, fields)
-
-    def close(self, timeout: float) -> None:
-        """Write what waits, for at most `timeout` seconds."""
-        try:
-            self._lines.put(None, timeout=timeout)
-        except queue.Full:
-            return
-        self._thread.join(timeout)
-
-    def _queue(self, event: str, fields: dict[str, Any]) -> None:
-        line = {"time": time.time(), "term": self._term, "event": event, **fields}
-        try:
-            self._lines.put_nowait(json.dumps(line) + "\n")
-        except queue.Full:
+        """Queue one line. On the loop's thread."""
+        if self._waiting == MAXIMUM_WAITING:
             self._lost += 1
             logger.error("the disk does not take the journal's lines; one about %s is lost", event)
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self._write("lost_lines", {"count": lost})
+        self._write(event, fields)
 
-    def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            try:
-                self._file.write(line)
-            except OSError as error:
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        line = json.dumps({"time": time.time(), "term": self._term, "event": event, **fields}) + "\n"
+
+        def written(_result: Any, error: BaseException | None) -> None:
+            self._waiting -= 1
+            if error is not None:
                 logger.error("the journal lacks a line: %s: %s", error, line.rstrip())
-        self._file.close()
+
+        self._waiting += 1
+        self._runtime.work("journal", partial(self._file.write, line), written)
 
 
 def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:
     """Until the parent ends."""
-    journal = Journal(Path(arguments["journal"]), arguments["term"])
+    journal = Journal(runtime, Path(arguments["journal"]), arguments["term"])
     words = SlotWords(arguments["words_fd"], 0, 0)
     settings = Settings(**arguments["settings"])
     epoch, term, folder = arguments["epoch"], arguments["term"], arguments["disk_folder"]
@@ -89,7 +77,7 @@ def run_registry(runtime: SocketRuntime, arguments: dict[str, Any], token: str) 
     journal.write("start", {"pid": os.getpid(), "epoch": epoch})
     registry.start(socket.socket(fileno=arguments["listen_fd"]))
     runtime.run()
-    journal.close(JOURNAL_SECONDS)
+    runtime.finish_work("journal", time.monotonic() + JOURNAL_SECONDS)
 
 
 def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: str) -> None:

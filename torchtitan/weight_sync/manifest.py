@@ -266,11 +266,6 @@ def bucket_checksum(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def streaming_checksum(kind: str) -> Any | None:
-    """What takes a bucket piece by piece (update) and then says its checksum (hexdigest); None where a kind cannot."""
-    return xxhash.xxh3_128() if kind == "xxh3" else None
-
-
 def checksum_function(kind: str) -> Callable[[Any], str]:
     """The function of a layout's checksum kind: xxh3 reads host memory, sum tensors wherever they are.
 

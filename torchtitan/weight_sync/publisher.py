@@ -1,7 +1,7 @@
 """The trainer-thread part: reserve a slot, fill it at the step boundary, ring the shard server's bell. Nothing else.
 
 It takes no lock, sends nothing that could block, and computes no checksum. How shards get into a slot is device work
-that is queued (SlotFiller). A slot becomes READY when its copy is done, which another thread waits for. What changes
+that is queued. A slot becomes READY when its copy is done, which another thread waits for. What changes
 parameters waits for it too, in fence(): on a GPU that is the compute stream, on the CPU the trainer thread itself.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
 from torchtitan.distributed.placement import StackPart
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.device_slots import checksum_kind, create_slots, pin, slot_tensors, unpin
+from torchtitan.weight_sync.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.layout_tables import ShardEntry
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.plan import LocalTensors, Weight, placed_parameters, plan_rank, unique_parameters
@@ -38,17 +38,10 @@ SCRATCH_BYTES = 64 << 20
 Index = tuple[int | slice, ...]
 
 
-class SlotFiller(Protocol):
-    """Knows the slots and what goes where in them."""
-
-    def fill(self, slot: int, sources: list[torch.Tensor]) -> None:
-        """Copy and cast one tensor per shard into a slot."""
-
-
 def slot_filler(
     slots: Sequence[torch.Tensor], shards: Iterable[ShardEntry], dtype: str, where: torch.device
-) -> SlotFiller:
-    """slots: one uint8 tensor each; where: the device of the parameters."""
+) -> DirectFiller | ScratchFiller:
+    """What knows the slots and what goes where. slots: one uint8 tensor each; where: the device of the parameters."""
     if all(slot.device == where for slot in slots):
         return DirectFiller(slots, shards, dtype)
     return ScratchFiller(slots, shards, dtype, where, SCRATCH_BYTES)
@@ -63,6 +56,7 @@ class DirectFiller:
 
     @torch.no_grad()
     def fill(self, slot: int, sources: list[torch.Tensor]) -> None:
+        """Copy and cast one tensor per shard into a slot."""
         if sources:
             torch._foreach_copy_(self._views[slot], sources)
 
@@ -115,6 +109,7 @@ class ScratchFiller:
 
     @torch.no_grad()
     def fill(self, slot: int, sources: list[torch.Tensor]) -> None:
+        """Copy and cast one tensor per shard into a slot."""
         for part in self._parts:
             pieces = [sources[number][index] if index else sources[number] for number, index in part.pieces]
             scratch = self._scratch[: part.end - part.start]
@@ -225,15 +220,17 @@ class Publisher:
         planned = plan_rank(placed_parameters(unique), rank, dtype, bucket_bytes)
         everything = list(unique.values())
         where = _device_of(everything)
-        self.layout: Layout = replace(planned, checksum=checksum_kind(where, on_device))
-        own = self.layout.ranks[0]
+        own = planned.ranks[0]
+        self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
+        # The kind that reads slots where they are.
+        kind = "sum" if isinstance(self.slots, DeviceSlots) else "xxh3"
+        self.layout: Layout = replace(planned, checksum=kind)
         self._locals = LocalTensors([everything[shard.parameter] for shard in own])
         for local, shard in zip(self._locals.now(), own, strict=True):
             if tuple(local.shape) != shard.shape:
                 name = self.layout.parameters[shard.parameter].name
                 raise RuntimeError(f"{name}: planned a shard of {shard.shape}, holds {tuple(local.shape)}")
         self.rank = rank
-        self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
         self._writer = self.slots.writer()
         self.reserve, self.release = self._writer.reserve, self._writer.release
         self.has_free_slot = self._writer.has_free_slot

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import secrets
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ MOST_CORRUPTIONS = 3
 # Another actor that has not begun to pass a version on by then is not waited for.
 PEER_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
+# The registry may be out of reach for so long.
+GIVE_UP_SECONDS = 60.0
 
 
 class Served(NamedTuple):
@@ -40,8 +44,7 @@ class Served(NamedTuple):
 
 
 class Puller(Arrivals):
-    """registry: `host:port`. instance: names this process. served: what the engine holds already. retry_for_s: how long
-    the registry may be out of reach. progress_s: a pull that moved no byte for so long asks again over new channels.
+    """registry: `host:port`. served: what the engine holds already.
     relay: passes versions on to other actors, which reach it at relay_address. puller: who it is to shard servers, if
     somebody else."""
 
@@ -53,21 +56,20 @@ class Puller(Arrivals):
         epoch: str,
         engine: Engine,
         *,
-        instance: str,
         served: Served | None = None,
-        retry_for_s: float = 60.0,
-        progress_s: float = 5.0,
         relay: Relay | None = None,
         relay_address: str = "",
         puller: Identity | None = None,
     ):
         super().__init__(runtime, engine, identity.name)
-        self._identity, self.epoch, self._progress_s = puller or identity, epoch, progress_s
+        self._identity, self.epoch = puller or identity, epoch
+        self._progress_s = math.inf
+        """A pull that moved no byte for so long asks again over new channels"""
         self.serving = served
         self.poisoned = False
         self.applied = self.refused = 0
-        fields = {"epoch": epoch, "instance": instance, "address": relay_address}
-        ways = self._joined, self._on_message, retry_for_s, self._look
+        fields = {"epoch": epoch, "instance": secrets.token_hex(8), "address": relay_address}
+        ways = self._joined, self._on_message, GIVE_UP_SECONDS, self._look
         self.registry = RegistryClient(runtime, registry, identity, fields, *ways)
         self._tell = self.registry.tell
         self._layout_id = ""
@@ -176,7 +178,7 @@ class Puller(Arrivals):
         self._consider()
 
     def _on_model(self, message: Message) -> None:
-        self._servers = list(map(str, message["servers"]))
+        self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
         if message["layout_id"] != self._layout_id:
             self._on_layout(message["layout_id"], message["layout"])
         self._move_sources()

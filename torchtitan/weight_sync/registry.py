@@ -23,7 +23,6 @@ from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Messa
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
 
-TICK_SECONDS = 0.2
 # What happens within this time is one status.
 STATUS_SECONDS = 0.01
 # Versions that will never be published, as shard servers and the trainer are told.
@@ -74,11 +73,12 @@ class Registry:
         self._evictions = 0
         self._failure = ""
         self._status_due = False
-        self._stop_listening: Callable[[], None] = lambda: None
+        self._told = self._live()
+        """What shard servers and actors have heard of what lives"""
 
     def start(self, listener: Any) -> None:
         """Begin to accept connections."""
-        self._stop_listening = self._runtime.listen(listener, self._gate.accept)
+        self._gate.listen(listener)
         self._tick()
 
     # Peers
@@ -116,7 +116,7 @@ class Registry:
             self._tell_trainer()
 
     def _tick(self) -> None:
-        self._runtime.call_later(TICK_SECONDS, self._tick)
+        self._runtime.call_later(wire.TICK_SECONDS, self._tick)
         self._beat()
         now = self._runtime.now()
         # The loop reads sockets before it runs timers: after a pause of this process, waiting messages have been read.
@@ -137,10 +137,11 @@ class Registry:
             if now - gathering.since > self.settings.snapshot_timeout_s:
                 missing = [rank for rank in range(self.settings.world_size) if rank not in gathering.checksums]
                 self._drop(serial, gathering.version, f"rank {missing} did not snapshot it in time")
-        before = self._live()
-        for name in self.lanes.expire(now):
+        late = self.lanes.expire(now)
+        for name in late:
             self._lost_lane(name)
-        self._tell_if_changed(before)
+        if late:
+            self._changed()
 
     # Ranks
 
@@ -199,7 +200,7 @@ class Registry:
         self._layouts.clear()
         about = {"layout_id": whole.layout_id(), "layout": Encoded(whole.to_json())}
         servers = [self._ranks[number].address for number in range(self.settings.world_size)]
-        self._model = {"type": "model", **about, "servers": servers}
+        self._model = {"type": "model", **about, "servers": servers, "progress_s": self.settings.progress_timeout_s}
         self._write("layout", {"layout_id": about["layout_id"], "bytes": whole.total_bytes})
         for channel in self._actor_channels():
             channel.send(self._model)
@@ -237,7 +238,8 @@ class Registry:
             self._catalogue.publish(self.newest, files, self._live_versions())
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # In one message: what an actor is pulling may live on as a lane.
-        live, fanout = self._live(), self.settings.relay_fanout
+        self._told = live = self._live()
+        fanout = self.settings.relay_fanout
         # Who pulls from which other actor. The fast ones come first.
         able = relaying(self.actors, self.lanes.lost) if fanout else {}
         sources = relay_sources(able, fanout, partial(role_key, self._token, ACTOR))
@@ -258,7 +260,7 @@ class Registry:
         self._write("drop", {"version": version, "serial": serial, "reason": reason})
         if self._catalogue is not None:
             self._catalogue.make_room(self._live_versions())
-        self._tell_live()
+        self._changed()
 
     # What lives
 
@@ -278,30 +280,30 @@ class Registry:
             **self._pin,
         }
 
-    def _tell_live(self) -> None:
-        live = self._live()
-        for channel in [*(server.channel for server in self._ranks.values()), *self._actor_channels()]:
-            channel.send(live)
-        self._changed()
-
     def _actor_channels(self) -> list[Channel]:
         return [actor.channel for actor in self.actors.values() if actor.channel is not None]
 
-    def _tell_if_changed(self, before: Message) -> None:
-        if self._live() != before:
-            self._tell_live()
+    def _changed(self) -> None:
+        """Tell what lives, where that is something new, and the trainer soon of everything."""
+        live = self._live()
+        if live != self._told:
+            self._told = live
+            for channel in [*(server.channel for server in self._ranks.values()), *self._actor_channels()]:
+                channel.send(live)
+        if self._trainer is not None and not self._status_due:
+            self._status_due = True
+            self._runtime.call_later(STATUS_SECONDS, self._tell_trainer)
 
     # Actors
 
     def _actor_entered(self, channel: Channel, name: str, fields: Message) -> None:
-        known, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
-        if known is not None and known.channel is not None:
-            known.channel.close("replaced by a newer connection")
-        actor = known
-        if known is None or known.instance != instance:
-            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=known.evictions if known else 0)
+        actor, instance, address = self.actors.get(name), str(fields.get("instance")), str(fields.get("address", ""))
+        if actor is not None and actor.channel is not None:
+            actor.channel.close("replaced by a newer connection")
+        if actor is None or actor.instance != instance:
+            evictions = 0 if actor is None else actor.evictions
+            actor = self.actors[name] = Actor(None, instance, address, 0.0, evictions=evictions)
             self.lanes.forget(name)
-        assert actor is not None
         actor.channel, actor.heard_at, actor.reason = channel, self._runtime.now(), ""
         actor.state, actor.version, actor.digest = "JOINING", -1, ""
         channel.on_message, channel.on_close = partial(self._on_actor_message, name), partial(self._on_actor_lost, name)
@@ -322,9 +324,7 @@ class Registry:
         actor.evictions += 1
         self._evictions += 1
         self._write("lost", {"actor": name, "version": actor.version, "phase": phase, "reason": actor.reason})
-        before = self._live()
         self.lanes.leave(name)
-        self._tell_if_changed(before)
         self._changed()
 
     def _lost_lane(self, name: str) -> None:
@@ -342,7 +342,6 @@ class Registry:
             channel.send({"type": "pong"})
             self.lanes.progress(name, message.get("bytes") or 0, now)
             return
-        before = self._live()
         if kind == "pulling":
             self.lanes.begin(name, message["serial"], now)
             actor.state = "PULLING" if actor.state != "POISONED" else actor.state
@@ -357,7 +356,6 @@ class Registry:
             self._write("poisoned", {"actor": name, "version": message["version"], "reason": message["reason"]})
         else:
             raise ProtocolError(f"an actor does not send {kind!r}")
-        self._tell_if_changed(before)
         self._changed()
 
     def _on_ended(self, name: str, actor: Actor, message: Message) -> None:
@@ -398,7 +396,7 @@ class Registry:
             actor.pinned = self._pinned is not None and actor.serves and actor.version == self._pinned
             if actor.applies_since is not None:
                 actor.applies_since = self._runtime.now()
-        self._tell_live()
+        self._changed()
 
     @property
     def _pinned(self) -> int | None:
@@ -407,11 +405,6 @@ class Registry:
     def _on_trainer_lost(self, channel: Channel, _reason: str) -> None:
         if self._trainer is channel:
             self._trainer = None
-
-    def _changed(self) -> None:
-        if self._trainer is not None and not self._status_due:
-            self._status_due = True
-            self._runtime.call_later(STATUS_SECONDS, self._tell_trainer)
 
     def _tell_trainer(self) -> None:
         self._status_due = False
@@ -433,7 +426,6 @@ class Registry:
 
     def close(self) -> None:
         """Close every connection."""
-        self._stop_listening()
         self._gate.close()
         servers = [server.channel for server in self._ranks.values()]
         for channel in [*servers, *self._actor_channels(), *([self._trainer] if self._trainer is not None else [])]:

@@ -25,7 +25,7 @@ from torchtitan.errors import UserError
 from torchtitan.utils.child_process import child_environment
 from torchtitan.utils.machine import is_loopback
 from torchtitan.weight_sync import wire
-from torchtitan.weight_sync.device_slots import DeviceSlots, device_references, slots_device
+from torchtitan.weight_sync.device_slots import DeviceSlots, device_references
 from torchtitan.weight_sync.main import serve
 from torchtitan.weight_sync.nccl import Chunks, SendingLink
 from torchtitan.weight_sync.publisher import Publisher
@@ -271,7 +271,7 @@ class ShardServerThread(Supervised):
     ):
         super().__init__(f"weight shard server of rank {publisher.rank}", where_listens, lambda: publisher.slots.pulse)
         self._publisher, self._token, self._facts = publisher, token, facts
-        where = slots_device(publisher.slots)
+        where = publisher.memory[0].device
         self._chunks = None if chunks is None else Chunks(*chunks, where)
         self._begin_thread = partial(device.use, where)
         self._refer: Callable[[int, int, int], Message] | None = None

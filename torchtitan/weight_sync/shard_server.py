@@ -53,7 +53,7 @@ class ShardServer(BucketServer):
     persist(slot, version, memory, moved): on a thread, what is done with a snapshot before it may be published; what it
     returns is told to the registry. Where it raises OSError the version is dropped. moved(): it gets on."""
 
-    phase, tick_seconds = "send", 0.2
+    phase = "send"
 
     def __init__(
         self,

@@ -24,7 +24,8 @@ MAXIMUM_HELLO_BYTES = 16 * 1024
 MAXIMUM_MESSAGE_BYTES = 512 * 1024 * 1024
 TOKEN_VARIABLE = "TORCHTITAN_WEIGHT_SYNC_TOKEN"
 
-HEARTBEAT_SECONDS = 0.5
+# How often servers look after who is silent, late or idle, and clients say that they live.
+TICK_SECONDS, HEARTBEAT_SECONDS = 0.2, 0.5
 # A peer that says nothing for this long is taken for dead.
 SILENCE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
@@ -51,9 +52,9 @@ SCHEMA: dict[str, Fields] = {
     "failed": {"serial": _NUMBER, "version": _NUMBER},
     # Registry -> shard servers and actors
     "live": _LIVE,
-    # Registry -> actor. servers: one address per rank; newest: also the first time, and may name another actor to pull
-    # from, as `source`
-    "model": {"layout_id": _TEXT, "layout": _OBJECT, "servers": _LIST},
+    # Registry -> actor. servers: one address per rank; progress_s: [weight_sync] progress_timeout_s; newest: also the
+    # first time, and may name another actor to pull from, as `source`
+    "model": {"layout_id": _TEXT, "layout": _OBJECT, "servers": _LIST, "progress_s": (int, float)},
     "newest": {**_LIVE, "version": _NUMBER, "digest": _TEXT, "checksums": _LIST},
     # Actor -> registry. ended: the pull is over (staged, gone, lost), or what it has brought is refused, and why
     "pulling": {"serial": _NUMBER, "version": _NUMBER},

@@ -19,7 +19,7 @@ from torchtitan.weight_sync.wire import Message
 
 WORKERS = 2
 KEY = role_key(TOKEN, ACTOR, "a")
-SHAPE = Shape(ranks=2, buckets=4, actor_seconds=())
+SHAPE = Shape(ranks=2, buckets=4, actor_seconds=(), progress_timeout_s=1.5)
 
 
 class SimLeader(Leader):
@@ -79,7 +79,7 @@ class SimWorker:
         """To the leader, with what the engine holds."""
         own = Identity(WORKER, str(self.number), role_key(KEY, WORKER, str(self.number)))
         leader, actor = self.group.address, Identity(ACTOR, "a", KEY)
-        options: dict[str, Any] = {"instance": "w", "served": self.holds, "progress_s": 1.5, "puller": actor}
+        options: dict[str, Any] = {"served": self.holds, "puller": actor}
         self.connection = Connection(self)
         self.puller = LedPuller(self.process.runtime, leader, own, SHAPE.epoch, self.connection, **options)
         self.puller._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
@@ -127,7 +127,7 @@ class Group:
         self.address = f"10.0.2.1:{8000 + self.lives}"
         self.process = Process(self.job.machine, "leader")
         names = self.process.runtime, REGISTRY, Identity(ACTOR, "a", KEY), SHAPE.epoch, LeadingEngine()
-        options: dict[str, Any] = {"instance": f"a-{self.lives}", "served": served}
+        options: dict[str, Any] = {"served": served}
         self.leader = SimLeader(*names, count=WORKERS, secret=KEY, apply_timeout_s=2.0, **options)
         self.leader._read_layout = lambda _data: whole_layout(SHAPE.ranks, SHAPE.buckets)  # type: ignore[method-assign]
         self.leader.listen(self.address)

@@ -61,9 +61,9 @@ class World:
     """The puller is its own engine: memory, and what it has applied."""
 
     def __init__(
-        self, needs: list[BucketKey] | None = None, rank: int = 0, served: Served | None = None, **settings: Any
+        self, needs: list[BucketKey] | None = None, rank: int = 0, served: Served | None = None, progress_s: float = 5.0
     ):
-        self.machine, self.needs = Machine(0), needs
+        self.machine, self.needs, self.progress_s = Machine(0), needs, progress_s
         self.registry = Server(self.machine, REGISTRY, ACTOR, {"term": 1})
         self.server = Server(self.machine, SERVER, ACTOR, {"rank": rank})
         self.staging = bytearray(BUCKETS * BUCKET_BYTES)
@@ -71,14 +71,15 @@ class World:
         self.fetched: list[Any] = []
         process = Process(self.machine, "a")
         identity = Identity.of(TOKEN, ACTOR, "a")
-        self.puller = Puller(process.runtime, REGISTRY, identity, "e1", self, instance="i", served=served, **settings)
+        self.puller = Puller(process.runtime, REGISTRY, identity, "e1", self, served=served)
         self.puller.start()
         self.run(0.1)
         self.model(SERVER)
 
     def model(self, server: str) -> None:
         """The registry says what there is, and where."""
-        self.registry.say("model", layout_id=LAYOUT.layout_id(), layout=LAYOUT.to_json(), servers=[server])
+        about = {"layout_id": LAYOUT.layout_id(), "layout": LAYOUT.to_json(), "progress_s": self.progress_s}
+        self.registry.say("model", **about, servers=[server])
 
     def live(self, newest: int, **fields: Any) -> None:
         """The registry says what lives."""

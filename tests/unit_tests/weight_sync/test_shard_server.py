@@ -231,7 +231,7 @@ def test_lane_lives_on_for_its_lease_and_no_longer() -> None:
     world.run(1.5)
     world.live(second, lanes=(first,))
     assert not actor.over and world.serials() == [first, second]
-    world.run(0.7)
+    world.run(1.0)
     assert actor.over and world.serials() == [second]
 
 
