@@ -35,7 +35,7 @@ from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
-from torchtitan.trainer.run_dir import Start, claim, mint_epoch, open_run_directory
+from torchtitan.trainer.run_dir import Start, claim, locked, mint_epoch, open_run_directory
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import open_weight_path
 from torchtitan.utils.json_lines import EventLog, StepRecorder
@@ -260,6 +260,8 @@ class Job:
         self.signals = self._closing.enter_context(SignalFlags(config.checkpoint.save_deadline_s, leads=rank == 0))
         start, epoch, token = self._agree_on_start()
         self.run_dir = Path(start.run_dir)
+        if rank == 0:
+            self._closing.enter_context(locked(self.run_dir))
         set_up_logging(self.run_dir, rank)
         if rank == 0 and (rounded := without_masters(config)) is not None:
             logger.warning(rounded)

@@ -6,6 +6,8 @@ save writes `step-N.tmp`, puts the marker in last and renames the folder, so tha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -13,6 +15,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 CONFIG_FILE = "config.toml"
 EPOCHS_FILE = "epochs.jsonl"
+LOCK_FILE = ".lock"
 NEWEST = -1
 
 # Of checkpoints.
@@ -90,6 +94,20 @@ def claim(config: JobConfig, run_dir: str | Path) -> None:
     """
     if (own := _own_link(config)) is not None:
         _link(own, Path(run_dir))
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """While a run writes to its folder no other one may: each would replace the other's checkpoints, cut its record and
+    take its metrics. Ends with the process at the latest. Raises UserError where another run has the folder."""
+    with (run_dir / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run writes to {run_dir}: resume it when that has ended") from None
+        except OSError as error:  # not every file system can do that
+            logger.warning("%s cannot be locked (%s): resume this run only when it has ended", run_dir, error)
+        yield
 
 
 def find_resumed(config: JobConfig) -> Path:

@@ -18,6 +18,7 @@ from torchtitan.trainer.run_dir import (
     begin_checkpoint,
     claim,
     finish_checkpoint,
+    locked,
     mint_epoch,
     open_run_directory,
 )
@@ -124,6 +125,12 @@ def test_ranks_that_are_lost_before_they_have_gone_back_go_back_to_the_same_chec
         monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
     claim(config, run_dir)
     assert open_run_directory(config) == Start(str(run_dir), NEWEST, "rank 1 was killed by SIGKILL")
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    for _ in range(2):
+        with locked(tmp_path), pytest.raises(UserError, match=f"another run writes to {tmp_path}"), locked(tmp_path):
+            pass
 
 
 def test_unwritable_dump_folder(tmp_path: Path) -> None:
