@@ -137,9 +137,7 @@ class EmbeddedClient(ActorClient):
 
     async def capabilities(self, timeout_s: float) -> Capabilities:
         data = await self.state(timeout_s)
-        return Capabilities(
-            "embedded", score=True, kept_tokens=True, digest=bool(data.get("verifies", False)), sleep=True
-        )
+        return Capabilities("embedded", score=True, digest=bool(data.get("verifies", False)), sleep=True)
 
 
 class ActorMemory:

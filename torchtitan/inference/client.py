@@ -190,12 +190,6 @@ class ActorClient(abc.ABC):
         body = {"registry": registry, "actor": actor, "epoch": epoch, "key": key, "relay": relay}
         await self.client.call_object("connect", "POST", "/weights/connect", timeout_s, body)
 
-    async def pause(self, timeout_s: float) -> None:
-        await self.client.call_object("pause", "POST", "/pause", timeout_s, {})
-
-    async def resume(self, timeout_s: float) -> None:
-        await self.client.call_object("resume", "POST", "/resume", timeout_s, {})
-
     async def sleep(self, level: int, timeout_s: float) -> bool:
         """Give the KV cache back, and the weights: level 1 may keep them elsewhere, 2 drops them.
 

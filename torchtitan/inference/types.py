@@ -162,14 +162,8 @@ class Capabilities:
     """embedded, vllm or sglang"""
     version: str = ""
     """Of the engine's package"""
-    spans: bool = True
-    """It says which weights version sampled each token"""
     score: bool = False
     """It gives the log-probs of tokens that it is given"""
-    seeds: bool = True
-    """A request's samples depend on its seed and on nothing that runs beside it"""
-    kept_tokens: bool = False
-    """With top-p, top-k or min-p it says which tokens were kept"""
     digest: bool = False
     """It recomputes the checksums of a version from the tensors that it computes with"""
     sleep: bool = False

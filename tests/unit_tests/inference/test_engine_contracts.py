@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,11 +281,11 @@ def administer(control: Any, loaders: Sequence[Any]) -> None:
 def test_vllm_has_every_route_that_it_is_asked_by(version: str, options: EngineOptions) -> None:
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
-        control = VLLMControl("http://127.0.0.1:1", "", 5.0, kv, repacks_heads=True)  # type: ignore[arg-type]
+        control = VLLMControl("http://127.0.0.1:1", "", replace(options, in_flight_kv=kv))  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
         control.describe()
         loaders = [
-            DirectLoader(control, 2, 5.0),
+            DirectLoader(control, replace(options, tensor_parallel_size=2)),
             FileLoader(options, control.read_files),
         ]
         administer(control, loaders)
@@ -304,7 +305,7 @@ def test_vllm_has_every_route_that_it_is_asked_by(version: str, options: EngineO
 def test_sglang_has_every_route_that_it_is_asked_by(version: str, options: EngineOptions) -> None:
     recorder = Recorder(version)
     for kv in ("keep", "recompute"):
-        control = SGLangControl("http://127.0.0.1:1", "", 5.0, kv)  # type: ignore[arg-type]
+        control = SGLangControl("http://127.0.0.1:1", "", replace(options, in_flight_kv=kv))  # type: ignore[arg-type]
         control.client = recorder  # type: ignore[assignment]
         administer(control, [FileLoader(options, control.read_files)])
     routes = SGLANG_ROUTES
@@ -318,10 +319,15 @@ def test_sglang_has_every_route_that_it_is_asked_by(version: str, options: Engin
 
 
 @pytest.mark.parametrize("version", SGLANG_VERSIONS)
-def test_an_sglang_that_overlaps_its_steps_may_not_keep_caches_over_a_pause(version: str) -> None:
+def test_an_sglang_that_overlaps_its_steps_may_not_keep_caches_over_a_pause(
+    version: str, options: EngineOptions
+) -> None:
     recorder = Recorder(version)
     recorder.overlaps = True
-    keeps, recomputes = (SGLangControl("http://127.0.0.1:1", "", 5.0, kv) for kv in ("keep", "recompute"))  # type: ignore[arg-type]
+    keeps, recomputes = (
+        SGLangControl("http://127.0.0.1:1", "", replace(options, in_flight_kv=kv))  # type: ignore[arg-type]
+        for kv in ("keep", "recompute")
+    )
     keeps.client = recomputes.client = recorder  # type: ignore[assignment]
     with pytest.raises(EngineError, match="--disable-overlap-schedule, or take .*recompute"):
         keeps.describe()

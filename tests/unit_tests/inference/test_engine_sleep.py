@@ -20,6 +20,8 @@ from torchtitan.inference.types import TAGS
 from torchtitan.inference.vllm.engine import ENGINE as VLLM
 from torchtitan.inference.vllm.engine import VLLMControl
 
+OPTIONS = EngineOptions("a", "m", "", "agent", Path("p"), "T", 1, update_timeout_s=5.0)
+
 
 class Server:
     """Notes what it is asked. `busy`: so many questions whether it is idle are answered with no."""
@@ -113,7 +115,7 @@ def serve() -> Iterator[Callable[[Server], str]]:
 
 def test_vllm_is_drained_before_it_sleeps_and_woken_part_by_part(serve: Callable[[Server], str]) -> None:
     server = VLLM032()
-    control = VLLMControl(serve(server), "", 5.0, "keep")
+    control = VLLMControl(serve(server), "", OPTIONS)
     assert control.sleep(2, TAGS, 3.0)
     control.wake("weights")
     assert server.paused
@@ -133,7 +135,7 @@ def test_vllm_is_drained_before_it_sleeps_and_woken_part_by_part(serve: Callable
 
 def test_sglang_gives_memory_back_only_idle_and_paused(serve: Callable[[Server], str]) -> None:
     server = SGLang0520()
-    control = SGLangControl(serve(server), "", 5.0, "keep")
+    control = SGLangControl(serve(server), "", OPTIONS)
     # One request is there at first, another comes before the pause.
     server.busy = 1
     assert control.sleep(1, TAGS, 3.0) and not server.dead
@@ -153,7 +155,7 @@ def test_sglang_gives_memory_back_only_idle_and_paused(serve: Callable[[Server],
 
 def test_sglang_that_does_not_become_idle_goes_on(serve: Callable[[Server], str]) -> None:
     server = SGLang0520()
-    control = SGLangControl(serve(server), "", 5.0, "keep")
+    control = SGLangControl(serve(server), "", OPTIONS)
     server.busy = 1000
     assert not control.sleep(1, TAGS, 0.0)
     assert not server.asleep and not server.paused and not server.dead
@@ -166,7 +168,7 @@ def test_sglang_that_does_not_become_idle_goes_on(serve: Callable[[Server], str]
 
 def test_what_becomes_of_sglangs_weights_its_server_was_told_at_start(serve: Callable[[Server], str]) -> None:
     server = SGLang0520()
-    control = SGLangControl(serve(server), "", 5.0, "keep")
+    control = SGLangControl(serve(server), "", OPTIONS)
     for saver, backup, sleeps, lost in ((0, 0, False, False), (1, 0, True, True), (1, 1, True, False)):
         server.says = {"disable_radix_cache": True, "version": "0.5.20", "tp_size": 1}
         server.says |= {"enable_memory_saver": bool(saver), "enable_weights_cpu_backup": bool(backup)}
@@ -180,7 +182,7 @@ def test_a_refusal_is_an_error(serve: Callable[[Server], str]) -> None:
             refused = path in ("/release_memory_occupation", "/flush_cache?timeout=0.000")
             return (500, {"error": "no"}) if refused else super().answer(path, query, body)
 
-    control = SGLangControl(serve(Refuses()), "", 5.0, "keep")
+    control = SGLangControl(serve(Refuses()), "", OPTIONS)
     with pytest.raises(EngineError, match="/release_memory_occupation answered 500"):
         control.sleep(1, TAGS, 1.0)
 

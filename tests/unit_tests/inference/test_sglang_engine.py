@@ -161,9 +161,9 @@ def test_files_stay_until_the_last_worker_has_had_time_to_read_them(
         return 200, {"version": "0.5.20", "disable_radix_cache": True, "tp_size": workers}
 
     with serving(read, facts) as url:
-        control = SGLangControl(url, "", 5.0, "keep")
-        assert control.describe().world_size == workers
         options = EngineOptions("a", str(tmp_path), "", "agent", Path(), "", 0, disk_path=str(tmp_path / "versions"))
+        control = SGLangControl(url, "", options)
+        assert control.describe().world_size == workers
         loader = FileLoader(options, control.read_files)
         loader.prepare(VERSION, LABEL)
         loader.load(VERSION, LABEL)

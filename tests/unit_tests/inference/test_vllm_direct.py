@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchtitan.inference.agent.engine import EngineError
+from torchtitan.inference.agent.engine import EngineError, EngineOptions
 from torchtitan.inference.vllm.direct import DirectLoader
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -47,7 +48,8 @@ def load(control: Control) -> int:
     """How often workers were ordered to apply."""
     offers = Offers()
     staged = StagedVersion("e1", 3, "digest", {}, apply_on_workers=offers)
-    loader = DirectLoader(control, 1, 5.0)  # type: ignore[arg-type]
+    options = EngineOptions("a", "m", "", "direct", Path(), "", 0, update_timeout_s=5.0)
+    loader = DirectLoader(control, options)  # type: ignore[arg-type]
     loader.prepare(staged, "label")
     assert not control.orders  # each would wait for a step of the engine, which generates still
     try:

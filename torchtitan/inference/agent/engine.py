@@ -66,19 +66,18 @@ class EngineControl:
     """Blocking client of an engine's admin routes; a class of each engine fills it in. Every method has a deadline and
     raises EngineError. Called from several threads; each call makes its own connection.
 
-    Args:
-        url, token: of the engine's server.
-        timeout_s: of each order that names none.
-        in_flight_kv: running requests keep their KV cache over a pause, or give it up and have it recomputed.
+    url, token: of the engine's server.
     """
 
     label_route: ClassVar[str]
     """Says `weight_version`: the label (types.make_label) of the version that the engine holds"""
 
-    def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
-        self.client = AdminClient(url, token)
-        self.timeout_s = timeout_s
-        self.keeps_cache = in_flight_kv == "keep"
+    def __init__(self, url: str, token: str, options: EngineOptions):
+        self.client, self.options = AdminClient(url, token), options
+        self.timeout_s = options.update_timeout_s
+        """Of each order that names none"""
+        self.keeps_cache = options.in_flight_kv == "keep"
+        """Running requests keep their KV cache over a pause, or give it up and have it recomputed"""
 
     def describe(self) -> EngineFacts:
         raise NotImplementedError
@@ -333,12 +332,10 @@ class ForeignEngine:
     name: ClassVar[str]
     routes: ClassVar[tuple[Route, ...]]
     """The first is what `auto` takes"""
+    control: ClassVar[type[EngineControl]]
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         """The server's own command line, and what its environment has beside ours."""
-        raise NotImplementedError
-
-    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
         raise NotImplementedError
 
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +75,8 @@ class SGLangControl(EngineControl):
 
     label_route = "/model_info"
 
-    def __init__(self, url: str, token: str, timeout_s: float, in_flight_kv: Literal["keep", "recompute"]):
-        super().__init__(url, token, timeout_s, in_flight_kv)
+    def __init__(self, url: str, token: str, options: EngineOptions):
+        super().__init__(url, token, options)
         self._paused = self._loses_weights = False
         self._workers = 1
 
@@ -97,14 +97,7 @@ class SGLangControl(EngineControl):
             )
         saves = bool(data.get("enable_memory_saver"))
         self._loses_weights = saves and not data.get("enable_weights_cpu_backup")
-        capabilities = Capabilities(
-            "sglang",
-            str(data.get("version", "")),
-            score=True,
-            seeds=bool(data.get("enable_deterministic_inference")),
-            kept_tokens=True,
-            sleep=saves,
-        )
+        capabilities = Capabilities("sglang", str(data.get("version", "")), score=True, sleep=saves)
         self._workers = int(data.get("tp_size", 1))
         return EngineFacts(capabilities, self._workers, can_wait=False)
 
@@ -200,6 +193,7 @@ class SGLang(ForeignEngine):
 
     name = "sglang"
     routes = ("agent",)
+    control = SGLangControl
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         on_cpu = not has_gpu()
@@ -240,9 +234,6 @@ class SGLang(ForeignEngine):
                 own_cores = cores_of_workers(options.tensor_parallel_size, usable_cores())
                 environment[CORES_VARIABLE] = os.environ.get(CORES_VARIABLE) or own_cores
         return theirs, environment
-
-    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
-        return SGLangControl(url, token, options.update_timeout_s, options.in_flight_kv)
 
     def generate(self, request: GenerateRequest) -> Call:
         """One call: the same prompt n times, each with a seed of its own."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from torchtitan.inference.agent.engine import EngineControl, EngineError, WeightLoader
+from torchtitan.inference.agent.engine import EngineControl, EngineError, EngineOptions, WeightLoader
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.staging import StagedVersion, WeightsRefused
 
@@ -18,15 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 class DirectLoader(WeightLoader):
-    """workers: of the engine; timeout_s: of a load; on_device: the only one stages versions on its device;
-    verify_every: versions from one look at the weights in use to the next, 0 for none."""
+    """options.tensor_parallel_size: the workers that the engine has."""
 
-    def __init__(
-        self, control: EngineControl, workers: int, timeout_s: float, on_device: bool = False, verify_every: int = 0
-    ):
-        self.workers = workers
-        self._control, self._timeout_s = control, timeout_s
-        self._options = {"stage_on_device": on_device, "load_timeout_s": timeout_s, "verify_every": verify_every}
+    def __init__(self, control: EngineControl, options: EngineOptions):
+        self.workers = options.tensor_parallel_size
+        self._control, self._timeout_s = control, options.update_timeout_s
+        self._options = {
+            "stage_on_device": options.stage_on_device,
+            "load_timeout_s": options.update_timeout_s,
+            "verify_every": options.verify_every,
+        }
 
     def connected(self, weights: Actor) -> None:
         joining = {

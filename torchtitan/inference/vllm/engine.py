@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -75,24 +75,7 @@ REFUSED = (400, 413, 422)
 
 
 class VLLMControl(EngineControl):
-    """kept_tokens, sleeps, repacks_heads: it runs with --return-sampling-mask, with --enable-sleep-mode (its routes do
-    not tell, and without free nothing), with our worker extension. looks: its workers look at their weights."""
-
     label_route = "/weight_info"
-
-    def __init__(
-        self,
-        url: str,
-        token: str,
-        timeout_s: float,
-        in_flight_kv: Literal["keep", "recompute"],
-        kept_tokens: bool = False,
-        sleeps: bool = False,
-        repacks_heads: bool = False,
-        looks: bool = False,
-    ):
-        super().__init__(url, token, timeout_s, in_flight_kv)
-        self._kept_tokens, self._sleeps, self._repacks_heads, self._looks = kept_tokens, sleeps, repacks_heads, looks
 
     def describe(self) -> EngineFacts:
         version = str(self.ask("/version")["version"])
@@ -101,10 +84,11 @@ class VLLMControl(EngineControl):
             if route not in routes:
                 raise EngineError(f"vLLM {version} has no route {route}: it needs {how}")
         world_size = int(self.ask("/get_world_size")["world_size"])
-        capabilities = Capabilities(
-            "vllm", version, score=True, kept_tokens=self._kept_tokens, digest=self._looks,
-            sleep=self._sleeps and "/sleep" in routes,
-        )  # fmt: skip
+        options = self.options
+        looks = options.verify_every > 0 and options.route == "direct"
+        # Its routes do not tell whether it frees anything.
+        sleeps = (options.sleep_level > 0 or SLEEP_MODE in options.arguments) and "/sleep" in routes
+        capabilities = Capabilities("vllm", version, score=True, digest=looks, sleep=sleeps)
         return EngineFacts(capabilities, world_size)
 
     def check_health(self, timeout_s: float) -> None:
@@ -146,8 +130,9 @@ class VLLMControl(EngineControl):
 
     def read_files(self, folder: Path, label: str) -> None:
         self._call_workers("reload_weights", {"weights_path": str(folder)})
-        if self._repacks_heads:
-            # A server that runs already may go on computing with the old head where that is packed, as on CPUs.
+        if self.options.python:
+            # Only the servers that we start have our worker extension. Without it one may go on computing with the old
+            # head where that is packed, as on CPUs.
             self._call_workers("torchtitan_repack", {})
         self.order("/update_weight_version", {"new_version": label})
 
@@ -164,6 +149,7 @@ class VLLM(ForeignEngine):
 
     name = "vllm"
     routes = ("direct", "agent")
+    control = VLLMControl
 
     def server(self, options: EngineOptions) -> tuple[list[str], dict[str, str]]:
         theirs = [
@@ -198,20 +184,10 @@ class VLLM(ForeignEngine):
             theirs += ["--kv-cache-memory-bytes", str(int(memory_gb * GIGABYTE))]
         return theirs, environment
 
-    def control(self, url: str, token: str, options: EngineOptions) -> EngineControl:
-        return VLLMControl(
-            url, token, options.update_timeout_s, options.in_flight_kv,
-            kept_tokens="--return-sampling-mask" in options.arguments,
-            sleeps=options.sleep_level > 0 or SLEEP_MODE in options.arguments,
-            repacks_heads=bool(options.python),
-            looks=options.verify_every > 0 and options.route == "direct",
-        )  # fmt: skip
-
     def special_loader(self, control: EngineControl, options: EngineOptions) -> WeightLoader:
         from torchtitan.inference.vllm.direct import DirectLoader
 
-        timeout_s, on_device = options.update_timeout_s, options.stage_on_device
-        return DirectLoader(control, options.tensor_parallel_size, timeout_s, on_device, options.verify_every)
+        return DirectLoader(control, options)
 
     def generate(self, request: GenerateRequest) -> Call:
         """One call; vLLM seeds sample i with seed + i."""
