@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed_launcher import run_distributed
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers
-from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused, sample_seed
+from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
 from torchtitan.inference.types import Completion, GenerateRequest, SamplingParameters, Tag, VersionSpan
 
 LABEL = "e1-x/3"
@@ -183,10 +183,3 @@ def test_every_group_of_ranks_answers_once() -> None:
     assert [(answer["request_id"], answer["refused"]) for answer in seen[0][1]] == [
         ("a", ""), ("c", "too long"), ("b", ""),
     ]  # fmt: skip
-
-
-def test_seeds_of_samples() -> None:
-    seeds = [sample_seed(seed, sample) for seed in range(20) for sample in range(20)]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert sample_seed(3, 1) == sample_seed(3, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from torchtitan.inference.types import Branch, Completion, Given, VersionSpan, add_turn, joined_spans
+from torchtitan.inference.types import Branch, Completion, Given, VersionSpan, add_turn, joined_spans, stream_seed
 
 
 def sampled(*token_ids: int, version: int = 0) -> Completion:
@@ -62,3 +62,9 @@ def test_random_programs_lose_and_repeat_nothing() -> None:
         assert len(found) == len(calls)
         for prompt, completion in calls:
             assert any(read == prompt and segment is completion for read, segment in found)
+
+
+def test_seeds_of_samples() -> None:
+    seeds = [stream_seed(seed, sample) for seed in range(20) for sample in range(20)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**48 for seed in seeds)
+    assert seeds == [stream_seed(seed, sample) for seed in range(20) for sample in range(20)]

@@ -7,7 +7,6 @@ after that the rest, when the optimizer's state has left.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.distributed.collectives import gather_bytes
 from torchtitan.inference.colocated.pool import Answer, Round, decode_answers, encode_answers, replica_name
-from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label
+from torchtitan.inference.types import TAGS, Completion, GenerateRequest, Tag, make_label, stream_seed
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import base_parameters, whole_weights
 from torchtitan.weight_sync.facade import ActorStatus
@@ -167,7 +166,8 @@ class Replica:
         samples = request.sampling.n
         try:
             for sample in range(samples):
-                seed = sample_seed(request.sampling.seed, sample)
+                # The same on every rank of a tensor-parallel group, whatever else it has drawn.
+                seed = stream_seed(request.sampling.seed, sample)
                 self._engine.add(_name(request.request_id, sample), request.prompt_ids, request.sampling, seed)
         except SampleRefused as error:
             self._engine.cancel([_name(request.request_id, sample) for sample in range(samples)])
@@ -191,11 +191,6 @@ class Replica:
             return None
         del self._groups[request_id]
         return Answer(request_id, finished)
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """The seed of a request's sample: the same on every rank of a tensor-parallel group, whatever else it has drawn."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _name(request_id: str, sample: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import getpass
-import hashlib
 import os
 import re
 import tempfile
@@ -43,6 +42,7 @@ from torchtitan.inference.types import (
     VersionSpan,
     check_routes,
     compact,
+    stream_seed,
 )
 from torchtitan.utils.machine import has_gpu, numa_nodes, usable_cores
 
@@ -63,6 +63,7 @@ CPU_ARGUMENTS = (
 )  # fmt: skip
 # What SGLang takes for "all tokens".
 ALL_TOKENS = -1
+MOST_SEED = 2**31 - 1
 # It tells which tokens were kept only where there are at most so many (--sampling-mask-max-tokens); what top-p or min-p
 # would keep beyond is cut off too, and told so.
 MOST_KEPT = 4096
@@ -251,9 +252,10 @@ class SGLang(ForeignEngine):
             "skip_special_tokens": False,
             "no_stop_trim": True,
         }
+        seeds = (stream_seed(sampling.seed, sample) & MOST_SEED for sample in range(sampling.n))
         body = {
             "input_ids": [request.prompt_ids] * sampling.n,
-            "sampling_params": [{**common, "sampling_seed": _seed(sampling.seed, i)} for i in range(sampling.n)],
+            "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             "return_sampling_mask": sampling.truncated,
             **({"return_routed_experts": True} if sampling.routes else {}),
@@ -304,12 +306,6 @@ def cores_of_workers(workers: int, cores: list[int]) -> str:
     """An equal share of `cores` for each worker, in SGLang's notation; where there are too few, workers share them."""
     shares = [cores[i * len(cores) // workers : (i + 1) * len(cores) // workers] for i in range(workers)]
     return "|".join(",".join(map(str, share or [cores[i % len(cores)]])) for i, share in enumerate(shares))
-
-
-def _seed(seed: int, sample: int) -> int:
-    """31 bits of (seed, sample)."""
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _completion(sample: Any, request: GenerateRequest) -> Completion:
