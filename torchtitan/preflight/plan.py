@@ -19,7 +19,16 @@ from torchtitan.config.values import config_to_toml
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import agent_settings, find_python
 from torchtitan.inference.placement import GIB, beside_generation, colocated_memory, device_bytes_of_driver
-from torchtitan.models.costs import BYTES, MemoryEstimate, estimate_memory, on_device, parts_on_host, version_bytes
+from torchtitan.models.costs import (
+    BYTES,
+    MemoryEstimate,
+    Passes,
+    estimate_memory,
+    model_flops,
+    on_device,
+    parts_on_host,
+    version_bytes,
+)
 from torchtitan.models.model_args import ModelArgs
 from torchtitan.models.shape import read_shape
 from torchtitan.preflight.inference import differing_nccl
@@ -36,21 +45,15 @@ WEIGHTS_SHARE = 0.4
 def training_seconds(config: JobConfig, args: ModelArgs, ranks: int) -> float:
     """Seconds that `ranks` H100s train on a batch whose sequences are all of the largest length.
 
-    Operations as in models/costs.py (two per weight and token forward, four backward), and those of layers that
-    are computed again for the backward.
+    What the model itself needs, and layers that are computed again for the backward.
     """
-    sequences, length = global_batch_size(config, ranks), config.training.seq_len
-    share = config.rollout.max_completion_tokens / length
-    layers = sum(args.weights_per_token().values())
-    attention = args.num_hidden_layers * args.num_attention_heads * args.head_dim * length
-    head = args.vocab_size * args.hidden_size * min(1.0, share)
-    checkpoint = config.activation_checkpoint
-    again = {"none": 0.0, "selective": 1 / checkpoint.selective_ac_option, "full": 1.0}[checkpoint.mode]
-    grpo = config.grpo
+    grpo, checkpoint = config.grpo, config.activation_checkpoint
+    lengths = [config.training.seq_len] * global_batch_size(config, ranks)
+    completions = min(config.rollout.max_completion_tokens, config.training.seq_len) * len(lengths)
     scored = grpo.recompute_old_log_probs + (grpo.kl_coefficient > 0)
-    forward = 2.0 * sequences * length
-    passes = scored + grpo.num_iterations * 3
-    operations = forward * ((layers + attention) * (passes + grpo.num_iterations * again) + head * passes)
+    operations = model_flops(args, lengths, completions, Passes(grpo.num_iterations, scored))
+    again = {"none": 0.0, "selective": 1 / checkpoint.selective_ac_option, "full": 1.0}[checkpoint.mode]
+    operations += again * grpo.num_iterations * model_flops(args, lengths, 0, Passes(0, scored=1))
     return operations / (ranks * OPERATIONS * REACHED_OPERATIONS)
 
 
