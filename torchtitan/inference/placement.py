@@ -147,6 +147,16 @@ def colocated_memory(config: JobConfig, ranks: int, device_bytes: int | None) ->
     return engine_memory(config, args, device_bytes, beside_generation(config, memory))
 
 
+def check_fits(config: JobConfig, memory: EngineMemory) -> None:
+    """Raise UserError where the engine has no room for one sequence."""
+    if memory.kv_cache < memory.kv_one_sequence:
+        raise UserError(
+            "the engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
+            f"{config.training.seq_len} in its KV cache. Raise inference.tensor_parallel_size, or inference.sleep_level"
+            " and set inference.offload_optimizer for a colocated one (--dry-run shows the memory plan)"
+        )
+
+
 def beside_generation(config: JobConfig, memory: MemoryEstimate) -> int:
     """Bytes that the trainer keeps on its device while the engine's KV cache is there."""
     parts = {"parameters", "reference", "optimizer"} if config.inference.sleep_level else set(vars(memory))

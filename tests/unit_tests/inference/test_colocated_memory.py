@@ -204,7 +204,7 @@ def test_servers_that_share_gpus_are_told_their_share(monkeypatch: pytest.Monkey
     engine = engine_memory(config, QWEN_7B, 80 * GIB, trainer_bytes=memory.parameters + memory.optimizer)
     assert memory_beside_trainer(config) == (engine.kv_cache / GIB, engine.utilization(80 * GIB))
     monkeypatch.setattr("torchtitan.inference.agent.client.device_bytes_of_driver", lambda: 12 * GIB)
-    with pytest.raises(UserError, match="does not fit beside the sleeping trainer"):
+    with pytest.raises(UserError, match="does not fit beside the trainer"):
         memory_beside_trainer(config)
 
 

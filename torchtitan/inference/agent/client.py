@@ -41,7 +41,7 @@ from torchtitan.inference.client import (
     check_completions,
     parse_health,
 )
-from torchtitan.inference.placement import GIB, colocated_memory, device_bytes_of_driver, threads_per_actor
+from torchtitan.inference.placement import GIB, check_fits, colocated_memory, device_bytes_of_driver, threads_per_actor
 from torchtitan.inference.types import (
     Capabilities,
     Completion,
@@ -115,11 +115,7 @@ def memory_beside_trainer(config: JobConfig) -> tuple[float, float] | None:
     memory = colocated_memory(config, world_size(), device_bytes) if device_bytes else None
     if memory is None or device_bytes is None:
         return None
-    if memory.kv_cache < memory.kv_one_sequence:
-        raise UserError(
-            "the engine does not fit beside the sleeping trainer: no room for one sequence of training.seq_len = "
-            f"{config.training.seq_len} in its KV cache. Raise inference.tensor_parallel_size (see --dry-run)"
-        )
+    check_fits(config, memory)
     return memory.kv_cache / GIB, memory.utilization(device_bytes)
 
 

@@ -26,7 +26,7 @@ from torchtitan.distributed import device
 from torchtitan.errors import UserError
 from torchtitan.inference.colocated.replica import OptimizerOffload, Replica, SampleRefused
 from torchtitan.inference.engine_server import engine_folder
-from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, colocated_memory
+from torchtitan.inference.placement import GIB, STEP_TOKENS, EngineMemory, check_fits, colocated_memory
 from torchtitan.inference.types import Completion, FinishReason, SamplingParameters, Tag, VersionSpan, parse_label
 from torchtitan.inference.vllm.engine import EXACT_HEAD, SOCKETS
 
@@ -278,12 +278,8 @@ def open_replica(config: JobConfig, optimizer: torch.optim.Optimizer, run_dir: P
     device.ensure_process_group()
     total = torch.cuda.get_device_properties(device.device()).total_memory if on_gpu else None
     memory = colocated_memory(config, device.world_size(), total)
-    if memory is None or memory.kv_cache < memory.kv_one_sequence:
-        raise UserError(
-            "the colocated engine does not fit beside the trainer: no room for one sequence of training.seq_len = "
-            f"{config.training.seq_len} in its KV cache. Raise inference.sleep_level or inference.tensor_parallel_size,"
-            " or set inference.offload_optimizer (--dry-run shows the memory plan)"
-        )
+    assert memory is not None  # the policy has been loaded: its shape is known
+    check_fits(config, memory)
     with own_sockets():
         engine = VllmEngine(
             engine_arguments(config, memory, total),
