@@ -27,7 +27,7 @@ from torchtitan.models.adapter_math import (
     low_rank_product,
     quantize,
 )
-from torchtitan.models.shape import read_args
+from torchtitan.models.shape import is_redundant, open_tensors, read_args, tensor_files
 from torchtitan.weight_sync.digest import Stopped, Unverifiable
 from torchtitan.weight_sync.staging import StagedTensors, StagedVersion, WeightsRefused
 
@@ -148,9 +148,6 @@ class BaseWeights:
     def _open(self) -> None:
         if self._places is not None:
             return
-        # Workers of other engines import this module; most of them never see an adapter.
-        from torchtitan.models.checkpoint_files import is_redundant, open_tensors, tensor_files
-
         tied = read_args(self._directory).tie_word_embeddings
         files = {name: path for name, path in tensor_files(self._directory).items() if not is_redundant(name, tied)}
         handles = {path: open_tensors(path) for path in set(files.values())}

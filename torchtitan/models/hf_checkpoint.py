@@ -33,10 +33,10 @@ from torchtitan.distributed.placement import (
 )
 from torchtitan.errors import UserError
 from torchtitan.models.adapter_math import FACTOR_A
-from torchtitan.models.checkpoint_files import INDEX_FILE, is_redundant, open_tensors, tensor_files
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.lora import QuantizedLinear, adapted_modules, base_parameters, whole_weights
 from torchtitan.models.model_args import read_model_args
+from torchtitan.models.shape import INDEX_FILE, is_redundant, open_tensors, tensor_files
 
 # One file of an export; more parameters go to the next file.
 MAX_FILE_BYTES = 4 * 1024**3

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from torchtitan.config.derived import teacher_config
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
@@ -29,6 +31,43 @@ from torchtitan.models.model_args import (
     read_json,
     read_model_args,
 )
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Which file holds which tensor. Raises UserError."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+        paths = [directory / name for name in names]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise UserError(f"{directory}: no *.safetensors files there (other weight formats are not supported)")
+    files: dict[str, Path] = {}
+    for path in paths:
+        with open_tensors(path) as handle:
+            files.update(dict.fromkeys(handle.keys(), path))
+    return files
+
+
+def open_tensors(path: Path) -> Any:
+    """A safetensors file, mapped: tensors are read where they are used. Raises UserError."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: file missing, though {path.parent / INDEX_FILE} names it") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def is_redundant(name: str, tied: bool) -> bool:
+    """Tensors that some checkpoints carry and that follow from the rest. tied: head and embedding are one."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _shape(family: str, vocabulary: int, context: int, *sizes: int, **others: Any) -> ModelArgs:
@@ -203,8 +242,6 @@ def read_args(directory: str | Path, implementation: str = "auto") -> ModelArgs:
 
 
 def _read_foreign(directory: Path, config: dict[str, Any]) -> ForeignArgs:
-    from torchtitan.models.checkpoint_files import open_tensors, tensor_files
-
     lacking = [key for key in FOREIGN_KEYS if not config.get(key)]
     if lacking:
         kind = config.get("model_type")

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.device import device
 from torchtitan.distributed.placement import Place
 from torchtitan.errors import UserError
-from torchtitan.models.attention import PackedLayout
-from torchtitan.models.attention_kernels import packed_attention
+from torchtitan.models.attention import PackedLayout, packed_attention
 from torchtitan.models.batch_invariance import InvariantSizes
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.logprob_head import LogProbHead, full_log_probs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.models import attention_kernels
+from torchtitan.models import attention
 from torchtitan.models.attention import PackedAttention, PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import build_policy
@@ -105,7 +105,7 @@ def test_further_keys_change_neither_attention_nor_its_gradients(monkeypatch: py
     q, k, v, by = torch.randn(4, layout.total, 4, 8, generator=torch.Generator().manual_seed(0)).unbind()
 
     def attend(further: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(attention_kernels, "key_length", lambda length, *_: length + further)
+        monkeypatch.setattr(attention, "key_length", lambda length, *_: length + further)
         leaves = [q.clone().requires_grad_(), k[:, :2].clone().requires_grad_(), v[:, :2].clone().requires_grad_()]
         out = PackedAttention(layout)(Layer(), *leaves)
         out.backward(by)
@@ -128,7 +128,7 @@ def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytes
     """The kernel itself needs CUDA; here a stand-in with its interface shows that it gets the right arguments."""
     layout, layer = PackedLayout([5, 4, 3]), Layer(window, sinks=torch.randn(4))
     q, k, v = (torch.randn(14, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    assert not attention_kernels.uses_varlen_flash(q)
+    assert not attention.uses_varlen_flash(q)
     expected = PackedAttention(layout)(layer, q, k, v)
     by = torch.randn(expected.shape)
     gradients = torch.autograd.grad(expected, (q, k, v), by)
@@ -147,7 +147,7 @@ def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytes
         check(*rest[:6])
         calls.append("forward")
         with monkeypatch.context() as inside:
-            inside.setattr(attention_kernels, "uses_varlen_flash", lambda *_: False)
+            inside.setattr(attention, "uses_varlen_flash", lambda *_: False)
             out, total = own.packed_attention(q, k, v, None, layout.cumulative, layout.bounds, *options(**named))
         return out, total.t(), None, None, None
 
@@ -156,10 +156,10 @@ def test_variable_length_kernel_where_it_applies(window: int, monkeypatch: pytes
         calls.append("backward")
         saved = (q, k, v, None, out, total.t(), layout.cumulative, layout.bounds)
         with monkeypatch.context() as inside:
-            inside.setattr(attention_kernels, "uses_varlen_flash", lambda *_: False)
+            inside.setattr(attention, "uses_varlen_flash", lambda *_: False)
             return own.packed_attention_backward(g, *saved, *options(**named))[:3]
 
-    monkeypatch.setattr(attention_kernels, "uses_varlen_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "uses_varlen_flash", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     output = PackedAttention(layout)(layer, q, k, v)

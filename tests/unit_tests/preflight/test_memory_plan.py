@@ -21,7 +21,7 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.distributed import device
 from torchtitan.distributed.collectives import ContextParallel
 from torchtitan.distributed.placement import ParallelDims
-from torchtitan.models import attention_kernels, fused_head, logit_tiles, logprob_head
+from torchtitan.models import attention, fused_head, logit_tiles, logprob_head
 from torchtitan.models.attention import PackedLayout
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.parallelize import DTYPES, ExpertExchange, _AllToAll, parallelize
@@ -83,7 +83,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (device, logprob_head):
         monkeypatch.setattr(module, "matmul_converts", lambda tensor: False)
     monkeypatch.setattr(logprob_head, "check_targets", lambda *_: None)
-    monkeypatch.setattr(attention_kernels, "uses_varlen_flash", lambda *_, **__: True)
+    monkeypatch.setattr(attention, "uses_varlen_flash", lambda *_, **__: True)
     # Tensors without data cannot say which rank has what: all have the same.
     monkeypatch.setattr(ContextParallel, "bounds", lambda self, rows, tokens: [
         len(rows) * rank // self.ranks for rank in range(self.ranks + 1)

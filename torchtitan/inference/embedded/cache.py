@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.errors import UserError
-from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout
-from torchtitan.models.attention_kernels import attend_masked, with_sinks
+from torchtitan.models.attention import AttentionLayer, PackedAttention, PackedLayout, attend_masked, with_sinks
 from torchtitan.models.batch_invariance import InvariantSizes, key_length
 from torchtitan.models.model_args import ModelArgs
 
