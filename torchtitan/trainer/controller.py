@@ -177,6 +177,8 @@ class Controller:
         elif restored is not None:
             journal.resume_at(restored.version)
             logger.info("resuming at version %d", restored.version)
+            if restored.version >= config.training.steps:
+                logger.warning("training.steps = %d: nothing is left to train", config.training.steps)
         self.metrics = MetricsLogger(config, run_dir, resumed_step=None if restored is None else restored.version)
         rows = read_json_lines(run_dir / METRICS_FILE)
         self._evaluated = {row["step"] for row in rows if "eval/version" in row}
