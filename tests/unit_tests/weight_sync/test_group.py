@@ -247,3 +247,19 @@ def test_versions_of_other_numbers_are_not_applied() -> None:
     group.run(2.0)
     assert orders == [1] and worker.holds == before
     group.close()
+
+
+def test_workers_that_are_slow_but_get_on_keep_their_lane() -> None:
+    """Their leader tells the registry how far they are: a version that came meanwhile takes nothing from them."""
+    job = Job(Machine(0), SHAPE)
+    group = Group(job)
+    group.run(1.0)
+    # A bucket in some .75 s: its share of a version takes each of them twice the time in which something has to come.
+    for worker in group.workers:
+        worker.process.rate = BUCKET_BYTES / 0.75
+    job.train(1)
+    group.run(1.0)
+    job.train(1)
+    group.run(3.0)
+    assert group.leader.applied == 1 and not job.registry.lanes.lost
+    group.close()
