@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchtitan.weight_sync.arrivals import Transfer
 from torchtitan.weight_sync.clients import Source
 from torchtitan.weight_sync.handshake import WORKER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, WeightsRefused
@@ -129,7 +128,8 @@ class Leader(Puller):
         self._memory: int | None = None
         """A descriptor: memory for one version, which the workers share"""
         self._newest_message: Message = {}
-        self._order: tuple[Served, Callable[[Outcome], None]] | None = None
+        self._order: Callable[[Outcome], None] | None = None
+        """Whom to tell what became of the last order to apply"""
         self.listen = self._gate.listen
 
     def close(self) -> None:
@@ -138,9 +138,6 @@ class Leader(Puller):
         self._settle(Outcome("another connection has taken this one's place", False, {}))
         for worker in list(self._workers.values()):
             worker.channel.close("the actor ends")
-        self._free_memory()
-
-    def _free_memory(self) -> None:
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -166,17 +163,11 @@ class Leader(Puller):
                 worker.channel.close(f"worker {number} said nothing for {SILENCE_SECONDS:g} s")
         return super()._look()
 
-    def _hurry(self, pull: Transfer) -> None:
-        """Workers see for themselves that nothing arrives."""
-
     def _on_model(self, message: Message) -> None:
-        before = self._layout
         super()._on_model(message)
-        assert self._layout is not None
-        if self._layout is not before:
-            self._free_memory()
+        if self._memory is None:
+            assert self._layout is not None
             self._memory = anonymous_file("weights-staging", self._layout.slot_starts()[-1])
-        assert self._memory is not None
         self._model = {**message, "staging": {**named(self._memory), "workers": self._count}}
         self._send(self._model)
 
@@ -218,27 +209,20 @@ class Leader(Puller):
                 self._end_pull(outcome, reason)
                 self._pause()
 
-    def _progress(self, worker: _Worker, count: int) -> None:
-        if self.transfer is not None and count > worker.bytes:
-            worker.bytes = count
-            self.transfer.bytes = sum(one.bytes for one in self._workers.values())
-            self.transfer.moved_at = self._runtime.now()
-
     # Applying
 
     def order(self, manifest: Manifest, done: Callable[[Outcome], None]) -> None:
         """Have all workers apply what they have staged; the engine stands still meanwhile. On the loop's thread."""
-        served = Served(manifest.epoch, manifest.version, manifest.digest)
-        if not self._complete() or any(worker.staged != served.version for worker in self._workers.values()):
+        if not self._complete() or any(worker.staged != manifest.version for worker in self._workers.values()):
             done(Outcome("a worker was lost meanwhile", True, {}))
             return
         for worker in self._workers.values():
             worker.answer, worker.refused = None, False
-        self._order = order = served, done
-        self._send({"type": "apply", "version": served.version})
+        self._order = done
+        self._send({"type": "apply", "version": manifest.version})
 
         def late() -> None:
-            if self._order is order:
+            if self._order is done:
                 for worker in [worker for worker in self._workers.values() if worker.answer is None]:
                     worker.channel.close(f"it did not apply within {self._apply_timeout_s:g} s")
 
@@ -260,7 +244,7 @@ class Leader(Puller):
     def _settle(self, outcome: Outcome) -> None:
         order, self._order = self._order, None
         if order is not None:
-            order[1](outcome)
+            order(outcome)
 
     # Workers
 
@@ -298,7 +282,10 @@ class Leader(Puller):
         kind = message["type"]
         if kind == "ping":
             worker.channel.send({"type": "pong"})
-            self._progress(worker, message.get("bytes") or 0)
+            count = message.get("bytes") or 0
+            if self.transfer is not None and count > worker.bytes:
+                worker.bytes, self.transfer.moved_at = count, worker.heard_at
+                self.transfer.bytes = sum(one.bytes for one in self._workers.values())
         elif kind == "ended":
             self._ended(number, worker, message)
         elif kind == "serving":
@@ -321,13 +308,12 @@ class Leader(Puller):
 
 def _together(figures: list[Message]) -> dict[str, float]:
     """What all workers have received, and the one with the most."""
-    received = [
-        {name: value for name, value in one.items() if name.startswith("bytes") and isinstance(value, int)}
-        for one in figures
-    ]
-    names = {name for one in received for name in one}
-    found: dict[str, float] = {name: sum(one.get(name, 0) for one in received) for name in sorted(names)}
-    return {**found, "worker_bytes": max(sum(one.values()) for one in received)}
+    names = ("bytes_full", "bytes_delta", "bytes_relayed")
+    received = [[one.get(name, 0) for name in names] for one in figures]
+    return {
+        **dict(zip(names, map(sum, zip(*received, strict=True)), strict=True)),
+        "worker_bytes": max(map(sum, received)),
+    }
 
 
 class LeadingEngine:

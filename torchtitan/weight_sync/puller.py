@@ -154,16 +154,14 @@ class Puller(Arrivals):
             return {}
         # A thread that fetches a bucket has deadlines of its own, and says only at the end what it has moved.
         if self._is_quiet() and self._runtime.now() - pull.moved_at > self._progress_s:
-            pull.moved_at = self._runtime.now()
-            self._hurry(pull)
+            pull.moved_at, missing = self._runtime.now(), {rank for rank, _ in pull.missing}
+            for source in self._sources:
+                if source.rank in missing:
+                    source.drop(f"no byte for {self._progress_s:g} s")
+                    source.ask()
         elif self._peer is not None and self._runtime.now() - pull.moved_at > PEER_SECONDS:
             self._leave_peer()
         return {"bytes": pull.bytes}
-
-    def _hurry(self, pull: Transfer) -> None:
-        for rank in {rank for rank, _ in pull.missing}:
-            self._sources[rank].drop(f"no byte for {self._progress_s:g} s")
-            self._sources[rank].ask()
 
     def _on_message(self, message: Message) -> None:
         kind = message["type"]
@@ -179,22 +177,17 @@ class Puller(Arrivals):
 
     def _on_model(self, message: Message) -> None:
         self._servers, self._progress_s = list(map(str, message["servers"])), message["progress_s"]
-        if message["layout_id"] != self._layout_id:
-            self._on_layout(message["layout_id"], message["layout"])
+        if self._layout is None:
+            try:
+                layout = self._read_layout(message["layout"])
+                self._needs = self._engine.prepare(layout)
+            except LayoutError as error:
+                raise ProtocolError(str(error)) from error
+            self._layout, self._layout_id = layout, message["layout_id"]
+            self._sources = self._new_sources(len(layout.ranks))
+        elif message["layout_id"] != self._layout_id:
+            raise ProtocolError("another layout than before, in the same epoch")
         self._move_sources()
-
-    def _on_layout(self, layout_id: str, data: Message) -> None:
-        try:
-            layout = self._read_layout(data)
-            self._end_pull("lost", "the layout changed")
-            self._needs = self._engine.prepare(layout)
-            self._held.clear()
-        except LayoutError as error:
-            raise ProtocolError(str(error)) from error
-        self._layout, self._layout_id = layout, layout_id
-        for source in self._sources:
-            source.drop("the layout changed")
-        self._sources = self._new_sources(len(layout.ranks))
 
     def _new_sources(self, ranks: int) -> list[Source]:
         return [Source(self._runtime, self._identity, self.epoch, rank, self) for rank in range(ranks)]
@@ -259,15 +252,8 @@ class Puller(Arrivals):
             self._begin(*newest)
 
     def _may_begin(self, manifest: Manifest) -> bool:
-        if (
-            self._closed
-            or self.transfer is not None
-            or self._applying
-            or self._pause_ends is not None
-            or self._is_pinned()
-        ):
-            return False
-        if not self._is_quiet() or self._layout is None:
+        busy = self._closed or self.transfer is not None or self._applying or self._pause_ends is not None
+        if busy or self._is_pinned() or not self._is_quiet():
             return False
         served = Served(manifest.epoch, manifest.version, manifest.digest)
         return served != self.serving and (self._gone_in_a_row < SLOW_AFTER or self._room)
