@@ -1,4 +1,4 @@
-"""An hour of training in virtual time, on the real classes of the weight synchronisation.
+"""An hour of training in virtual time, on the real classes of the weight synchronisation, and what it found out.
 
     python -m simulator --ranks 64 --actors 32 --train_s 8
     python -m simulator scenario.toml --from-run outputs/latest
@@ -11,15 +11,91 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from simulator.figures import comparison_table, simulate
 from simulator.measured import values_from_run
 from simulator.scenario import Scenario, known_keys
+from simulator.world import StepTimes, World
 from torchtitan.config.values import read_toml, show, value_of_words
 from torchtitan.errors import ConfigError, UserError
+
+Figures = dict[str, Any]
+
+
+def simulate(scenario: Scenario, asynchronous: bool = True) -> Figures:
+    """Simulate a scenario. Raises Violation where a promise of the synchronisation does not hold."""
+    world = World(scenario, asynchronous)
+    world.simulate()
+    return figures_of(world)
+
+
+def figures_of(world: World) -> Figures:
+    """Sums up a world that has run: from the first batch on; counts of versions are of the whole simulation.
+
+    Times are means per step. tokens_per_s: prompt and completion tokens trained on; actor_utilisation: share of time in
+    which actors generate; versions_superseded: published, but replaced by a newer one before an actor applied it, over
+    all actors; trainer_egress_versions: times that the trainer sent a whole version, per published one.
+    """
+    scenario, trainer, rollouts = world.scenario, world.trainer, world.rollouts
+    steps, published = trainer.steps, len(world.published)
+    count = max(len(steps), 1)
+    means = {item.name: sum(getattr(step, item.name) for step in steps) / count for item in fields(StepTimes)}
+    per_s = 1 / means["step_s"] if steps else 0.0
+    samples = max(rollouts.staleness.total(), 1)
+    # Both generated and trained tokens count from the first moment; what is trained lags behind by the start-up.
+    # A batch that was handed out and not finished counts as trained for tokens, not for the rate.
+    tokens_per_sample = rollouts.trained_tokens / samples + scenario.prompt_tokens
+    return {
+        "mode": "async" if world.asynchronous else "blocking",
+        "steps": len(steps),
+        "steps_per_hour": per_s * 3600,
+        "tokens_per_s": tokens_per_sample * scenario.groups_per_batch * scenario.group_size * per_s,
+        **means,
+        "sync_stall_max_s": max((step.sync_stall_s for step in steps), default=0.0),
+        "staleness_mean": sum(behind * number for behind, number in rollouts.staleness.items()) / samples,
+        "staleness_shares": {str(behind): number / samples for behind, number in sorted(rollouts.staleness.items())},
+        "actor_utilisation": sum(e.busy_s for e in rollouts.engines) / (scenario.actors * scenario.seconds),
+        "tokens_generated": sum(engine.tokens for engine in rollouts.engines),
+        "tokens_trained": rollouts.trained_tokens,
+        "tokens_too_old": rollouts.stale_tokens,
+        "tokens_unusable": rollouts.unusable_tokens,
+        "groups_redone": rollouts.redone_groups,
+        "versions_published": published,
+        "versions_skipped": trainer.boundary.skipped,
+        "versions_dropped": world.records["drop"],
+        "versions_superseded": world.superseded,
+        "pulls_gone": world.records["gone"],
+        "lanes_lost": world.records["lost_lane"],
+        "actors_lost": dict(sorted(world.lost.items())),
+        "actor_crashes": sum(actor.crashes for actor in world.actors.values()),
+        "actor_freezes": sum(actor.freezes for actor in world.actors.values()),
+        "transfer_p50_s": _quantile(world.transfers, 0.5),
+        "snapshot_to_applied_p50_s": _quantile(world.delays, 0.5),
+        "snapshot_to_applied_p95_s": _quantile(world.delays, 0.95),
+        "trainer_egress_versions": world.sent_bytes / (scenario.gigabytes * 1e9 * max(published, 1)),
+    }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return sorted(values)[int(len(values) * share)] if values else 0.0
+
+
+def comparison_table(results: list[Figures]) -> str:
+    """One column per simulation."""
+    columns = [{name: _text(name, value) for name, value in result.items()} for result in results]
+    width = max(len(cell) + 2 for column in columns for cell in column.values())
+    lines = [f"{name.replace('_', ' '):34}{''.join(f'{one[name]:{width}}' for one in columns)}" for name in columns[0]]
+    return "\n".join(map(str.rstrip, lines))
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(name, part)}" for key, part in value.items()) or "none"
+    if isinstance(value, float):
+        return f"{value:.1%}" if name in ("staleness_shares", "actor_utilisation") else f"{value:,.3f}"
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -38,8 +114,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def gather(options: argparse.Namespace) -> dict[str, Any]:
     """The scenario's keys that were given. Flags win over files over runs. Raises ConfigError or UserError."""
-    given = {name: vars(options)[f"key:{name}"] for name in known_keys()}
-    flags = {name: value_of_words([text]) for name, text in given.items() if text is not None}
+    given = vars(options)
+    flags = {name: value_of_words([text]) for name in known_keys() if (text := given[f"key:{name}"]) is not None}
     values = {} if options.from_run is None else values_from_run(options.from_run, flags.get("ranks"))
     if options.scenario is not None:
         tables, problem = read_toml(options.scenario)

@@ -15,8 +15,6 @@ from torchtitan.utils.json_lines import read_json_lines
 Row = dict[str, Any]
 # Steps left out at the start: caches, compilation, first connections.
 WARM_UP = 3
-# Tables whose keys mean the same here.
-TABLES = ("grpo", "inference", "rollout")
 
 
 def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def values_from_run(folder: Path, ranks: int | None = None) -> dict[str, Any]:
         )
     ranks = ranks or max(1, len(list((folder / "weight_sync").glob("layout-rank*.json"))))
     values = {f"weight_sync.{key}": value for key, value in config.get("weight_sync", {}).items()}
-    for table in TABLES:
+    for table in ("grpo", "inference", "rollout"):  # their keys mean the same here
         values |= config.get(table, {})
     groups = max(1, config["training"]["global_batch_size"] // config["grpo"]["group_size"])
     values |= {"ranks": ranks, "actors": actors, "gigabytes": gigabytes, "groups_per_batch": groups}

@@ -130,10 +130,6 @@ class Scenario:
         return self.hours * 3600
 
     @property
-    def samples_per_batch(self) -> int:
-        return self.groups_per_batch * self.group_size
-
-    @property
     def shard_bytes(self) -> float:
         """What one rank holds and sends."""
         return self.gigabytes * 1e9 / self.ranks
@@ -142,8 +138,8 @@ class Scenario:
 def known_keys() -> dict[str, FieldInfo]:
     """Key -> its default and meaning."""
     tables: tuple[tuple[str, Any], ...] = (("", Scenario), (PREFIX, WeightSync))
-    keys = {f"{prefix}{name}": info for prefix, table in tables for name, info in table.__pydantic_fields__.items()}
-    return {name: info for name, info in keys.items() if info.default_factory is None}
+    every = ((f"{prefix}{name}", info) for prefix, table in tables for name, info in table.__pydantic_fields__.items())
+    return {name: info for name, info in every if info.default_factory is None}
 
 
 def _problem(prefix: str, error: ErrorDetails) -> str:

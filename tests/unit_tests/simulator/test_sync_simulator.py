@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from deterministic.machine import Machine, Violation
 from deterministic.network import Network, fair_rates
 from simulator import __main__ as sync_simulator
-from simulator.figures import figures_of, simulate
+from simulator.__main__ import figures_of, simulate
 from simulator.measured import values_from_run
 from simulator.rollouts import Engine, Work
 from simulator.scenario import Scenario, slowest_of
