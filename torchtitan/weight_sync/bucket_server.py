@@ -8,7 +8,7 @@ the key for it. An actor that is let down by another one goes on at the trainer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -227,21 +227,6 @@ def _buckets_in(ranges: list[Any], count: int) -> list[int]:
             raise ProtocolError(f"buckets {first} to {end} of {count}, or out of order")
         buckets += range(first, end)
     return buckets
-
-
-def relay_sources(addresses: Mapping[str, str], fanout: int, key_of: Callable[[str], str]) -> dict[str, Message]:
-    """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out.
-
-    addresses: by actor, in the order in which they are to have it; fanout: how many pull from the trainer, and from
-    each actor; key_of(name): that actor's own key (see Relay).
-    """
-    names = list(addresses)
-    found: dict[str, Message] = {}
-    for number, child in enumerate(names[fanout:] if fanout else []):
-        parent = names[number // fanout]
-        key = role_key(key_of(parent), PEER, child)
-        found[child] = {"name": parent, "address": addresses[parent], "key": key}
-    return found
 
 
 class Relay(BucketServer):

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from torchtitan.weight_sync import faults, wire
-from torchtitan.weight_sync.bucket_server import relay_sources
 from torchtitan.weight_sync.disk import Catalogue
 from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, merge_layouts
-from torchtitan.weight_sync.registry_state import MOST_LOST_LANES, Actor, Gathering, Lanes, Rank, Settings, relaying
+from torchtitan.weight_sync.registry_state import Actor, Gathering, Lanes, Rank, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Channel, Encoded, Message, ProtocolError, Runtime
 
 logger = logging.getLogger("torchtitan.weight_sync.registry")
@@ -27,6 +26,8 @@ logger = logging.getLogger("torchtitan.weight_sync.registry")
 STATUS_SECONDS = 0.01
 # Versions that will never be published, as shard servers and the trainer are told.
 MOST_DROPPED = 64
+# An actor that could not finish in so many lanes is given up.
+MOST_LOST_LANES = 3
 # An actor that has been away for so long is not listed any more.
 FORGET_SECONDS = 300.0
 
@@ -239,10 +240,8 @@ class Registry:
         self._write("publish", {"version": gathered.version, "serial": serial, "digest": self.newest.digest})
         # In one message: what an actor is pulling may live on as a lane.
         self._told = live = self._live()
-        fanout = self.settings.relay_fanout
-        # Who pulls from which other actor. The fast ones come first.
-        able = relaying(self.actors, self.lanes.lost) if fanout else {}
-        sources = relay_sources(able, fanout, partial(role_key, self._token, ACTOR))
+        key_of = partial(role_key, self._token, ACTOR)
+        sources = relay_sources(self.actors, self.lanes.lost, self.settings.relay_fanout, key_of)
         for name, actor in self.actors.items():
             if actor.channel is not None:
                 actor.channel.send({**live, **self._newest_message, "source": sources.get(name)})

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torchtitan.weight_sync.handshake import PEER, role_key
 from torchtitan.weight_sync.wire import Channel, Message
 
 if TYPE_CHECKING:
@@ -111,15 +112,23 @@ class Gathering:
     """Of the disk transport: what each rank has written"""
 
 
-def relaying(actors: Mapping[str, Actor], slow: Container[str]) -> dict[str, str]:
-    """Addresses by name of the actors that pass versions on, the fast ones first."""
+def relay_sources(
+    actors: Mapping[str, Actor], slow: Container[str], fanout: int, key_of: Callable[[str], str]
+) -> dict[str, Message]:
+    """Actor -> the other actor that it pulls from, and by which key; those that pull from the trainer are left out. The
+    fast ones come first.
+
+    fanout: how many pull from the trainer, and from each actor that passes versions on; 0: nobody does. key_of(name):
+    that actor's own key (see bucket_server.Relay).
+    """
     able = [name for name, actor in actors.items() if actor.channel is not None and actor.address and name not in slow]
     able.sort(key=lambda name: (actors[name].speed_class, name))
-    return {name: actors[name].address for name in able}
-
-
-# An actor that could not finish in so many lanes is given up.
-MOST_LOST_LANES = 3
+    found: dict[str, Message] = {}
+    for number, child in enumerate(able[fanout:] if fanout else []):
+        parent = able[number // fanout]
+        key = role_key(key_of(parent), PEER, child)
+        found[child] = {"name": parent, "address": actors[parent].address, "key": key}
+    return found
 
 
 @dataclass

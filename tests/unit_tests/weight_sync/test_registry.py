@@ -11,9 +11,9 @@ from deterministic.parts import REGISTRY, TOKEN, rank_layout
 from tests.unit_tests.weight_sync.clients import Client
 from torchtitan.config.job_config import WeightSync
 from torchtitan.weight_sync import registry as registry_module
-from torchtitan.weight_sync.handshake import ACTOR, RANK, TRAINER
+from torchtitan.weight_sync.handshake import ACTOR, PEER, RANK, TRAINER, role_key
 from torchtitan.weight_sync.registry import Registry
-from torchtitan.weight_sync.registry_state import Actor, Settings, relaying
+from torchtitan.weight_sync.registry_state import Actor, Settings, relay_sources
 from torchtitan.weight_sync.wire import SILENCE_SECONDS, Message
 
 SUMS = [["aa", "bb"], ["cc", "dd"]]
@@ -325,7 +325,14 @@ def test_who_passes_versions_on() -> None:
 
     actors = {"new": actor(None), "late": actor(90.0), "b": actor(1.1), "a": actor(1.0), "at once": actor(0.0)}
     others = {"gone": actor(0.1, channel=None), "mute": actor(0.1, address=""), "slow": actor(0.1)}
-    assert list(relaying({**actors, **others}, {"slow"})) == ["at once", "a", "b", "late", "new"]
+    sources = relay_sources({**actors, **others}, {"slow"}, 2, lambda name: f"key of {name}")
+    assert {child: source["name"] for child, source in sources.items()} == {
+        "b": "at once",
+        "late": "at once",
+        "new": "a",
+    }
+    assert sources["new"] == {"name": "a", "address": "10.0.0.1:1", "key": role_key("key of a", PEER, "new")}
+    assert relay_sources(actors, (), 0, str) == {}
 
 
 @pytest.mark.parametrize("relay", [False, True])
