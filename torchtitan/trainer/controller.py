@@ -196,13 +196,20 @@ class Controller:
         self.events.write("ranks_started_again", level=logging.WARNING, version=version, **fields)
 
     def close(self) -> None:
-        """Stop looking after the actors, and draw the report."""
+        """Stop looking after the actors, and draw the report. What cannot be written costs that file alone: how the run
+        ends was decided before."""
         if self._watch is not None:
             self._watch.cancel()
-        self.metrics.close()
-        self.sync_metrics.close()
-        logger.info("report: %s", write_report(self.run_dir))
-        logger.info("trace: %s", write_trace(self.run_dir))
+        for end in (
+            self.metrics.close,
+            self.sync_metrics.close,
+            lambda: logger.info("report: %s", write_report(self.run_dir)),
+            lambda: logger.info("trace: %s", write_trace(self.run_dir)),
+        ):
+            try:
+                end()
+            except OSError as error:
+                logger.error("a file of %s could not be written: %s", self.run_dir, error)
 
     def start(self, version: int) -> None:
         """Start the rollouts of version `version`, which has just been published, and an evaluation if one is due.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +138,15 @@ def test_an_eviction_is_acted_on_while_no_command_is_asked_for(tmp_path: Path, l
     parts.states["a"] = status("LOST", 1)
     time.sleep(0.3)
     assert [actor for actor, _ in parts.redone] == ["b"], "it goes on after the end"
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_how_the_run_ended(tmp_path: Path) -> None:
+    controller = make(tmp_path, Everything())
+    (tmp_path / "report.html.tmp").mkdir()  # a full disk gives OSError, too
+    with pytest.raises(UserError, match="the checkpoint could not be written"), contextlib.ExitStack() as closing:
+        closing.callback(controller.close)
+        raise UserError("the checkpoint could not be written")
+    assert (tmp_path / "trace.json").is_file() and not (tmp_path / "report.html").exists()
 
 
 def test_a_pool_that_fails_ends_the_run(tmp_path: Path, loop: BackgroundLoop) -> None:
