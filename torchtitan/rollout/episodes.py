@@ -8,10 +8,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.inference.types import Branch, Completion, GenerateRequest, add_turn, sampled_segments, stream_seed
+from torchtitan.inference.colocated.pool import ColocatedPool
+from torchtitan.inference.pool import InferencePool
+from torchtitan.inference.types import Branch, GenerateRequest, add_turn, sampled_segments, stream_seed
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool, Episode
 from torchtitan.rollout.gateway.process import Gateway, GatewayLost
 from torchtitan.rollout.prompts import PromptMaker
@@ -20,6 +22,9 @@ from torchtitan.rollout.types import Prompt, Trajectory
 from torchtitan.rollout.worker_process import CallFailed
 
 logger = logging.getLogger(__name__)
+
+Engines = InferencePool | ColocatedPool
+"""What samples; where an actor is lost, another redoes its requests"""
 
 
 class Player(ABC):
@@ -82,21 +87,13 @@ class Player(ABC):
         return None
 
 
-class Sampler(Protocol):
-    """What samples turns: the engines' pool, which redoes on another actor what is lost with one."""
-
-    async def generate(
-        self, request: GenerateRequest, min_version: int = 0, *, shares: str = ""
-    ) -> list[Completion]: ...
-
-
 class EpisodePlayer(Player):
     """A turn is sampled, the environment answers, and its answer's tokens follow."""
 
     def __init__(
         self,
         config: JobConfig,
-        engines: Sampler,
+        engines: Engines,
         environments: EnvironmentPool,
         maker: PromptMaker,
         tokenizer: Tokenizer,

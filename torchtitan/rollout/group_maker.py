@@ -13,16 +13,12 @@ from torchtitan.config.job_config import JobConfig
 from torchtitan.config.training_tables import Distill
 from torchtitan.errors import UserError
 from torchtitan.inference.client import ActorError, JsonClient, RequestRefused, TokenRefused
-from torchtitan.inference.colocated.pool import ColocatedPool
-from torchtitan.inference.pool import InferencePool
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.types import Branch, Completion, GenerateRequest, SamplingParameters, add_turn, stream_seed
-from torchtitan.rollout.episodes import Player
+from torchtitan.rollout.episodes import Engines, Player
 from torchtitan.rollout.rewards.pool import RewardPool, Score
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Prompt, Sample, Trajectory
-
-Engines = InferencePool | ColocatedPool
 
 # Of a teacher that a server has, and how it is asked.
 TOKEN_VARIABLE = "TORCHTITAN_TEACHER_TOKEN"

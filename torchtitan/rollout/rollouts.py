@@ -19,10 +19,10 @@ from torchtitan.inference.colocated.pool import ColocatedPool
 from torchtitan.inference.pool import InferencePool
 from torchtitan.rollout.demonstrations import DemonstrationMaker
 from torchtitan.rollout.environments.pool import AgentPool, EnvironmentPool
-from torchtitan.rollout.episodes import AgentPlayer, EpisodePlayer, Player
+from torchtitan.rollout.episodes import AgentPlayer, Engines, EpisodePlayer, Player
 from torchtitan.rollout.flow import RolloutFlow
 from torchtitan.rollout.gateway.process import Gateway
-from torchtitan.rollout.group_maker import Engines, GroupMaker
+from torchtitan.rollout.group_maker import GroupMaker
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.prompts import PromptMaker, PromptStream, first_held_out, load_datasets
 from torchtitan.rollout.rewards.pool import RewardPool
