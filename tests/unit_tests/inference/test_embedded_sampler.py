@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.inference.test_embedded_engine import PROMPTS, request
 from torchtitan.inference.embedded.engine import Engine
-from torchtitan.inference.embedded.sampler import stream_keys, truncation_mask, uniforms
+from torchtitan.inference.embedded.forwards import stream_keys, truncation_mask, uniforms
 from torchtitan.models.hf_checkpoint import load_policy
 
 

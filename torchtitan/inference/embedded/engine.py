@@ -18,8 +18,15 @@ import numpy as np
 import torch
 
 from torchtitan.inference.embedded.cache import KeyValueCache, Prefix
-from torchtitan.inference.embedded.forwards import FORWARD_TOKENS, Forwards, Part, RouteRecorder, packs, rescore
-from torchtitan.inference.embedded.sampler import BatchSampler
+from torchtitan.inference.embedded.forwards import (
+    FORWARD_TOKENS,
+    BatchSampler,
+    Forwards,
+    Part,
+    RouteRecorder,
+    packs,
+    rescore,
+)
 from torchtitan.inference.embedded.sequences import Rows, Running, Sequence, TooLong, check_request
 from torchtitan.inference.embedded.weights import EngineWeights
 from torchtitan.inference.types import TAGS, Completion, FinishReason, GenerateRequest, Tag

@@ -4,7 +4,7 @@ is known of each, and of its row of the cache."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 
 from torchtitan.errors import UserError
 from torchtitan.inference.embedded.cache import KeyValueCache, Prefix, PrefixStore
-from torchtitan.inference.embedded.sampler import stream_keys
+from torchtitan.inference.embedded.forwards import RouteRecorder, stream_keys
 from torchtitan.inference.types import (
     Body,
     Completion,
@@ -21,9 +21,6 @@ from torchtitan.inference.types import (
     Routes,
     VersionSpan,
 )
-
-if TYPE_CHECKING:
-    from torchtitan.inference.embedded.forwards import RouteRecorder
 
 # Beyond these bounds logits divided by the temperature overflow, or a request alone fills the memory.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-4, 1e4
