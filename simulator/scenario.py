@@ -14,8 +14,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan.config.job_config import GRPO, Inference, Rollout, WeightSync
 from torchtitan.config.values import TABLE, Count, CountOrZero, NotNegative, Positive, Share, ShareAboveZero, show
-from torchtitan.errors import ConfigError
-from torchtitan.utils.loading import nearest
+from torchtitan.errors import ConfigError, nearest
 
 PREFIX = "weight_sync."
 """Of the keys of that table"""

@@ -1,4 +1,12 @@
-"""The one exception that stands for a mistake a person can correct, and exit codes."""
+"""Mistakes that a person can correct: the one exception that stands for them, exit codes, and names that are not known,
+also those of a person's own functions."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 # A rank that ends with this has met what may be over at the next start: another rank that is gone, say.
 BROKEN_OFF = 75
@@ -23,3 +31,32 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = "configuration problem" if count == 1 else f"{count} configuration problems"
         super().__init__(head + ":\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+
+
+def load_object(name: str, what: str) -> Callable[..., Any]:
+    """The function or class of `package.module:name`; messages call it `what`.
+
+    Raises:
+        UserError: no such module or object, or nothing that can be called; names the nearest that is there.
+    """
+    module_name, colon, object_name = name.partition(":")
+    if not colon or not module_name or not object_name:
+        raise UserError(f"{what} {name!r}: it must be `package.module:name`")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way
+        raise UserError(
+            f"{what} {name!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    found = getattr(module, object_name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        problem = "has no" if found is None else "has something that is not a function under the name"
+        raise UserError(f"{what} {name!r}: {module_name} {problem} {object_name!r}{nearest(object_name, known)}")
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (nearest: …)` with the known name most like `name`, or an empty string where none is alike."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (nearest: {close[0]})" if close else ""

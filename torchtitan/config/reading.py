@@ -19,7 +19,7 @@ from torchtitan.config.derived import ENGINE_ARGS, device_defaults, option_name
 from torchtitan.config.job_config import JobConfig, free_table, known_keys, table_types
 from torchtitan.config.reference import help_text
 from torchtitan.config.values import OPTIONS, RULE, read_toml, show, value_of_words
-from torchtitan.utils.loading import nearest
+from torchtitan.errors import nearest
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from torchtitan.utils.loading import nearest
+from torchtitan.errors import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchtitan.errors import UserError
-from torchtitan.utils.loading import load_object
+from torchtitan.errors import UserError, load_object
 
 # Added to a standard deviation, so that nearly constant rewards do not blow up.
 STD_EPSILON = 1e-4

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.errors import UserError
-from torchtitan.utils.loading import load_object
+from torchtitan.errors import UserError, load_object
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_object
 from torchtitan.grpo.objectives import Sequences, takes_sequences
-from torchtitan.utils.loading import load_object
 
 
 @dataclass(frozen=True)

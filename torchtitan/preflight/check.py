@@ -15,8 +15,8 @@ from pathlib import Path
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import Problem
 from torchtitan.config.values import show
+from torchtitan.errors import nearest
 from torchtitan.rollout.rewards import BUILTIN
-from torchtitan.utils.loading import nearest
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.config.derived import has_engines, has_environment, ranks_per_pack, shard_degree
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.values import show
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, nearest
 from torchtitan.models.model_args import FEED_FORWARD_PROJECTIONS, ModelArgs
 from torchtitan.models.shape import (
     BLOCK,
@@ -26,7 +26,6 @@ from torchtitan.models.shape import (
     read_teacher_shape,
 )
 from torchtitan.preflight.check import Check
-from torchtitan.utils.loading import nearest
 
 KEY = "model.hf_assets_path"
 TEACHER = "distill.teacher"

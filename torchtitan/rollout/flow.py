@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_object
 from torchtitan.inference.types import VersionSpan, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
 from torchtitan.rollout.prompts import PromptStream
 from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
-from torchtitan.utils.loading import load_object
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,9 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.environments.worker import read_number
 from torchtitan.rollout.inside_worker import run, without_stop_iteration
-from torchtitan.utils.loading import load_object
 
 FUNCTION = re.compile(r"[\w.]+:\w+")
 # The end of what a command prints, in which its reward is looked for.

@@ -30,10 +30,9 @@ from typing import Any
 
 import pydantic
 
-from torchtitan.errors import UserError
+from torchtitan.errors import UserError, load_object
 from torchtitan.rollout.inside_worker import run, without_stop_iteration
 from torchtitan.rollout.tool_calls import ToolCall, parse_tool_calls
-from torchtitan.utils.loading import load_object
 
 ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*$", re.MULTILINE)
 # An argument in a docstring of Google's style: `    name (type): what it is`.

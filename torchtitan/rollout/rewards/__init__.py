@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.errors import UserError
-from torchtitan.utils.loading import load_object, nearest
+from torchtitan.errors import UserError, load_object, nearest
 
 BUILTIN: dict[str, str] = {
     "accuracy": "torchtitan.rollout.rewards.builtin:accuracy",
