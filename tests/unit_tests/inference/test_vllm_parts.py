@@ -444,7 +444,7 @@ def test_what_runs_inside_vllm_imports_little() -> None:
 
     code = (
         "import sys, torchtitan.inference.vllm.direct, "
-        "torchtitan.inference.engine_server, torchtitan.inference.vllm.plugin, torchtitan.weight_sync.actor, "
+        "torchtitan.inference.engine_server, torchtitan.inference.vllm.serve, torchtitan.weight_sync.actor, "
         "torchtitan.inference.versions, torchtitan.utils.machine\n"
         # This one registers our backend as soon as it is imported.
         "from unittest import mock\n"

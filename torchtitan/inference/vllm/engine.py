@@ -41,7 +41,7 @@ from torchtitan.inference.types import (
     check_routes,
     compact,
 )
-from torchtitan.inference.vllm.plugin import BACKEND
+from torchtitan.inference.vllm.serve import BACKEND
 from torchtitan.utils.machine import has_gpu
 
 # An engine that has nothing to finish says so within this time.

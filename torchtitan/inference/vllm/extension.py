@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE, register
+from torchtitan.inference.vllm.serve import SERVER_PID_VARIABLE, register
 from torchtitan.utils.child_process import end_with_parent
 
 

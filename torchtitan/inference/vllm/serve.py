@@ -1,4 +1,5 @@
-"""Starts vLLM's server with our worker extension and token; run by the Python of vLLM's environment:
+"""Starts vLLM's server with our worker extension and token, and makes our weight-transfer backend known to its
+processes; run by the Python of vLLM's environment:
 
     python -m torchtitan.inference.vllm.serve --port-file F --token-env NAME [--parent-pid P] -- [vLLM's own options]
 
@@ -7,6 +8,7 @@ What stands after `--` is vLLM's and reaches it untouched.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import runpy
@@ -15,7 +17,6 @@ import sys
 
 from torchtitan.errors import UserError
 from torchtitan.inference.engine_server import parse_arguments, prepare, write_port_file
-from torchtitan.inference.vllm.plugin import SERVER_PID_VARIABLE
 
 # Where a variable is set already, that counts.
 ENVIRONMENT = {
@@ -32,6 +33,20 @@ OWN_OPTIONS = (
 )  # fmt: skip
 # vLLM's server as a program: the newer place first.
 PROGRAMS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+BACKEND = "torchtitan"
+SERVER_PID_VARIABLE = "TORCHTITAN_ENGINE_SERVER_PID"
+
+
+def register() -> None:
+    """Add the backend to vLLM's factory. May be called several times in a process.
+
+    Also the entry point `vllm.general_plugins`, for environments of vLLM in which this package is installed.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    # A ValueError says that it is there already.
+    with contextlib.suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(BACKEND, "torchtitan.inference.vllm.backend", "ReceivingBackend")
 
 
 def find_program() -> str:
