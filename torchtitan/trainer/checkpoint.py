@@ -245,7 +245,8 @@ class Checkpointer:
             self._last_saved = -1
             if not isinstance(error, (OSError, CheckpointException)):
                 raise error  # another rank is gone, say: nothing that this one could explain
-            raise UserError(f"the checkpoint in {self.folder} could not be written: {error}") from error
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            raise UserError(f"the checkpoint in {self.folder} could not be written: {cause}") from error
 
     def load(self, step: int = -1) -> Restored:
         """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators.
