@@ -248,11 +248,15 @@ class RolloutFlow:
         """Go on from an exported state, before set_version(). Its groups are admitted by their versions as ever.
 
         Raises:
-            UserError: the training prompts are not those of the state.
+            UserError: the training prompts are not those of the state, or it is of demonstrations.
         """
         if not data:
             return
         state = json.loads(data)
+        if "unfinished" not in state:
+            raise UserError(
+                "the checkpoint is one of job.stage = sft: start a new run with its export as model.hf_assets_path"
+            )
         self._stream.load_state_dict(state["stream"])
         self._redo = sorted(state["unfinished"])
         for group in batch_from_json(state["ready"]).groups:

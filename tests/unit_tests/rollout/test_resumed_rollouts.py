@@ -23,6 +23,7 @@ from tests.unit_tests.rollout.test_rollouts import (
     take,
     wait_until_quiet,
 )
+from torchtitan.errors import UserError
 from torchtitan.rollout.journal import Journal
 from torchtitan.rollout.rollouts import Rollouts
 
@@ -132,3 +133,11 @@ def test_restored_groups_are_admitted_by_version_whatever_their_epoch() -> None:
         batch = take(rollouts, 2)
         assert {span.epoch for sample in batch.samples for span in sample.spans} == {"now"}
         assert batch.statistics["rollout/groups_stale"] == 2 * BATCH_GROUPS
+
+
+def test_rollouts_do_not_go_on_from_demonstrations() -> None:
+    with running(make_config(1), FakeActors()) as rollouts:
+        of_the_same_rows = json.dumps({"stream": json.loads(saved(rollouts))["stream"]}).encode()
+    again = running(make_config(1), FakeActors(), state=of_the_same_rows)
+    with pytest.raises(UserError, match="one of job.stage = sft"), again:
+        pass
