@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +238,7 @@ def parse_health(data: dict[str, Any]) -> ActorHealth:
 
 
 def check_completions(completions: list[Completion], wanted: int) -> list[Completion]:
-    """Number, tokens, log-probs and version spans must fit together; raises ActorError where they do not."""
+    """Number, tokens, log-probs and version spans must fit together, and be fit to be trained on. Raises ActorError."""
     if len(completions) != wanted:
         raise ActorError("generate", f"{len(completions)} completions came for {wanted} asked")
     for completion in completions:
@@ -249,6 +250,11 @@ def _check(completion: Completion) -> None:
     length = len(completion.token_ids)
     if len(completion.log_probs) != length:
         raise ActorError("generate", f"{length} tokens came with {len(completion.log_probs)} log-probs")
+    if not all(map(math.isfinite, completion.log_probs)):
+        # One of them would make the loss of the whole batch no number.
+        raise ActorError("generate", "a log-prob came that is not finite")
+    if not length and completion.finish_reason != "abort":
+        raise ActorError("generate", "a completion came without tokens")
     position, version = 0, -1
     for span in completion.spans:
         if span.start != position or span.end <= span.start or span.version < version:

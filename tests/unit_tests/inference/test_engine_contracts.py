@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,11 @@ from tests.unit_tests.inference.json_server import serving
 from torchtitan.inference.agent.applier import FileLoader
 from torchtitan.inference.agent.client import AgentClient
 from torchtitan.inference.agent.engine import EngineError, EngineOptions
-from torchtitan.inference.client import ActorNotReady, JsonClient, RequestRefused
+from torchtitan.inference.client import ActorError, ActorNotReady, JsonClient, RequestRefused, check_completions
 from torchtitan.inference.sglang import engine as sglang_engine
 from torchtitan.inference.sglang.engine import ENGINE as SGLANG
 from torchtitan.inference.sglang.engine import SGLangControl
-from torchtitan.inference.types import Capabilities, GenerateRequest, SamplingParameters, VersionSpan
+from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, SamplingParameters, VersionSpan
 from torchtitan.inference.vllm import engine as vllm_engine
 from torchtitan.inference.vllm import serve
 from torchtitan.inference.vllm.direct import DirectLoader
@@ -365,6 +366,17 @@ def test_engines_know_the_options_that_they_are_started_with(
 
 
 # Answers
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "reason"), [([-1.0, math.nan], "not finite"), ([-math.inf], "not finite"), ([], "without tokens")]
+)
+def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float], reason: str) -> None:
+    length = len(log_probs)
+    spans = [VersionSpan("e", 1, 0, length)] if length else []
+    with pytest.raises(ActorError, match=reason):
+        check_completions([Completion([1] * length, log_probs, "stop", spans)], 1)
+    assert check_completions([Completion([], [], "abort", [])], 1)  # its actor sees to that
 
 
 def test_vllms_answers_are_understood() -> None:
