@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import signal
@@ -246,7 +247,7 @@ async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
     assert CHROMIUM is not None
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0",
-        f"--user-data-dir={profile}", url, stderr=asyncio.subprocess.DEVNULL,
+        f"--user-data-dir={profile}", url, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + PATIENCE_S
@@ -260,8 +261,9 @@ async def browse(url: str, profile: Path) -> AsyncIterator[Browser]:
             async with session.ws_connect(page["webSocketDebuggerUrl"]) as socket:
                 yield Browser(socket)
     finally:
-        if process.returncode is None:
-            process.kill()
+        # With all that it has started: what has this name may be a script around the browser.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
 
