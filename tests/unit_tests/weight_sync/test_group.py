@@ -263,3 +263,32 @@ def test_workers_that_are_slow_but_get_on_keep_their_lane() -> None:
     group.run(3.0)
     assert group.leader.applied == 1 and not job.registry.lanes.lost
     group.close()
+
+
+def test_the_deadline_of_one_apply_ends_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, group = serving()
+    machine, late, lost = job.machine, group.workers[1], list[int]()
+    monkeypatch.setattr(group.leader, "_lost", lambda number, _worker, _reason: lost.append(number))
+    send, ordered = group.leader._send, list[float]()
+
+    def freezing(message: Message) -> None:
+        send(message)
+        if message["type"] == "apply":
+            ordered.append(machine.now)
+            if len(ordered) == 2:
+                late.process.freeze()
+
+    monkeypatch.setattr(group.leader, "_send", freezing)
+    for number in range(2):
+        job.train(1)
+        until = machine.now + 5.0
+        while len(ordered) == number and machine.now < until:
+            group.run(0.02)
+    # The first deadline passes while the second order is under way, which has some of its own time left.
+    assert ordered[1] < ordered[0] + 2.0 < machine.now + 2.0
+    group.run(ordered[0] + 2.1 - machine.now)
+    assert late.process.frozen and not lost
+    late.process.thaw()
+    group.run(0.1)
+    assert not lost and group.leader.applied == 3
+    group.close()

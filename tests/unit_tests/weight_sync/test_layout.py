@@ -246,7 +246,13 @@ def test_shard_outside_of_its_parameter_is_refused() -> None:
 
 
 def test_overlap_that_adds_up_is_refused() -> None:
-    for shape, other in (((2, 4), Box((0, 1), (2, 2))), ((4,), Box((1,), (2,)))):
-        boxes = [Box((0,) * len(shape), other.shape), other]
+    # (shape, two boxes that share something, and a third where elements are too many for two)
+    for shape, *boxes in (
+        ((2, 4), Box((0, 0), (2, 2)), Box((0, 1), (2, 2))),
+        ((4,), Box((0,), (2,)), Box((1,), (2,))),
+        ((2, 4), Box((0, 0), (1, 4)), Box((0, 2), (1, 2)), Box((1, 0), (1, 2))),
+        ((2, 4), Box((1, 0), (1, 4)), Box((1, 2), (1, 2)), Box((0, 0), (1, 2))),
+        ((4, 1), Box((0, 0), (3, 1)), Box((2, 0), (1, 1))),
+    ):
         with pytest.raises(LayoutError, match="elements of .*, or some of them twice"):
             check_coverage(layout_of([ParameterEntry("w", "float32", shape)], [[(0, box) for box in boxes]]))

@@ -11,6 +11,7 @@ import xxhash
 
 from deterministic.machine import Machine, Process
 from deterministic.parts import BUCKET_BYTES, REGISTRY, TOKEN, content, whole_layout
+from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.handshake import ACTOR, PEER, Gate, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, Manifest, content_digest
 from torchtitan.weight_sync.puller import PEER_SECONDS, Puller, Served
@@ -156,6 +157,21 @@ def test_version_is_pulled_applied_and_told() -> None:
     # One that knows nothing yet but the pin.
     world.live(-1, pinned=None)
     assert world.server.last("open")["serial"] == 7
+
+
+def test_a_connection_that_is_reset_with_the_last_bucket_costs_no_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(phase: str, **_where: Any) -> frozenset[str]:
+        if phase == "staged":
+            raise ConnectionResetError("fault injection")
+        return frozenset()
+
+    monkeypatch.setattr(faults, "at", at)
+    world = World()
+    world.newest(5, 3)
+    for bucket in range(BUCKETS):
+        world.send(3, bucket)
+    world.run(0.1)
+    assert world.applied == [3] and world.server.count("open") == 1
 
 
 def test_worker_that_needs_nothing_applies_at_once() -> None:

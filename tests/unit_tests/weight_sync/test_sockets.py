@@ -61,6 +61,12 @@ def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
     assert len(reasons) == 1 and "reset" in reasons[0]
 
 
+@pytest.mark.parametrize("size", [-1, 1.0, True, "8"])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(wire.ProtocolError, match="a bucket of"):
+        wire.validate({"type": "bucket", "pull": 1, "rank": 0, "bucket": 0, "bytes": size})
+
+
 def test_every_thread_begins_as_told() -> None:
     begun: list[str] = []
     runtime, done = SocketRuntime(lambda: begun.append(threading.current_thread().name)), threading.Semaphore(0)
