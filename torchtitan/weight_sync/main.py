@@ -45,7 +45,7 @@ class Journal:
 
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Queue one line. On the loop's thread."""
-        if self._waiting == MAXIMUM_WAITING:
+        if self._waiting >= MAXIMUM_WAITING:
             self._lost += 1
             logger.error("the disk does not take the journal's lines; one about %s is lost", event)
             return

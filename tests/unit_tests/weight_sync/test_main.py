@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,17 @@ def test_a_disk_that_hangs_costs_lines_and_no_time(tmp_path: Path, monkeypatch: 
     records = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert [record["number"] for record in records if record["event"] == "line"] == [0, 1, 2, 3, 10]
     assert [record["count"] for record in records if record["event"] == "lost_lines"] == [6]
+
+
+def test_a_disk_that_hangs_again_keeps_no_more_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "MAXIMUM_WAITING", 2)
+    waiting: list[Any] = []
+    runtime: Any = SimpleNamespace(work=lambda _lane, _function, done: waiting.append(done))
+    journal = main.Journal(runtime, tmp_path / "journal.jsonl", term=1)
+    for _ in range(3):
+        journal.write("line", {})
+    waiting.pop(0)(None, None)
+    for _ in range(5):
+        journal.write("line", {})
+    # The lost ones are told of together with the first that fits again.
+    assert len(waiting) == 3
