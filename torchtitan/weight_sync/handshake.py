@@ -23,7 +23,7 @@ HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 256
 
 TRAINER, RANK, ACTOR = "trainer", "rank", "actor"
-# An actor that pulls from another one; its name is "parent/child", and its key is told to both by the registry.
+# An actor that pulls from another one, by its own name; its key is derived from the other's, and the registry tells it.
 PEER = "peer"
 # A part of an actor; its name is its number, and its key is derived from the actor's.
 WORKER = "worker"
