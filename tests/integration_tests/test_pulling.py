@@ -24,7 +24,9 @@ from tests.integration_tests.versioned_weights import SHAPES, parameter_values, 
 from tests.patience import PATIENCE_S, until
 from tests.processes import fork, free_ports
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
+from torchtitan.errors import UserError
 from torchtitan.utils.json_lines import read_json_lines
+from torchtitan.weight_sync.disk import FolderOwner
 from torchtitan.weight_sync.facade import WeightSync
 from torchtitan.weight_sync.faults import VARIABLE as FAULTS
 from torchtitan.weight_sync.handshake import ACTOR, role_key
@@ -333,6 +335,20 @@ def test_damaged_files_are_replaced_by_their_bytes_and_a_full_disk_drops_a_versi
     wait_for(lambda: len(list(versions.iterdir())) == 2, "older versions are deleted")
     assert not list(versions.glob("**/.*"))
     assert [line["announced"] for line in actors[0].lines()] == [0, 1, 2, 3, 4]
+
+
+def test_rank_0_owns_the_folder_of_files_until_it_closes(tmp_path: Path) -> None:
+    config = WeightSyncConfig(transport="disk")
+    options: dict[str, Any] = {"epoch": EPOCH, "token": "t", "run_dir": tmp_path, "world_size": 2}
+    first = WeightSync(config, {"p": torch.zeros(8)}, **options)
+    with contextlib.closing(first):
+        with pytest.raises(UserError, match="another job"):
+            FolderOwner(tmp_path / "weights", "another")
+        with contextlib.closing(
+            WeightSync(config, {"p": torch.zeros(8)}, **options, rank=1, registry=first.registry_address)
+        ):
+            pass
+    FolderOwner(tmp_path / "weights", "another").close()
 
 
 @pytest.fixture
