@@ -157,7 +157,7 @@ def test_old_versions_go_the_newest_and_those_that_are_pulled_stay(folder: Folde
     "left", [["rank-00003.safetensors"], [".rank-00002.safetensors-2.tmp"], ["rank-00001.json", "manifest.json"],
              [".model.safetensors-0.tmp", "model.safetensors"], []],
 )  # fmt: skip
-def test_what_an_earlier_job_has_left_goes(folder: Folder, left: list[str]) -> None:
+def test_what_an_earlier_job_has_left_goes(folder: Folder, left: list[str], caplog: pytest.LogCaptureFixture) -> None:
     half_written = folder.path / "e0-crashed" / "version-00000007"
     half_written.mkdir(parents=True)
     for name in left:
@@ -166,7 +166,7 @@ def test_what_an_earlier_job_has_left_goes(folder: Folder, left: list[str]) -> N
     foreign.parent.mkdir(parents=True)
     foreign.write_text("not ours")
     folder.publish(1)
-    assert not half_written.parent.exists() and foreign.exists()
+    assert not half_written.parent.exists() and foreign.exists() and not caplog.records
 
 
 def test_version_of_some_ranks_only_is_no_version(tmp_path: Path) -> None:
