@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from tests.patience import until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,32 @@ def free_ports(count: int) -> int:
                 probes.enter_context(socket.create_server(("127.0.0.1", port)))
             return first
     raise AssertionError(f"no {count} free ports in a row")
+
+
+def status_of(pid: int) -> str:
+    """What the system says that a process does: "dead" where it knows of none any more.
+
+    Asking first whether there is one would leave it time to end in between.
+    """
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_DEAD)
+
+
+def has_ended(pid: int) -> bool:
+    """Also where nobody has asked for its exit code yet."""
+    return status_of(pid) in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+
+
+def started_by(process: psutil.Process, words: str) -> list[psutil.Process]:
+    """All that it has started, and they in turn, whose command has these words. Others may come and go meanwhile."""
+    found = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if words in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 # Importing torch would take longest of all that a small process does.

@@ -20,7 +20,7 @@ from tests.engines.models import END, FP32_TOLERANCE, randomize
 from tests.engines.plugins import install
 from tests.journals import journal_of
 from tests.patience import until
-from tests.processes import Processes
+from tests.processes import Processes, started_by
 from torchtitan.config.job_config import WeightSync as WeightSyncConfig
 from torchtitan.inference.actor_parts import make_client
 from torchtitan.inference.agent.engine import AdminClient
@@ -138,13 +138,9 @@ def training(folder: Path, model: Path, **options: Any) -> Iterator[Trainer]:
         trainer.close()
 
 
-def holding_weights(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """vLLM's workers; where there is one, it may be inside the engine's process."""
-    named = {
-        title: [p for p in processes if title in " ".join(p.cmdline())]
-        for title in ("VLLM::Worker", "VLLM::EngineCore")
-    }
-    return named["VLLM::Worker"] or named["VLLM::EngineCore"]
+def holding_weights(process: psutil.Process) -> list[psutil.Process]:
+    """The workers of a vLLM that it has started; where there is one, it may be inside the engine's process."""
+    return started_by(process, "VLLM::Worker") or started_by(process, "VLLM::EngineCore")
 
 
 class Actor:
@@ -193,8 +189,7 @@ class Actor:
 
     def workers(self) -> list[psutil.Process]:
         """The processes of a vLLM that hold weights."""
-        agent = psutil.Process(self.health()["pid"])
-        return holding_weights(agent.children(recursive=True))
+        return holding_weights(psutil.Process(self.health()["pid"]))
 
 
 def start_actor(

@@ -32,7 +32,7 @@ from tests.engines.job import (
 from tests.engines.models import END, FP32_TOLERANCE
 from tests.engines.plugins import install
 from tests.patience import PATIENCE_S
-from tests.processes import Processes
+from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from torchtitan.inference.client import TOKEN_VARIABLE, ActorClient, ActorHealth, RequestRefused
 from torchtitan.inference.types import TAGS, Completion, GenerateRequest, SamplingParameters
@@ -307,7 +307,8 @@ def test_a_run_trains_through_an_update_that_is_killed(
 
 def kill_in_an_update(run: psutil.Process, log: Path) -> None:
     """Freeze SGLang's scheduler until an update is under way, and kill the server then."""
-    agent, server = (child_of(run, f"torchtitan.inference.{name}") for name in ("agent", "sglang.serve"))
+    agent = started_by(run, "torchtitan.inference.agent")[0]
+    server = started_by(agent, "torchtitan.inference.sglang.serve")[0]
     port = re.findall(r"listening on port (\d+)", log.read_text())[-1]
     address = f"http://127.0.0.1:{port}/weights"
     ask = urllib.request.Request(address, headers={"Authorization": f"Bearer {agent.environ()[TOKEN_VARIABLE]}"})
@@ -330,13 +331,3 @@ def kill_in_an_update(run: psutil.Process, log: Path) -> None:
             part.resume()
         time.sleep(0.2)
     raise AssertionError(f"no update came: {state}")
-
-
-def child_of(run: psutil.Process, module: str) -> psutil.Process:
-    """Among the processes that the run has started, the one that runs this module."""
-    for child in run.children(recursive=True):
-        # Some come and go.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if module in child.cmdline():
-                return child
-    raise AssertionError(f"{module} does not run")

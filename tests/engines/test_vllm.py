@@ -32,7 +32,7 @@ from tests.engines.job import (
 from tests.engines.models import FP32_TOLERANCE
 from tests.engines.two_ranks import check_two_ranks
 from tests.patience import PATIENCE_S
-from tests.processes import Processes
+from tests.processes import Processes, started_by
 from torchtitan.inference.agent.engine import AdminClient
 from torchtitan.inference.engine_server import FOLDER_PREFIX
 from torchtitan.inference.types import Completion
@@ -125,7 +125,7 @@ def test_every_route_asks_for_the_token(server: Server) -> None:
 
 def test_the_engine_unpickles_nothing_whatever_the_environment_says(server: Server) -> None:
     agent = psutil.Process(server.actor.health()["pid"])
-    (engine,) = (child for child in agent.children() if "torchtitan.inference.vllm.serve" in child.cmdline())
+    engine = started_by(agent, "torchtitan.inference.vllm.serve")[0]
     assert [of.environ()["VLLM_ALLOW_INSECURE_SERIALIZATION"] for of in (agent, engine)] == ["1", "0"]
 
 

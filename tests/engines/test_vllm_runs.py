@@ -66,7 +66,7 @@ def test_gpt_oss_of_transformers_trains_with_vllm_though_the_engine_is_killed(
         f"--inference.engine_args.{ONE_PROCESS[0].removeprefix('--')}", ONE_PROCESS[1],
     )  # fmt: skip
     run.wait(lambda: len(run.steps()) >= KILL_AT)
-    (worker,) = holding_weights(run.process.children(recursive=True))
+    (worker,) = holding_weights(run.process)
     worker.send_signal(signal.SIGKILL)
     run.end()
     steps = run.steps()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE_S
+from tests.processes import started_by
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.config.job_config import JobConfig
 from torchtitan.models.decoder import Decoder
@@ -72,10 +73,7 @@ class Run:
         return [event for event in log if event["kind"] == kind and event["actor"] == actor]
 
     def process_of(self, actor: str) -> psutil.Process:
-        for process in psutil.Process().children(recursive=True):
-            if any(f"/{actor}." in part and part.endswith(".port") for part in process.cmdline()):
-                return process
-        raise AssertionError(f"{actor} has no process")
+        return next(one for one in started_by(psutil.Process(), f"/{actor}.") if ".port" in " ".join(one.cmdline()))
 
 
 def make_config(directory: Path) -> tuple[JobConfig, Decoder]:

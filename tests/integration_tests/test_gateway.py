@@ -16,6 +16,7 @@ from tests.engines.job import differences
 from tests.gateways import MAX_CALLS, Behind, client, make_config, play_both_ways, playing
 from tests.integration_tests.recording_actor import RECORD
 from tests.patience import asynchronous, eventually
+from tests.processes import started_by
 from tests.roundings import forward_rounding
 from torchtitan.inference import actor_parts
 from torchtitan.inference.types import Branch
@@ -211,7 +212,7 @@ async def test_what_goes_wrong_is_said_and_told_apart(model: Path, tmp_path: Pat
         assert (await behind.gateway.end("faults")).failed == 1
 
         # The gateway itself.
-        (child,) = [one for one in psutil.Process().children() if "torchtitan.rollout.gateway.server" in one.cmdline()]
+        (child,) = started_by(psutil.Process(), "torchtitan.rollout.gateway.server")
         child.kill()
         with pytest.raises(GatewayLost):
             await behind.gateway.end("again")

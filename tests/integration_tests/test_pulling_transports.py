@@ -20,7 +20,7 @@ import torch
 from tests.integration_tests.test_pulling import EPOCH, ActorProcess, Job, start, wait_for
 from tests.integration_tests.versioned_weights import version_held
 from tests.patience import PATIENCE_S
-from tests.processes import ROOT, free_ports
+from tests.processes import ROOT, free_ports, has_ended, status_of
 from torchtitan.weight_sync import device_slots, publisher, shard_server
 from torchtitan.weight_sync.actor import Actor
 from torchtitan.weight_sync.device_slots import DeviceSlots
@@ -54,7 +54,8 @@ def test_actor_that_stops_half_way_costs_the_others_nothing(
     job.publish()
 
     def stopped() -> bool:
-        return not victim.process.is_alive() or psutil.Process(victim.process.pid).status() == psutil.STATUS_STOPPED
+        assert victim.process.pid is not None
+        return has_ended(victim.process.pid) or status_of(victim.process.pid) == psutil.STATUS_STOPPED
 
     wait_for(stopped, "it stops in the midst of version 1")
     job.served_by(healthy)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Processes
+from tests.processes import Processes, started_by
 from tests.runs import RUN_SECONDS, Run
 from tests.unit_tests.report.trace_format import check_trace
 from torchtitan.report.metrics import REQUIRED_KEYS
@@ -74,8 +74,7 @@ def story(debug_checkpoint: Path, module_processes: Processes, tmp_path_factory:
     run.wait(lambda: len(run.steps()) >= 2)
     run_dir = run.folder
     run.wait(lambda: len(run.events("actor_ready")) == 2)
-    children = run.process.children(recursive=True)
-    next(child for child in children if "torchtitan.inference.embedded" in child.cmdline()).kill()
+    started_by(run.process, "torchtitan.inference.embedded")[0].kill()
     run.wait(lambda: len(run.events("actor_ready")) == 3)
     folder = run_dir / "checkpoint"
     run.wait(lambda: len(whole_steps(folder)) > 1)

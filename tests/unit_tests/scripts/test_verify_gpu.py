@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from scripts.verify_gpu import read_checks
 from tests.patience import PATIENCE_S, until
+from tests.processes import has_ended
 
 ROOT = Path(__file__).resolve().parents[3]
 CHECKS = """
@@ -90,7 +90,7 @@ def test_checks_run_in_order_and_only_what_failed_runs_again(tmp_path: Path) -> 
     # Nothing of a check that was late is left.
     sleeper = int((tmp_path / "sleeper").read_text())
     # Killed; who takes the place of its parent may not have asked for its exit code yet.
-    until(lambda: not psutil.pid_exists(sleeper) or psutil.Process(sleeper).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(sleeper))
 
     verify(tmp_path, "--only", "first", "silent")
     assert (tmp_path / "first").read_text() == "ran\n"

@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.patience import PATIENCE_S, until
+from tests.processes import has_ended
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import ChildProcess, child_environment
 
@@ -40,7 +40,7 @@ def wait_for_numbers(path: Path) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    return bool(until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE))
+    return bool(until(lambda: has_ended(pid)))
 
 
 def test_a_stubborn_process_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
