@@ -153,7 +153,6 @@ class Registry:
         self._ranks[rank] = Rank(channel, fields["address"], self._runtime.now())
         channel.on_message, channel.on_close = partial(self._on_rank_message, rank), partial(self._on_rank_lost, rank)
         channel.send(self._live())
-        self._changed()
 
     def _on_rank_lost(self, rank: int, channel: Channel, reason: str) -> None:
         if self._ranks[rank].channel is channel:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tests.patience import PATIENCE_S
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import faults
-from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file
+from torchtitan.weight_sync.disk import Catalogue, FolderOwner, SlotFiles, read_file, replace_file
 from torchtitan.weight_sync.layout_tables import ShardTable
 from torchtitan.weight_sync.manifest import Layout, Manifest, bucket_checksum, content_digest
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
@@ -190,6 +190,16 @@ def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatc
     assert not list(folder.path.glob(f"{EPOCH}/version-00000002/*"))
     folder.publish(2)
     assert read_weights(folder.path / "latest").version == 2
+
+
+def test_file_has_its_name_once_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power leaves the file before, or the whole new one."""
+    target, done = tmp_path / "file", list[Any]()
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.fstat(file).st_ino), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
+    replace_file(target, lambda file: file.write(b"new"), 1)
+    assert done == [target.stat().st_ino, "named", tmp_path.stat().st_ino] and target.read_bytes() == b"new"
 
 
 def test_what_is_no_version_of_a_job_stays(folder: Folder) -> None:

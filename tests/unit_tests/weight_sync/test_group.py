@@ -15,7 +15,7 @@ from torchtitan.weight_sync.group import Leader, LedPuller, Outcome
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, Manifest, WeightsRefused
 from torchtitan.weight_sync.puller import Served
-from torchtitan.weight_sync.wire import Message
+from torchtitan.weight_sync.wire import Channel, Message
 
 WORKERS = 2
 KEY = role_key(TOKEN, ACTOR, "a")
@@ -230,6 +230,23 @@ def test_what_a_worker_finds_torn_is_served_by_none() -> None:
     group.run(5.0)
     assert group.leader.applied == applied + 1 and job.registry.actors["a"].version == 0
     group.close()
+
+
+def test_strangers_are_hung_up_on_at_the_end() -> None:
+    """Also those who have not said yet who they are: their calls would wait until a deadline."""
+    job, group = serving()
+    stranger, told = Process(job.machine, "stranger"), list[str]()
+
+    def opened(channel: Channel) -> None:
+        channel.on_message = lambda _channel, message: told.append(message["type"])
+        channel.on_close = lambda _channel, _reason: told.append("closed")
+
+    stranger.runtime.dial(group.address, opened, told.append)
+    group.run(0.5)
+    assert told == ["challenge"]
+    group.close()
+    job.machine.run(job.machine.now + 0.5)
+    assert told == ["challenge", "closed"]
 
 
 def test_versions_of_other_numbers_are_not_applied() -> None:

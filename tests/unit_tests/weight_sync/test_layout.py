@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.weight_sync import layout_tables
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, LayoutError, check_coverage, merge_layouts
 from torchtitan.weight_sync.plan import Placed, PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
@@ -193,6 +194,16 @@ def test_malformed_tables_are_refused(damage: dict[str, Any]) -> None:
     Layout.from_json(data)
     data["ranks"][0].update(damage)
     with pytest.raises(LayoutError, match="malformed"):
+        Layout.from_json(data)
+
+
+def test_column_of_too_many_rows_is_not_even_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed, a billion of them is a megabyte."""
+    data = layout_of([ParameterEntry("w", "float32", (4,))], [[(0, Box((i,), (1,))) for i in range(4)]]).to_json()
+    monkeypatch.setattr(layout_tables, "_MOST_ROWS", 4)
+    Layout.from_json(data)
+    monkeypatch.setattr(layout_tables, "_MOST_ROWS", 3)
+    with pytest.raises(LayoutError, match="cut off or too long"):
         Layout.from_json(data)
 
 

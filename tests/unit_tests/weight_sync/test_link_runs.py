@@ -77,6 +77,9 @@ class LinkedServer(ShardServer):
         named |= {"refer": None, "make_link": partial(SimLink, runtime, slots)}
         super().__init__(runtime, slots, *arguments, **named)
 
+    def read(self, serial: int, rank: int, bucket: int, base: int | None) -> Any:
+        raise Violation(f"bucket {bucket} goes over the channel, though it has a link")
+
 
 class LinkedEngine:
     def __init__(self, actor: Actor):

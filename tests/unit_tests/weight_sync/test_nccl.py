@@ -131,7 +131,11 @@ def test_actor_whose_machine_is_gone_without_a_word_is_not_waited_for_without_en
     assert sent.wait(PATIENCE_S)
 
 
-def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(make_pair: Callable[..., Pair]) -> None:
+def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted, abort = list[int](), nccl.Communicator.abort
+    monkeypatch.setattr(nccl.Communicator, "abort", lambda end: (aborted.append(id(end)), abort(end))[1])
     pair = make_pair(timeout_s=0.5)
     reference, _ = pair.send(bytes(BUCKET))
     pair.fetch(reference)
@@ -140,6 +144,8 @@ def test_chunk_that_is_not_taken_ends_the_channel_at_its_deadline(make_pair: Cal
     pair.sender.heard({"type": "credit", "link": reference["link"]})
     assert "Timed out" in pair.to_actor.reasons.get(timeout=PATIENCE_S)
     assert sent.wait(PATIENCE_S)
+    # Nothing reads the slot any more: with NCCL that takes an abort.
+    assert id(pair.sender._communicator) in aborted
     # What is asked of the other end is answered, too, and its channel ends.
     with pytest.raises(ConnectionError):
         pair.fetch(reference)

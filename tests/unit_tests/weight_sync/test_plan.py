@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
+from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import servers, wire
+from torchtitan.weight_sync.layout_tables import Box
 from torchtitan.weight_sync.manifest import LayoutError, Manifest, bucket_checksum, content_digest
-from torchtitan.weight_sync.plan import Placed, Sharded, placed_parameters, unique_parameters
+from torchtitan.weight_sync.plan import LocalTensors, Placed, Sharded, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState
@@ -197,3 +199,29 @@ def test_placements_are_read_as_they_are(rank: int, coordinate: tuple[int, ...] 
     finally:
         dist.destroy_process_group()
     assert (name, placed) == ("w", Placed((3, 4), (2, 2), coordinate, (Sharded(1), None)))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parts_of_a_stack_are_sent_by_their_place_in_it(sharded: bool) -> None:
+    """Four experts, of which a rank has two: an expert's part is found among those that it has."""
+    stack = torch.arange(4 * 6 * 2).float().view(4, 6, 2)
+    parts = [(expert, rows) for expert in range(4) for rows in [(0, 2), (2, 6), None]]
+    expected = {(expert, rows): stack[expert][slice(*(rows or (None,)))] for expert, rows in parts}
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+        held: torch.Tensor = stack
+        if sharded:
+            held = DTensor.from_local(
+                stack[2:], mesh, [Shard(0)], run_check=False, shape=stack.shape, stride=(12, 2, 1)
+            )
+        named = {str(part): StackPart(held, *part) for part in parts if part[0] >= 2 or not sharded}
+        placed, local = placed_parameters(named), LocalTensors(list(named.values())).now()
+        layout = plan_rank(placed, 1 if sharded else 0, "float32", 64)
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(one, expected[part]) for one, part in zip(local, parts[-len(local) :], strict=True))
+    entries = {entry.name: entry.shape for entry in layout.parameters}
+    assert entries == {name: tuple(part.shape) for name, part in named.items()}
+    boxes = [Box(shard.offset, shard.shape) for shard in layout.ranks[0]]
+    assert boxes == [Box((0,) * len(shape), shape) for shape in entries.values()]

@@ -313,6 +313,9 @@ def test_bucket_of_a_pull_that_is_over_is_not_written() -> None:
     before = bytes(world.staging)
     world.server.say("bucket", bucket_of(0, 0), pull=1, rank=0, bucket=0)
     assert bytes(world.staging) == before and not world.machine.protocol_errors
+    # One more may be on its way where only a reference comes, and what it leads to is left alone: the channel is good.
+    world.server.say("bucket", pull=1, rank=0, bucket=1, reference={"slot": 0})
+    assert not world.server.channels[-1].closed and world.server.count("open") == 2
 
 
 def test_pull_that_stands_still_asks_again_over_a_new_channel() -> None:

@@ -8,6 +8,7 @@ import errno
 import gc
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -78,6 +79,22 @@ def test_every_thread_begins_as_told() -> None:
     runtime.stop()
     thread.join(PATIENCE_S)
     assert sorted(begun) == ["checksums", "fetch", "loop"]
+
+
+def test_work_that_has_begun_is_waited_for_at_the_end() -> None:
+    runtime, begun, results = SocketRuntime(), threading.Event(), list[Any]()
+
+    def slow() -> str:
+        begun.set()
+        time.sleep(0.3)
+        return "done"
+
+    runtime.work("checksums", slow, lambda result, _error: results.append(result))
+    runtime.stop()
+    runtime.run()
+    assert begun.wait(PATIENCE_S) and not results
+    runtime.finish_work("checksums", time.monotonic() + PATIENCE_S)
+    assert results == ["done"]
 
 
 @contextlib.contextmanager
