@@ -413,7 +413,6 @@ class Registry:
         """What the trainer is told of everything."""
         return {
             "type": "status",
-            "epoch": self.epoch,
             "newest": None if self.newest is None else self.newest.version,
             "dropped": [[serial, version] for serial, version in self._dropped.items()],
             "pinned": self._pinned,

@@ -192,7 +192,9 @@ def test_full_disk_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatc
     assert read_weights(folder.path / "latest").version == 2
 
 
-def test_file_has_its_name_once_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_has_its_name_once_its_bytes_are_on_the_disk(
+    tmp_path: Path, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A loss of power leaves the file before, or the whole new one."""
     target, done = tmp_path / "file", list[Any]()
     fsync, replace = os.fsync, os.replace
@@ -200,6 +202,10 @@ def test_file_has_its_name_once_its_bytes_are_on_the_disk(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("named"), replace(*names)))
     replace_file(target, lambda file: file.write(b"new"), 1)
     assert done == [target.stat().st_ino, "named", tmp_path.stat().st_ino] and target.read_bytes() == b"new"
+    # So is what leads to the newest version.
+    folder.publish(1)
+    after = done[len(done) - done[::-1].index("named") :]
+    assert after == [folder.path.stat().st_ino] and read_weights(folder.path / "latest").version == 1
 
 
 def test_what_is_no_version_of_a_job_stays(folder: Folder) -> None:

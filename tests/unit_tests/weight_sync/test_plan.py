@@ -92,6 +92,7 @@ def test_publisher_never_blocks_on_a_dead_shard_server() -> None:
     assert not publisher.reserve()
     for serial in range(20000):
         publisher.fail(2, serial + 3)
+    assert publisher.slots.failed[-1] == (20002, 2), "of which the shard server tells"
     # More rings than the bell holds: those that found no room are gone, and nobody waited for room.
     assert 0 < len(publisher.server_bell.recv(20000)) < 20000
     publisher.server_bell.close()
@@ -201,27 +202,28 @@ def test_placements_are_read_as_they_are(rank: int, coordinate: tuple[int, ...] 
     assert (name, placed) == ("w", Placed((3, 4), (2, 2), coordinate, (Sharded(1), None)))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_parts_of_a_stack_are_sent_by_their_place_in_it(sharded: bool) -> None:
-    """Four experts, of which a rank has two: an expert's part is found among those that it has."""
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_parts_of_a_stack_are_sent_by_their_place_in_it(rank: int | None) -> None:
+    """Four experts, of which each of two ranks has two, or one rank all: a part is found among those that it has."""
     stack = torch.arange(4 * 6 * 2).float().view(4, 6, 2)
     parts = [(expert, rows) for expert in range(4) for rows in [(0, 2), (2, 6), None]]
     expected = {(expert, rows): stack[expert][slice(*(rows or (None,)))] for expert, rows in parts}
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    held = parts if rank is None else parts[6 * rank : 6 * rank + 6]
+    dist.init_process_group("fake", rank=rank or 0, world_size=2, store=FakeStore())
     try:
-        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
-        held: torch.Tensor = stack
-        if sharded:
-            held = DTensor.from_local(
-                stack[2:], mesh, [Shard(0)], run_check=False, shape=stack.shape, stride=(12, 2, 1)
-            )
-        named = {str(part): StackPart(held, *part) for part in parts if part[0] >= 2 or not sharded}
-        placed, local = placed_parameters(named), LocalTensors(list(named.values())).now()
-        layout = plan_rank(placed, 1 if sharded else 0, "float32", 64)
+        mesh, tensor = DeviceMesh("cpu", torch.arange(2), _init_backend=False), stack
+        if rank is not None:
+            shape, stride = stack.shape, stack.stride()
+            local = stack[2 * rank : 2 * rank + 2]
+            tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        found = LocalTensors([StackPart(tensor, *part) for part in held]).now()
+        placed = placed_parameters({str(part): StackPart(tensor, *part) for part in parts})
+        layout = plan_rank(placed, rank or 0, "float32", 64)
     finally:
         dist.destroy_process_group()
-    assert all(torch.equal(one, expected[part]) for one, part in zip(local, parts[-len(local) :], strict=True))
-    entries = {entry.name: entry.shape for entry in layout.parameters}
-    assert entries == {name: tuple(part.shape) for name, part in named.items()}
-    boxes = [Box(shard.offset, shard.shape) for shard in layout.ranks[0]]
-    assert boxes == [Box((0,) * len(shape), shape) for shape in entries.values()]
+    assert all(torch.equal(one, expected[part]) for one, part in zip(found, held, strict=True))
+    assert {entry.name: entry.shape for entry in layout.parameters} == {
+        str(part): tuple(one.shape) for part, one in expected.items()
+    }
+    sent = [(parts[shard.parameter], Box(shard.offset, shard.shape)) for shard in layout.ranks[0]]
+    assert sent == [(part, Box((0, 0), tuple(expected[part].shape))) for part in held]
