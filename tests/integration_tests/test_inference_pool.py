@@ -265,22 +265,6 @@ async def test_a_server_that_refuses_our_token_later_is_evicted_for_that(tmp_pat
             await eventually(ready(pool, 1))
 
 
-def test_actors_are_pinned_from_the_last_core_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.inference.placement.usable_cores", lambda: [0, 1, 4, 5, 6, 7])
-
-    def cores(number: int, **inference: Any) -> str:
-        command = actor_parts.actor_command(make_config(**inference), Path("port"), number)
-        return command[command.index("--cores") + 1] if "--cores" in command else ""
-
-    assert [cores(number, pin_cores=True, threads_per_actor=2) for number in (0, 1)] == ["6,7", "4,5"]
-    assert [cores(number, pin_cores=True) for number in (0, 1)] == ["5,6,7", "0,1,4"]
-    assert cores(0) == ""
-    with pytest.raises(
-        UserError, match="needs 8 cores .inference.num_actors 2 × 4 threads each., and this job may use 6"
-    ):
-        cores(0, pin_cores=True, threads_per_actor=4)
-
-
 @asynchronous
 async def test_an_actor_whose_engine_hangs_is_taken_out_until_it_moves(tmp_path: Path) -> None:
     hang = tmp_path / "hang"

@@ -28,6 +28,8 @@ GONE_KEYS: dict[str, str] = {
     "weight_sync.full_every": "a version is sent in full where an actor does not hold the one before",
     "weight_sync.offer_timeout_s": "actors ask for versions themselves",
     "weight_sync.evict_after_versions": "slow actors hold nothing up; see weight_sync.lease_s",
+    "rollout.gate_on": "the gate looks at a sample's oldest token",
+    "inference.pin_cores": "start servers on cores of their own (taskset), and name them in inference.servers",
 }
 """A key that has no meaning any more -> why; it is passed over for now, and a line says so"""
 PLACE = "command line"

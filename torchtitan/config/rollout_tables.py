@@ -74,9 +74,6 @@ class Rollout:
     max_staleness: Annotated[int, Range(0, 8)] = 2
     """A sample is admitted if trainer version − its oldest token's version is at most this; 0 to 8"""
 
-    gate_on: Literal["oldest", "mean"] = "oldest"
-    """Which token version the staleness gate looks at"""
-
     max_groups_in_flight: CountOrZero = 0
     """Groups being generated or waiting for the trainer; 0 derives it from the batch and max_staleness"""
 
@@ -249,9 +246,6 @@ class Inference:
 
     threads_per_actor: CountOrZero = 0
     """CPU threads of one actor; 0 decides from the cores"""
-
-    pin_cores: bool = False
-    """Keep each started actor on cores of its own, from the last one down; for trainers that compute on other cores"""
 
     max_sequences: Count = 256
     """Sequences that one actor generates at a time"""

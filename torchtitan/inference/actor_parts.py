@@ -30,7 +30,7 @@ from torchtitan.inference.client import (
     base_url,
     check_completions,
 )
-from torchtitan.inference.placement import actor_cores, engine_devices, threads_per_actor
+from torchtitan.inference.placement import engine_devices, threads_per_actor
 from torchtitan.inference.types import Capabilities, Completion, GenerateRequest, ScoredTokens, Tag
 from torchtitan.utils.child_process import ChildProcess, child_environment
 from torchtitan.utils.json_lines import actor_file
@@ -51,7 +51,7 @@ def actor_command(config: JobConfig, port_file: Path, number: int = 0) -> list[s
     before it got its first weights version. Raises UserError where it cannot be started here."""
     backend = config.inference.backend
     if backend == "embedded":
-        return embedded_command(config, port_file, number)
+        return embedded_command(config, port_file)
     return agent_command(backend, config, port_file, number)
 
 
@@ -94,20 +94,18 @@ def cache_megabytes(config: JobConfig) -> int:
     return max(1, psutil.virtual_memory().available // (2 * max(1, config.inference.num_actors)) // 2**20)
 
 
-def embedded_command(config: JobConfig, port_file: Path, number: int = 0) -> list[str]:
-    """The command line of embedded actor `number`, which reports its port in `port_file` and serves nothing before it
-    got its first weights version. Raises UserError where its cores are not there."""
+def embedded_command(config: JobConfig, port_file: Path) -> list[str]:
+    """The command line of an embedded actor, which reports its port in `port_file` and serves nothing before it got its
+    first weights version."""
     inference = config.inference
-    command = [
+    return [
         *shared_command("torchtitan.inference.embedded", config, port_file),
         "--cache-mb", str(cache_megabytes(config)),
         "--threads", str(threads_per_actor(inference)),
         "--verify-every", str(config.weight_sync.verify_every if verification(config) == "digest" else 0),
         "--require-version",
+        *(["--exact"] if inference.exact else []),
     ]  # fmt: skip
-    if inference.pin_cores:
-        command += ["--cores", ",".join(map(str, actor_cores(inference, number)))]
-    return [*command, "--exact"] if inference.exact else command
 
 
 class EmbeddedClient(ActorClient):

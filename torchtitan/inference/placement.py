@@ -31,25 +31,6 @@ def threads_per_actor(config: Inference) -> int:
     return config.threads_per_actor or max(1, len(usable_cores()) // max(1, config.num_actors))
 
 
-def actor_cores(config: Inference, number: int) -> list[int]:
-    """The cores of started actor `number` (from 0) under inference.pin_cores: one per thread, from the last core down.
-
-    Raises:
-        UserError: there are not that many, or the platform cannot pin. The message is what pin_cores needs.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        raise UserError("needs a platform that can pin processes to cores, such as Linux")
-    threads, cores = threads_per_actor(config), usable_cores()
-    wanted = threads * config.num_actors
-    if wanted > len(cores):
-        raise UserError(
-            f"needs {wanted} cores (inference.num_actors {config.num_actors} × {threads} threads each), and this job "
-            f"may use {len(cores)}: lower inference.threads_per_actor or inference.num_actors"
-        )
-    end = len(cores) - number * threads
-    return cores[end - threads : end]
-
-
 def visible_devices() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
     named = os.environ.get(CUDA_VARIABLE)

@@ -12,7 +12,6 @@ from torchtitan.config.values import show
 from torchtitan.errors import UserError
 from torchtitan.inference.agent.client import find_python
 from torchtitan.inference.agent.engine import load_engine
-from torchtitan.inference.placement import actor_cores
 from torchtitan.preflight.check import Check
 from torchtitan.utils.machine import has_gpu, is_loopback
 
@@ -71,11 +70,6 @@ def check_inference(check: Check) -> None:
     if config.grpo.routing_replay:
         _check_replay(check)
     refuse("inference.host", not inference.host.strip(), "must be an address of this machine, such as 127.0.0.1")
-    if inference.pin_cores and not inference.servers and has_engines(config) and inference.mode == "server":
-        try:
-            actor_cores(inference, 0)
-        except UserError as error:
-            refuse("inference.pin_cores", True, str(error))
     _check_transport(check)
     text = f"must be greater than inference.health_interval_s = {inference.health_interval_s:g}"
     refuse("inference.health_timeout_s", inference.health_timeout_s <= inference.health_interval_s, text)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
@@ -25,7 +25,6 @@ from torchtitan.rollout.types import Batch, Group, Prompt, Sample, Trajectory
 
 logger = logging.getLogger(__name__)
 
-GateOn = Literal["oldest", "mean"]
 # Fewest samples of a group that still give an advantage.
 SMALLEST_GROUP = 2
 # Rewards closer together than this count as equal.
@@ -36,23 +35,9 @@ MOST_SPARES = 8.0
 BATCHES_WITHOUT_REWARD = 4
 
 
-def sample_version(spans: Sequence[VersionSpan], gate_on: GateOn = "oldest") -> float:
-    """The version of a sample's oldest token, or the mean version of its tokens.
-
-    Raises:
-        ValueError: a sample without tokens.
-    """
-    tokens = sum(span.end - span.start for span in spans)
-    if tokens == 0:
-        raise ValueError("a sample without tokens has no version")
-    if gate_on == "oldest":
-        return min(span.version for span in spans)
-    return sum(span.version * (span.end - span.start) for span in spans) / tokens
-
-
-def group_version(group: Group, gate_on: GateOn = "oldest") -> float:
-    """The version that the staleness gate holds against a group: that of its stalest sample."""
-    return min(sample_version(sample.spans, gate_on) for sample in group.samples)
+def sample_version(spans: Sequence[VersionSpan]) -> int:
+    """The version of a sample's oldest token. Raises ValueError for a sample without tokens."""
+    return min(span.version for span in spans if span.end > span.start)
 
 
 @dataclass
@@ -183,7 +168,7 @@ class RolloutFlow:
         self._running = False
         self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._ready: dict[int, Group] = {}
-        self._sampled_at: dict[int, float] = {}
+        self._sampled_at: dict[int, int] = {}
         self._redo: list[int] = []
         self._survival = 1.0
         self._without_reward = 0
@@ -379,7 +364,8 @@ class RolloutFlow:
 
     def _add(self, group: Group) -> None:
         self._ready[group.prompt_index] = group
-        self._sampled_at[group.prompt_index] = group_version(group, self._config.rollout.gate_on)
+        # The staleness gate looks at the stalest sample.
+        self._sampled_at[group.prompt_index] = min(sample_version(sample.spans) for sample in group.samples)
 
     def _remove(self, index: int) -> Group:
         del self._sampled_at[index]

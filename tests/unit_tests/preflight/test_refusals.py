@@ -158,10 +158,6 @@ IN_THE_FILE: dict[str, list[str]] = {
         "takes a table",
     ],
     "[weight_sync]\napply_timeout_s = inf\n": ["weight_sync.apply_timeout_s = inf"],
-    "[inference]\npin_cores = true\nnum_actors = 3\nthreads_per_actor = 1000\n": [
-        "inference.pin_cores = true",
-        "needs 3000 cores (inference.num_actors 3 × 1000 threads each)",
-    ],
 }
 
 

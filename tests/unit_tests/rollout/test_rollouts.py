@@ -412,12 +412,6 @@ def test_nothing_is_generated_ahead_by_actors_that_sleep_meanwhile() -> None:
         assert {version for _, version in actors.served[BATCH_GROUPS:]} == {1}
 
 
-def test_the_mean_version_weighs_tokens() -> None:
-    spans = [VersionSpan("e", 3, 0, 1), VersionSpan("e", 5, 1, 4)]
-    assert sample_version(spans, "oldest") == 3
-    assert sample_version(spans, "mean") == 4.5
-
-
 @given(st.integers(1, 8), st.integers(0, 4), st.integers(0, 20), st.booleans(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_pace_never_asks_for_a_version_that_does_not_exist_or_is_too_old(

@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 
-from torchtitan.errors import UserError
 from torchtitan.inference.actor_main import actor_parser, announce, check_shared, run_actor, set_on_signal
 from torchtitan.inference.client import base_url
 from torchtitan.utils.machine import usable_cores
@@ -21,7 +20,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=0, help=length_help)
     parser.add_argument("--cache-mb", type=int, default=0, help="memory limit of the KV cache; 0: half of what is free")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: all of this process's cores")
-    parser.add_argument("--cores", help="cores to run on, such as 0 or 2,3")
     parser.add_argument("--exact", action="store_true", help="rescore finished completions with the trainer's forward")
     verify_help = "versions from one check of the weights in use against the trainer's checksums to the next; 0: none"
     parser.add_argument("--verify-every", type=int, default=1, help=verify_help)
@@ -33,15 +31,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def pin(cores: str | None, threads: int) -> int:
-    """Restrict this process to cores and threads; returns the number of threads."""
-    if cores:
-        if not hasattr(os, "sched_setaffinity"):
-            raise UserError("--cores: this platform cannot pin a process to cores")
-        try:
-            os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-        except (ValueError, OSError) as error:
-            raise UserError(f"--cores {cores}: {error}") from None
+def restrict(threads: int) -> int:
+    """Have this process compute with so many threads, 0: as many as it has cores; returns their number."""
     threads = threads or len(usable_cores())
     # Read when numpy and torch are first imported.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -87,7 +78,7 @@ async def serve(arguments: argparse.Namespace, threads: int) -> int:
 def main(argv: list[str]) -> int:
     """Run the server; returns the exit code."""
     arguments = parse_arguments(argv)
-    return run_actor(arguments, lambda: serve(arguments, pin(arguments.cores, arguments.threads)))
+    return run_actor(arguments, lambda: serve(arguments, restrict(arguments.threads)))
 
 
 if __name__ == "__main__":
