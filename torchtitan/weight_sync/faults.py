@@ -54,6 +54,8 @@ PHASES: dict[str, tuple[frozenset[str], set[str]]] = {
 # Where a fault names no phase.
 _USUAL_PHASE = {"drop": "send", "corrupt": "send", "reset": "send", "throttle": "send", "full_disk": "write"}
 _LONGEST_SECONDS = 86400.0
+_USUAL_KEYS = {"times", "probability"}
+_OWN_KEYS = {"throttle": {"bytes_per_s"}, "delay": _USUAL_KEYS | {"seconds"}, "freeze": _USUAL_KEYS | {"seconds"}}
 
 
 def _versions(text: str) -> tuple[int, float]:
@@ -98,50 +100,41 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """Read `action:key=value,…`. Raises FaultError."""
-        action, _, arguments = text.strip().partition(":")
-        if action not in ACTIONS:
-            raise FaultError(f"{text!r}: there is no action {action!r}, only {', '.join(ACTIONS)}")
+        text = text.strip()
+
+        def refuse(when: bool, why: object) -> None:
+            if when:
+                raise FaultError(f"{text!r}: {why}")
+
+        action, _, arguments = text.partition(":")
+        refuse(action not in ACTIONS, f"there is no action {action!r}, only {', '.join(ACTIONS)}")
         values: dict[str, str] = {}
         for pair in filter(None, arguments.split(",")):
-            key, equals, value = pair.partition("=")
-            if not equals or not value or key.strip() in values:
-                raise FaultError(f"{text!r}: {pair!r} is not a key=value that was not there before")
-            values[key.strip()] = value.strip()
+            key, equals, value = (part.strip() for part in pair.partition("="))
+            refuse(not equals or not value or key in values, f"{pair!r} is not a key=value that was not there before")
+            values[key] = value
         phase = values.pop("phase", _USUAL_PHASE.get(action, ""))
-        if phase not in PHASES:
-            raise FaultError(f"{text!r}: phase must be one of {', '.join(PHASES)}")
-        if action not in PHASES[phase][0]:
-            able = [name for name, (actions, _) in PHASES.items() if action in actions]
-            raise FaultError(f"{text!r}: {action} happens in phase {' or '.join(able)}, not in {phase}")
-        return cls._with_values(text.strip(), action, phase, values)
-
-    @classmethod
-    def _with_values(cls, text: str, action: str, phase: str, values: dict[str, str]) -> Fault:
-        own = {"bytes_per_s"} if action == "throttle" else {"times", "probability"}
-        allowed = PHASES[phase][1] | own | {"name"} | ({"seconds"} if action in ("delay", "freeze") else set())
-        if action == "throttle":
-            allowed -= {"bucket"}
+        refuse(phase not in PHASES, f"phase must be one of {', '.join(PHASES)}")
+        able = [name for name, (actions, _) in PHASES.items() if action in actions]
+        refuse(phase not in able, f"{action} happens in phase {' or '.join(able)}, not in {phase}")
+        # The name tells equal faults apart, as texts.
+        keys = {"name"} | ((PHASES[phase][1] - {"bucket"}) if action == "throttle" else PHASES[phase][1])
+        keys |= _OWN_KEYS.get(action, _USUAL_KEYS)
         for key in values:
-            if key not in allowed:
-                raise FaultError(
-                    f"{text!r}: {action} in phase {phase} takes {', '.join(sorted(allowed))}, but no {key}"
-                )
-        values.pop("name", None)  # it tells equal faults apart, as texts
+            refuse(key not in keys, f"{action} in phase {phase} takes {', '.join(sorted(keys))}, but no {key}")
+        values.pop("name", None)
         try:
             given = {key: _READ[key](value) for key, value in values.items()}
-            times = given.pop("times", None if "probability" in given else 1)
-            fault = cls(text, action, phase, given.pop("version", (0, float("inf"))), times=times, **given)
         except ValueError as error:
             raise FaultError(f"{text!r}: {error}") from error
-        counted = fault.times is None or fault.times >= 1
-        if not 0 <= fault.probability <= 1 or not 0 <= fault.seconds <= _LONGEST_SECONDS or not counted:
-            raise FaultError(
-                f"{text!r}: probability must be 0 to 1, seconds 0 to {_LONGEST_SECONDS:g}, times at least 1"
-            )
-        if action == "throttle" and fault.bytes_per_s < 1:
-            raise FaultError(f"{text!r}: throttle needs bytes_per_s of at least 1")
-        if action == "delay" and fault.seconds == 0:
-            raise FaultError(f"{text!r}: delay needs seconds of more than 0")
+        times = given.pop("times", None if "probability" in given else 1)
+        fault = cls(text, action, phase, given.pop("version", (0, float("inf"))), times=times, **given)
+        possible = (
+            0 <= fault.probability <= 1 and 0 <= fault.seconds <= _LONGEST_SECONDS and (times is None or times >= 1)
+        )
+        refuse(not possible, f"probability must be 0 to 1, seconds 0 to {_LONGEST_SECONDS:g}, times at least 1")
+        refuse(action == "throttle" and fault.bytes_per_s < 1, "throttle needs bytes_per_s of at least 1")
+        refuse(action == "delay" and fault.seconds == 0, "delay needs seconds of more than 0")
         return fault
 
     def matches(self, place: Place) -> bool:
