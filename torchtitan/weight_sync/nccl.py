@@ -60,15 +60,12 @@ class Poller:
         self._begin_thread = begin_thread
         self._waiting: dict[Future[bool], Callable[[], bool]] = {}
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=self._run, name="nccl-events", daemon=True).start()
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """Block until over() is true, or has raised (which this raises); False where that takes longer."""
         found: Future[bool] = Future()
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nccl-events", daemon=True)
-                self._thread.start()
             self._waiting[found] = over
             self._changed.notify()
         concurrent.futures.wait([found], seconds)
@@ -153,24 +150,20 @@ class Communicator:
     """One of two ends. Used by one thread, apart from give_up()."""
 
     _group: Any
+    _stream: torch.cuda.Stream | None = None
 
     def __init__(self, rank: int):
         self._peer = 1 - rank
 
     def send(self, tensor: torch.Tensor) -> Pending:
         """Launch the sending of a one-dimensional uint8 tensor."""
-        with self._launching():
+        with _broken_for(), torch.cuda.stream(self._stream):
             return partial(self._wait, self._group.send([tensor], self._peer, 0))
 
     def receive(self, tensor: torch.Tensor) -> Pending:
         """Post the receiving of one of the same size."""
-        with self._launching():
+        with _broken_for(), torch.cuda.stream(self._stream):
             return partial(self._wait, self._group.recv([tensor], self._peer, 0))
-
-    @contextlib.contextmanager
-    def _launching(self) -> Iterator[None]:
-        with _broken_for():
-            yield
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
         raise NotImplementedError
@@ -226,11 +219,6 @@ class NcclCommunicator(Communicator):
         self._group.eager_connect_single_device(where)
         self.where, self._stream = where, torch.cuda.Stream(where, priority=0)
         self._given_up = threading.Event()
-
-    @contextlib.contextmanager
-    def _launching(self) -> Iterator[None]:
-        with _broken_for(), torch.cuda.stream(self._stream):
-            yield
 
     def _wait(self, work: dist.Work, seconds: float) -> None:
         # Not Work.wait(): that holds a stream, not this thread. Errors of the peer show here or at the deadline, and
@@ -372,21 +360,17 @@ class SendingLink:
             self._communicator.abort()
 
     def _send(self, memory: torch.Tensor) -> None:
-        try:
-            self._send_chunks(memory)
-        except BaseException:
-            self._abort()
-            raise
-
-    def _send_chunks(self, memory: torch.Tensor) -> None:
         under_way: deque[Pending] = deque()
-        for chunk in memory.split(self._chunks.size):
-            # Whoever waits for credits has nothing under way that could be stuck.
-            while under_way and self._credits == 0:
-                under_way.popleft()(self._chunks.timeout_s)
-            under_way.append(self._credited().send(chunk))
-        for pending in under_way:
-            pending(self._chunks.timeout_s)
+        with contextlib.ExitStack() as unless_sent:
+            unless_sent.callback(self._abort)
+            for chunk in memory.split(self._chunks.size):
+                # Whoever waits for credits has nothing under way that could be stuck.
+                while under_way and self._credits == 0:
+                    under_way.popleft()(self._chunks.timeout_s)
+                under_way.append(self._credited().send(chunk))
+            for pending in under_way:
+                pending(self._chunks.timeout_s)
+            unless_sent.pop_all()
 
     def _credited(self) -> Communicator:
         """Wait for a posted receive. Nothing is held on the device meanwhile, only the actor's later links wait."""
