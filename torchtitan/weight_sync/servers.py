@@ -7,6 +7,7 @@ device (ipc, nccl) the shard server is a thread of the trainer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -33,7 +34,6 @@ from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
 from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
 
@@ -270,14 +270,13 @@ class ShardServerThread(Supervised):
         self, publisher: Publisher, token: str, chunks: tuple[int, float] | None, where_listens: Where, **facts: Any
     ):
         super().__init__(f"weight shard server of rank {publisher.rank}", where_listens, lambda: publisher.slots.pulse)
-        self._publisher, self._token, self._facts = publisher, token, facts
+        self._publisher, self._facts = publisher, {"rank": publisher.rank, "token": token, **facts}
         where = publisher.memory[0].device
-        self._chunks = None if chunks is None else Chunks(*chunks, where)
         self._begin_thread = partial(device.use, where)
-        self._refer: Callable[[int, int, int], Message] | None = None
+        self._chunks = None if chunks is None else Chunks(*chunks, where)
         if chunks is None:
             assert isinstance(publisher.slots, DeviceSlots)
-            self._refer = device_references(publisher.slots)
+            self._facts["refer"] = device_references(publisher.slots)
         self._stopped = -1
         self.supervise()
 
@@ -285,8 +284,17 @@ class ShardServerThread(Supervised):
         self.runtime = SocketRuntime(self._begin_thread)
 
     def _live(self) -> str:
+        publisher, runtime = self._publisher, self.runtime
+        make_link = None if self._chunks is None else partial(SendingLink, runtime, self._chunks)
+        about = {"address": self.address, "make_link": make_link, **self._facts}
         try:
-            self._serve()
+            # Copies: the rank's own ones outlive every life of the server.
+            with (
+                publisher.server_bell.dup() as bell,
+                self._listener.dup() as listener,
+                contextlib.closing(ShardServer(runtime, publisher.slots, publisher.layout, **about)) as server,
+            ):
+                serve(runtime, server, bell, listener)
         except Exception as error:
             logger.exception("the %s failed", self.name)
             return repr(error)
@@ -300,26 +308,6 @@ class ShardServerThread(Supervised):
         elif not self.failure:
             self.failure = f"the {self.name} hangs; a thread cannot be killed: the trainer has to be started again"
             logger.error("%s", self.failure)
-
-    def _serve(self) -> None:
-        publisher, runtime = self._publisher, self.runtime
-        server = ShardServer(
-            runtime,
-            publisher.slots,
-            publisher.layout,
-            rank=publisher.rank,
-            token=self._token,
-            address=self.address,
-            refer=self._refer,
-            make_link=None if self._chunks is None else partial(SendingLink, runtime, self._chunks),
-            **self._facts,
-        )
-        # Copies: the rank's own ones outlive every life of the server.
-        with publisher.server_bell.dup() as bell, self._listener.dup() as listener:
-            try:
-                serve(runtime, server, bell, listener)
-            finally:
-                server.close()
 
     def _end(self, _deadline: float) -> None:
         self.runtime.stop()
