@@ -218,6 +218,10 @@ class SocketChannel(Channel):
             raise ProtocolError(f"a message is not JSON: {error}") from error
 
 
+Work = queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]
+"""Functions and what is called with what became of them; None: there will be no more"""
+
+
 class SocketRuntime:
     """Runs on the thread that calls run(). `stop` and `post` may be called from any thread.
 
@@ -231,8 +235,7 @@ class SocketRuntime:
         self._error: BaseException | None = None
         self._calls: deque[Callable[[], None]] = deque()
         self._begin_thread = begin_thread
-        self._queues: dict[str, queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._lanes: dict[str, tuple[threading.Thread, Work]] = {}
 
     def now(self) -> float:
         return time.monotonic()
@@ -248,8 +251,12 @@ class SocketRuntime:
         try:
             self.loop.run_forever()
         finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.stop()
+            self.loop.run_forever()  # once more, so that who dials closes its socket
             self.loop.close()
-            for waiting in self._queues.values():
+            for _thread, waiting in self._lanes.values():
                 waiting.put(None)
         if self._error is not None:
             raise self._error
@@ -272,14 +279,13 @@ class SocketRuntime:
             self.loop.call_soon_threadsafe(lambda: self._calls.popleft()())
 
     def work(self, lane: str, function: Callable[[], Any], done: Done) -> None:
-        if lane not in self._queues:
-            self._queues[lane] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(self._queues[lane],), name=lane, daemon=True)
-            self._threads[lane] = thread
-            thread.start()
-        self._queues[lane].put((function, done))
+        if lane not in self._lanes:
+            waiting: Work = queue.SimpleQueue()
+            self._lanes[lane] = threading.Thread(target=self._work, args=(waiting,), name=lane, daemon=True), waiting
+            self._lanes[lane][0].start()
+        self._lanes[lane][1].put((function, done))
 
-    def _work(self, waiting: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None]) -> None:
+    def _work(self, waiting: Work) -> None:
         self._begin_thread()
         while (item := waiting.get()) is not None:
             function, done = item
@@ -292,9 +298,8 @@ class SocketRuntime:
 
     def finish_work(self, lane: str, deadline: float) -> None:
         """After run(): wait until `deadline` (time.monotonic()) for what has begun there, and say what came of it."""
-        thread = self._threads.get(lane)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if lane in self._lanes and self._lanes[lane][0] is not threading.current_thread():
+            self._lanes[lane][0].join(max(0.0, deadline - time.monotonic()))
         while self._calls:
             self._calls.popleft()()
 
@@ -333,45 +338,24 @@ class SocketRuntime:
 
     def dial(
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
-    ) -> Callable[[], None]:
-        sock: socket.socket | None = None
-
-        def fail(reason: str) -> None:
-            cancel()
-            on_failure(reason)
-
-        def cancel() -> None:
-            nonlocal sock
-            # Not a second time: its number may be another file's by then.
-            ended, sock = sock, None
-            if ended is not None:
-                self.loop.remove_writer(ended)
-                ended.close()
-
-        def connected() -> None:
-            nonlocal sock
-            assert sock is not None
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                fail(f"cannot connect to {address}: {os.strerror(code)}")
-                return
-            self.loop.remove_writer(sock)
-            try:
-                channel = SocketChannel(self.loop, sock)
-            except OSError as error:
-                fail(f"the connection to {address} ended at once: {error}")
-                return
-            sock = None
+    ) -> Callable[[], object]:
+        async def connect() -> None:
+            with contextlib.ExitStack() as unless_open:
+                try:
+                    host, port = wire.parse_data_address(address)
+                    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                    sock = unless_open.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    sock.setblocking(False)
+                    await self.loop.sock_connect(sock, (host, port))
+                    channel = SocketChannel(self.loop, sock)
+                except (OSError, ProtocolError) as error:
+                    number = getattr(error, "errno", None)
+                    on_failure(f"cannot connect to {address}: {os.strerror(number) if number else error}")
+                    return
+                unless_open.pop_all()
             on_open(channel)
 
-        try:
-            host, port = wire.parse_data_address(address)
-            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            if sock.connect_ex((host, port)) not in (0, 115):  # EINPROGRESS
-                raise OSError(f"no route to {address}")
-        except (OSError, ProtocolError) as error:
-            reason = f"cannot connect to {address}: {error}"
-            return self.loop.call_later(0.0, lambda: fail(reason)).cancel
-        self.loop.add_writer(sock, connected)
-        return cancel
+        task = self.loop.create_task(connect())
+        # What a callback raises ends the loop here, too.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.result())
+        return task.cancel

@@ -242,7 +242,7 @@ class Runtime(Protocol):
 
     def dial(
         self, address: str, on_open: Callable[[Channel], None], on_failure: Callable[[str], None]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """Connect to `host:port`, where the host is numeric. Calls one of the two, unless the returned function is
         called first, as it has to be once this takes too long."""
 

@@ -47,7 +47,7 @@ def test_connection_that_breaks_while_it_is_made_is_one_failure() -> None:
 
     def dial() -> None:
         Call(runtime, address, Identity(ACTOR, "a", "k"), {}, lambda *_: None, failed)
-        listener.close()  # with the connection in its backlog: it is reset
+        runtime.post(listener.close)  # with the connection in its backlog: it is reset
 
     def failed(reason: str) -> None:
         reasons.append(reason)
