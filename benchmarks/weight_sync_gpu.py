@@ -30,7 +30,8 @@ import torch
 from benchmarks import common
 from torchtitan.distributed import device
 from torchtitan.distributed.device import Fence, SideStream
-from torchtitan.weight_sync.device_slots import DeviceMemories, DeviceSlots, device_references
+from torchtitan.weight_sync.actor import StagingEngine
+from torchtitan.weight_sync.device_slots import DeviceSlots, device_references
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.slots import LiveSlots
 
@@ -301,13 +302,13 @@ def receive(arguments: dict[str, Any]) -> None:
     where = torch.device(arguments["where"])
     staging = torch.zeros(arguments["bytes"], dtype=torch.uint8, device=where)
     other = torch.zeros_like(staging)
-    memories = DeviceMemories()
+    engine = StagingEngine(lambda _staged: None, str(where), lambda function: function())
 
     def fetched() -> float:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for start, end, reference in arguments["references"]:
-            memories.copy(reference, staging[start:end])
+            engine.copy(reference, staging[start:end])
         return time.perf_counter() - begun
 
     def copied() -> float:

@@ -25,14 +25,14 @@ from torchtitan.distributed import device
 from torchtitan.weight_sync import wire
 from torchtitan.weight_sync.bucket_server import Relay
 from torchtitan.weight_sync.delta import decode_into, element_bytes
-from torchtitan.weight_sync.device_slots import DeviceMemories, memory_tensor
+from torchtitan.weight_sync.device_slots import memory_tensor, open_device_memory
 from torchtitan.weight_sync.disk import read_file
 from torchtitan.weight_sync.group import ApplyFunction, Leader, LeadingEngine, LedPuller, in_figures
 from torchtitan.weight_sync.handshake import ACTOR, WORKER, Identity, role_key
 from torchtitan.weight_sync.manifest import BucketKey, Layout, LayoutError, Manifest, checksum_function, reads_devices
 from torchtitan.weight_sync.nccl import ReceivingLink
 from torchtitan.weight_sync.puller import Puller, Served
-from torchtitan.weight_sync.slots import SharedFiles, open_shared
+from torchtitan.weight_sync.slots import NamedMemory, open_shared
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.staging import Proof, StagedVersion, Staging
 from torchtitan.weight_sync.wire import Channel, Message, ProtocolError
@@ -49,7 +49,8 @@ class StagingEngine:
         self._staging: Staging | None = None
         self._device = torch.device("cpu")
         """Of staging memory"""
-        self._shared, self._memories = SharedFiles(), DeviceMemories()
+        self._shared = NamedMemory(lambda memory: memoryview(open_shared(memory)))
+        self._on_devices = NamedMemory(open_device_memory)
         self._links: dict[str, ReceivingLink] = {}
         self._written = 0
         """How many buckets have been begun, which tells whether staging memory is still what it was"""
@@ -117,11 +118,14 @@ class StagingEngine:
                 raise ConnectionError("the channel of this reference is over")
             link.fetch(reference, memory_tensor(target))
         elif isinstance(reference.get("memory"), dict) and "storage" in reference["memory"]:
-            self._memories.copy(reference, memory_tensor(target))
+            memory = self._on_devices.part(reference, len(target))
+            with device.in_background(memory.device):
+                memory_tensor(target).copy_(memory, non_blocking=True)
+                device.finish_background(memory.device)
         elif isinstance(target, memoryview) and "file" in reference:
             read_file(reference, target)
         elif isinstance(target, memoryview):
-            self._shared.copy(reference, target)
+            target[:] = self._shared.part(reference, len(target))
         else:
             raise ProtocolError("the trainer's slots are in host memory, this actor's staging memory is not")
 

@@ -14,15 +14,15 @@ detects; a peer's honesty is the token's affair.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from mmap import mmap
 from typing import Any
 
 import numpy
 import torch
 
 from torchtitan.distributed import device
-from torchtitan.distributed.device import finish_background, in_background, use
+from torchtitan.distributed.device import in_background, use
 from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
@@ -57,7 +57,7 @@ def create_slots(count: int, slot_bytes: int, where: torch.device, on_device: bo
     return DeviceSlots(SlotWords.new_file(count), tensors)
 
 
-def memory_tensor(memory: bytes | bytearray | memoryview | torch.Tensor) -> torch.Tensor:
+def memory_tensor(memory: bytes | bytearray | memoryview | mmap | torch.Tensor) -> torch.Tensor:
     """A one-dimensional uint8 tensor over memory of either kind, not copied but where it is read-only: torch warns of
     that."""
     if isinstance(memory, torch.Tensor):
@@ -77,17 +77,13 @@ def slot_tensors(slots: Slots) -> list[torch.Tensor]:
 def pin(slots: Slots) -> None:
     """Let the device copy into slots in host memory by itself. Raises UserError where it cannot."""
     if isinstance(slots, SharedSlots):
-        device.pin_host_memory(_address(slots), len(slots.map))
+        device.pin_host_memory(memory_tensor(slots.map).data_ptr(), len(slots.map))
 
 
 def unpin(slots: Slots) -> None:
     """Before the slots' memory goes."""
     if isinstance(slots, SharedSlots):
-        device.unpin_host_memory(_address(slots))
-
-
-def _address(slots: SharedSlots) -> int:
-    return torch.frombuffer(slots.map, dtype=torch.uint8).data_ptr()
+        device.unpin_host_memory(memory_tensor(slots.map).data_ptr())
 
 
 def sum_checksum(data: bytes | bytearray | memoryview | torch.Tensor) -> str:
@@ -139,28 +135,9 @@ def _exported(tensor: torch.Tensor, uuid: str) -> Message:
     return {"gpu": uuid, "storage": [one.hex() if isinstance(one, bytes) else one for one in storage]}
 
 
-class DeviceMemories:
-    """Memory of shard servers, opened when it is first named."""
-
-    def __init__(self) -> None:
-        self._opened: dict[str, torch.Tensor] = {}
-
-    def copy(self, reference: Any, target: torch.Tensor) -> None:
-        """Fill `target`, one-dimensional uint8 on any device. Raises ProtocolError for what names no such memory, and
-        whatever torch raises for a handle that does not open."""
-        memory, offset = reference["memory"], field_of(reference, "offset", int)
-        name = json.dumps(memory, sort_keys=True)
-        if name not in self._opened:
-            self._opened[name] = _open(memory)
-        opened = self._opened[name]
-        if offset > len(opened) - len(target):
-            raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
-        with in_background(opened.device):
-            target.copy_(opened[offset : offset + len(target)], non_blocking=True)
-            finish_background(opened.device)
-
-
-def _open(fields: Message) -> torch.Tensor:
+def open_device_memory(fields: Message) -> torch.Tensor:
+    """A slot that another process has named. Raises ProtocolError for what names none, and whatever torch raises for a
+    handle that does not open."""
     gpu = field_of(fields, "gpu", str)
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if gpu not in visible:

@@ -22,7 +22,7 @@ from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.registry import Registry
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.shard_server import ShardServer
-from torchtitan.weight_sync.slots import SharedSlots, SlotWords, file_references
+from torchtitan.weight_sync.slots import SharedSlots, SlotWords
 from torchtitan.weight_sync.sockets import SocketRuntime
 from torchtitan.weight_sync.wire import Runtime
 
@@ -87,7 +87,7 @@ def run_shard_server(runtime: SocketRuntime, arguments: dict[str, Any], token: s
     slots = SharedSlots(arguments["words_fd"], arguments["data_fd"], arguments["num_slots"], layout.ranks[0].slot_bytes)
     refer, persist = None, None
     if arguments["transport"] == "ipc":
-        refer = file_references(slots)
+        refer = slots.refer
     elif arguments["transport"] == "disk":
         folder = Path(arguments["disk_folder"])
         files = SlotFiles(folder, arguments["epoch"], rank, arguments["world_size"], layout)

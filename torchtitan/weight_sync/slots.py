@@ -12,12 +12,12 @@ through /proc: so actors of this machine copy buckets out of it themselves (ipc 
 from __future__ import annotations
 
 import enum
+import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchtitan.weight_sync.wire import Message, ProtocolError, field_of
 
@@ -36,8 +36,7 @@ _STATES = tuple(SlotState)
 _READY_WORD = SlotState.READY << 2 * _NUMBER_BITS
 
 
-@dataclass(frozen=True)
-class SlotView:
+class SlotView(NamedTuple):
     """What a word says. `serial` numbers the snapshots of an epoch: a version that was dropped may be taken again."""
 
     state: SlotState
@@ -55,26 +54,8 @@ class SlotView:
         return cls(state, (word >> _NUMBER_BITS) & _NUMBER_MASK, word & _NUMBER_MASK)
 
 
-class Words(Protocol):
-    """A row of 64-bit words: shared memory, or a list in tests."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, value: int, /) -> None: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[int]: ...
-
-
-def filled(words: Words) -> dict[int, tuple[int, int]]:
-    """serial -> (slot index, version) of all slots that hold a snapshot."""
-    # Read often: without a view of each word.
-    return {
-        word & _NUMBER_MASK: (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
-        for index, word in enumerate(words)
-        if word >= _READY_WORD
-    }
+Words: TypeAlias = "list[int] | memoryview"
+"""A row of 64-bit words: shared memory, or a list in tests"""
 
 
 class SlotWriter:
@@ -146,7 +127,12 @@ class LiveSlots:
 
     def filled(self) -> dict[int, tuple[int, int]]:
         """Serial -> (slot, version) of every snapshot that is there."""
-        return filled(self._words)
+        # Read often: without a view of each word.
+        return {
+            word & _NUMBER_MASK: (index, (word >> _NUMBER_BITS) & _NUMBER_MASK)
+            for index, word in enumerate(self._words)
+            if word >= _READY_WORD
+        }
 
     def lives(self, serial: int) -> bool:
         """Whether this snapshot may be read."""
@@ -184,13 +170,13 @@ class LiveSlots:
         if old:
             self.sweep()
 
-    def hold(self, serial: int) -> None:
-        """A thread is about to read the memory."""
-        self._holds[serial] += 1
+    def hold(self, *serials: int) -> None:
+        """A thread is about to read their memory."""
+        self._holds.update(serials)
 
-    def let_go(self, serial: int) -> None:
+    def let_go(self, *serials: int) -> None:
         """It does not read it any more."""
-        self._holds[serial] -= 1
+        self._holds.subtract(serials)
         self.sweep()
 
     def sweep(self) -> None:
@@ -347,13 +333,13 @@ class SharedSlots(SlotWords):
         data_fd = anonymous_file("weight-sync-slots", count * _stride(slot_bytes))
         return cls(cls.new_file(count), data_fd, count, slot_bytes)
 
-    def offset(self, index: int) -> int:
-        """First byte of a slot in `map`."""
-        return index * self.stride
-
     def slot(self, index: int) -> memoryview:
         """A slot's bytes."""
-        return self._memory[self.offset(index) : self.offset(index) + self.slot_bytes]
+        return self._memory[index * self.stride :][: self.slot_bytes]
+
+    def refer(self, slot: int, start: int, _end: int) -> Message:
+        """What names bytes [start, end) of a slot to other processes."""
+        return {"memory": named(self.data_fd), "offset": slot * self.stride + start}
 
     def close_files(self) -> None:
         super().close_files()
@@ -364,29 +350,25 @@ def _stride(slot_bytes: int) -> int:
     return max(_PAGE, -(-slot_bytes // _PAGE) * _PAGE)
 
 
-def file_references(slots: SharedSlots) -> Callable[[int, int, int], Message]:
-    """What names bytes [start, end) of a slot to other processes: a function of (slot, start, end)."""
-    memory = named(slots.data_fd)
-    return lambda slot, start, _end: {"memory": memory, "offset": slots.offset(slot) + start}
+class NamedMemory:
+    """Memory of shard servers, opened when it is first named: open_memory() makes something to be cut with [start:end]
+    of what a reference says of it."""
 
+    def __init__(self, open_memory: Callable[[Message], Any]):
+        self._open = open_memory
+        self._opened: dict[str, Any] = {}
 
-class SharedFiles:
-    """Memory of shard servers, opened read-only when it is first named."""
-
-    def __init__(self) -> None:
-        self._opened: dict[tuple[int, ...], mmap.mmap] = {}
-
-    def copy(self, reference: Any, target: memoryview) -> None:
-        """Fill `target`. Raises ProtocolError for what names no such memory, OSError for what does not open."""
+    def part(self, reference: Any, size: int) -> Any:
+        """So many bytes. Raises ProtocolError for what names none, and whatever open_memory() raises."""
         memory, offset = field_of(reference, "memory", dict), field_of(reference, "offset", int)
-        fields = tuple(field_of(memory, name, int) for name in NAMES)
-        if fields not in self._opened:
-            # Another shard server of the same rank has another entry; the memory is the same.
-            self._opened = {fields: open_shared(memory), **self._opened}
-        opened = self._opened[fields]
-        if offset > len(opened) - len(target):
-            raise ProtocolError(f"{len(target)} bytes at {offset} lie outside of the memory")
-        target[:] = memoryview(opened)[offset : offset + len(target)]
+        # Another shard server of the same rank may name the same memory otherwise.
+        name = json.dumps(memory, sort_keys=True)
+        if name not in self._opened:
+            self._opened[name] = self._open(memory)
+        opened = self._opened[name]
+        if offset > len(opened) - size:
+            raise ProtocolError(f"{size} bytes at {offset} lie outside of the memory")
+        return opened[offset : offset + size]
 
 
 def named(descriptor: int) -> Message:

@@ -12,16 +12,18 @@ import torch
 
 from torchtitan.weight_sync import device_slots
 from torchtitan.weight_sync.actor import StagingEngine
-from torchtitan.weight_sync.device_slots import DeviceMemories
-from torchtitan.weight_sync.slots import SharedSlots, file_references, named, open_shared
+from torchtitan.weight_sync.slots import SharedSlots, named, open_shared
 from torchtitan.weight_sync.wire import ProtocolError
+
+
+def new_engine() -> StagingEngine:
+    return StagingEngine(lambda _staged: None, "cpu", lambda function: function())
 
 
 def fetched(reference: Any, size: int = 4, target: Any = None) -> bytes:
     """What an actor has of a bucket, of whose bytes it has none."""
     memory = memoryview(bytearray(size))
-    engine = StagingEngine(lambda _staged: None, "cpu", lambda function: function())
-    engine.copy(reference, memory if target is None else target)
+    new_engine().copy(reference, memory if target is None else target)
     return bytes(memory)
 
 
@@ -34,8 +36,7 @@ def slots() -> SharedSlots:
 
 
 def test_a_bucket_is_read_where_its_slot_is(slots: SharedSlots) -> None:
-    refer = file_references(slots)
-    assert [fetched(refer(slot, start, start + 4)) for slot, start in ((0, 0), (1, 2498), (1, 4996))] == [
+    assert [fetched(slots.refer(slot, start, start + 4)) for slot, start in ((0, 0), (1, 2498), (1, 4996))] == [
         b"\1\1\1\1", b"\2\2\6\6", b"\6\6\6\6",
     ]  # fmt: skip
     with pytest.raises(TypeError, match="read-only"):
@@ -45,7 +46,7 @@ def test_a_bucket_is_read_where_its_slot_is(slots: SharedSlots) -> None:
 
 
 def test_what_leads_to_no_memory_is_refused(slots: SharedSlots, tmp_path: Path) -> None:
-    reference = file_references(slots)(0, 0, 4)
+    reference = slots.refer(0, 0, 4)
     for name in ("process", "descriptor", "device", "inode"):
         for value in (None, "1", True, -1, 1 << 64):
             with pytest.raises(ProtocolError, match=name):
@@ -95,14 +96,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_memory_of_a_gpu_is_opened_once_and_as_it_was_named(opened: list[tuple[Any, ...]]) -> None:
-    memories, target = DeviceMemories(), torch.zeros(4, dtype=torch.uint8)
+    engine, target = new_engine(), torch.zeros(4, dtype=torch.uint8)
     for offset in (0, 60, 7):
-        memories.copy({"memory": dict(HANDLE), "offset": offset}, target)
+        engine.copy({"memory": dict(HANDLE), "offset": offset}, target)
         assert target.tolist() == list(range(offset, offset + 4))
     assert opened == [("use", "cuda:1"), (1, b"\x0a\x0b", 64, 16, b"\x0c", 8, b"", False)]
     for offset in (61, -1, None):
         with pytest.raises(ProtocolError):
-            memories.copy({"memory": HANDLE, "offset": offset}, target)
+            engine.copy({"memory": HANDLE, "offset": offset}, target)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +128,5 @@ def test_what_names_no_memory_of_a_gpu_is_refused(place: int | None, value: Any,
         storage[place] = value
     for wrong in ({"storage": value if place is None else storage}, {"gpu": "GPU-c"}, {"gpu": None}):
         with pytest.raises(ProtocolError):
-            DeviceMemories().copy({"memory": {**HANDLE, **wrong}, "offset": 0}, torch.zeros(4, dtype=torch.uint8))
+            fetched({"memory": {**HANDLE, **wrong}, "offset": 0})
     assert all(named[0] == "use" for named in opened)
