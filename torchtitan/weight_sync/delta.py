@@ -6,10 +6,10 @@ A shard server encodes each bucket of a snapshot once against a base, on threads
     decode_into(target, payload, size)       # target holds the base's bytes before, the new ones after
 
 Weights move by few of their last bits per step, and most of them in bfloat16 not at all. A payload is the number of
-changed elements, then two columns with a number for each of them: how many unchanged elements lie before it (32 bits),
-and by how much its bits as a number have changed (as wide as an element; 0, -1, 1, -2 ... as 0, 1, 2, 3 ...). A column
-is stored byte by byte, the lowest bytes of all numbers first; each such plane is a length and that many bytes of raw
-deflate, none where all are zero. Numbers are little-endian.
+changed elements (32 bits), which planes follow (8 bits), and two columns with a number for each of the elements: how
+many unchanged ones lie before it (32 bits), and by how much its bits as a number have changed (as wide as an element;
+0, -1, 1, -2 ... as 0, 1, 2, 3 ...). A column is cut into planes, the lowest bytes of all numbers first. Those that are
+not zero are one stream of raw deflate. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
 from torchtitan.weight_sync.manifest import Layout
@@ -32,10 +31,7 @@ from torchtitan.weight_sync.wire import ProtocolError, Runtime
 # With more of its elements changed a bucket goes as it is: beyond this a thread encodes less than 1 Gbit per second.
 MOST_CHANGED = 0.5
 
-Numbers: TypeAlias = "NDArray[np.unsignedinteger[Any]]"
-_UNSIGNED: dict[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_SIGNED: dict[int, np.dtype[np.signedinteger[Any]]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<IB")
 # Gaps, and the elements of a bucket, which has at most 2^30 bytes.
 _GAP_BYTES = 4
 # No header and no checksum: the bucket has one of its own.
@@ -61,30 +57,26 @@ def encode(new: memoryview, base: memoryview, size: int) -> memoryview | None:
     """
     if len(new) != len(base) or len(new) % size:
         raise ValueError(f"a delta of {len(new)} against {len(base)} bytes, in elements of {size}")
-    elements, old = np.frombuffer(new, _UNSIGNED[size]), np.frombuffer(base, _UNSIGNED[size])
+    elements, old = np.frombuffer(new, f"<u{size}"), np.frombuffer(base, f"<u{size}")
     changed = elements != old
     if np.count_nonzero(changed) > MOST_CHANGED * len(elements):
         return None
     indices = np.flatnonzero(changed)
-    gaps = np.empty(len(indices), _UNSIGNED[_GAP_BYTES])
+    gaps = np.empty(len(indices), f"<u{_GAP_BYTES}")
     gaps[:1] = indices[:1]
     np.subtract(indices[1:], indices[:-1] + 1, out=gaps[1:], casting="unsafe")
-    distances = (elements[indices] - old[indices]).view(_SIGNED[size])
-    numbers = ((distances << 1) ^ (distances >> (8 * size - 1))).view(_UNSIGNED[size])
-    payload = memoryview(b"".join((_LENGTH.pack(len(indices)), *_pack(gaps), *_pack(numbers))))
-    return payload if len(payload) < len(new) else None
-
-
-def _pack(column: Numbers) -> list[bytes]:
-    parts = []
-    for plane in np.ascontiguousarray(column.view(np.uint8).reshape(-1, column.itemsize).T):
-        data = b""
+    distances = (elements[indices] - old[indices]).view(f"<i{size}")
+    numbers = (distances << 1) ^ (distances >> (8 * size - 1))
+    # Runs of zeros and Huffman codes are all there is to find, the codes by plane.
+    packer = zlib.compressobj(1, zlib.DEFLATED, _RAW_DEFLATE, _MOST_MEMORY, zlib.Z_RLE)
+    parts, used = [], 0
+    planes = [plane for column in (gaps, numbers) for plane in column.view(np.uint8).reshape(-1, column.itemsize).T]
+    for place, plane in enumerate(planes):
         if plane.any():
-            # Runs of zeros and Huffman codes are all there is to find.
-            packer = zlib.compressobj(1, zlib.DEFLATED, _RAW_DEFLATE, _MOST_MEMORY, zlib.Z_RLE)
-            data = packer.compress(plane) + packer.flush()
-        parts += [_LENGTH.pack(len(data)), data]
-    return parts
+            used |= 1 << place
+            parts += [packer.compress(np.ascontiguousarray(plane).data), packer.flush(zlib.Z_SYNC_FLUSH)]
+    payload = memoryview(b"".join((_HEADER.pack(len(indices), used), *parts, packer.flush())))
+    return payload if len(payload) < len(new) else None
 
 
 def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
@@ -94,48 +86,31 @@ def decode_into(target: memoryview, payload: memoryview, size: int) -> None:
     ProtocolError for a payload that encode() does not make for a bucket of this length. Against another base it makes
     other bytes: compare the result's checksum.
     """
-    if len(target) % size or len(payload) >= len(target):
+    if len(target) % size or not _HEADER.size <= len(payload) < len(target):
         raise ProtocolError(f"a delta of {len(payload)} bytes for a bucket of {len(target)}")
-    elements = np.frombuffer(target, _UNSIGNED[size])
-    count, rest = _length(payload)
+    elements = np.frombuffer(target, f"<u{size}")
+    count, bits = _HEADER.unpack_from(payload)
     if count > MOST_CHANGED * len(elements):
         raise ProtocolError(f"a delta of {count} of {len(elements)} elements")
-    gaps, rest = _unpack(rest, count, _GAP_BYTES)
-    numbers, rest = _unpack(rest, count, size)
-    if len(rest):
-        raise ProtocolError(f"{len(rest)} bytes behind a delta")
+    used = [place for place in range(_GAP_BYTES + size) if bits >> place & 1]
+    length, unpacker = count * len(used), zlib.decompressobj(_RAW_DEFLATE)
+    try:
+        # One byte more than is right, so that what is too long is seen without being made.
+        data = unpacker.decompress(payload[_HEADER.size :], length + 1)
+    except zlib.error as error:
+        raise ProtocolError(f"a delta that is not deflated: {error}") from error
+    if len(data) != length or not unpacker.eof or unpacker.unused_data:
+        raise ProtocolError(f"columns of a delta with {len(data)} instead of {length} bytes")
+    columns = [np.zeros((count, width), np.uint8) for width in (_GAP_BYTES, size)]
+    for place, plane in zip(used, np.frombuffer(data, np.uint8).reshape(len(used), count), strict=True):
+        column, byte = divmod(place, _GAP_BYTES)
+        columns[column][:, byte] = plane
+    gaps, numbers = (column.view(f"<u{column.shape[1]}")[:, 0] for column in columns)
     indices = np.cumsum(gaps, dtype=np.int64)
     indices += np.arange(count)
     if count and indices[-1] >= len(elements):
         raise ProtocolError("a delta that goes beyond its bucket")
     elements[indices] += (numbers >> 1) ^ -(numbers & 1)
-
-
-def _unpack(data: memoryview, count: int, width: int) -> tuple[Numbers, memoryview]:
-    """A column of so many numbers, and what follows it."""
-    planes = np.zeros((count, width), np.uint8)
-    for index in range(width):
-        length, data = _length(data)
-        if length > len(data):
-            raise ProtocolError("a delta that ends too early")
-        if length:
-            unpacker = zlib.decompressobj(_RAW_DEFLATE)
-            try:
-                # One byte more than is right, so that what is too long is seen without being made.
-                plane = unpacker.decompress(data[:length], count + 1)
-            except zlib.error as error:
-                raise ProtocolError(f"a delta that is not deflated: {error}") from error
-            if len(plane) != count or not unpacker.eof or unpacker.unused_data:
-                raise ProtocolError(f"a column of a delta with {len(plane)} instead of {count} numbers")
-            planes[:, index] = np.frombuffer(plane, np.uint8)
-        data = data[length:]
-    return planes.view(_UNSIGNED[width])[:, 0], data
-
-
-def _length(data: memoryview) -> tuple[int, memoryview]:
-    if len(data) < _LENGTH.size:
-        raise ProtocolError("a delta that ends too early")
-    return _LENGTH.unpack_from(data)[0], data[_LENGTH.size :]
 
 
 class _Key(NamedTuple):
@@ -145,18 +120,18 @@ class _Key(NamedTuple):
 
 
 class Deltas:
-    """memory(serial, bucket): a bucket's bytes in its slot. made(): one more is there."""
+    """memory(serial, bucket): a bucket's bytes in its slot. make(new, base): see encode. made(): one more is there."""
 
     def __init__(
         self,
         runtime: Runtime,
         live: LiveSlots,
         memory: Callable[[int, int], memoryview],
-        element_bytes: int,
+        make: Callable[[memoryview, memoryview], memoryview | None],
         made: Callable[[], None],
     ):
         self._runtime, self._live, self._memory = runtime, live, memory
-        self._element_bytes, self._on_made = element_bytes, made
+        self._make, self._on_made = make, made
         self._made: dict[_Key, memoryview | None] = {}
         """None where the bucket itself is better"""
         self._waiting: dict[_Key, None] = {}
@@ -192,13 +167,9 @@ class Deltas:
                 del self._waiting[key]
                 if self._is_possible(key.serial, key.base):
                     self._at[thread] = key, self._runtime.now()
-                    self._live.hold(key.serial)
-                    self._live.hold(key.base)
+                    self._live.hold(key.serial, key.base)
                     new, base = self._memory(key.serial, key.bucket), self._memory(key.base, key.bucket)
                     self._runtime.work(f"deltas-{thread}", partial(self._make, new, base), partial(self._done, thread))
-
-    def _make(self, new: memoryview, base: memoryview) -> memoryview | None:
-        return encode(new, base, self._element_bytes)
 
     def _done(self, thread: int, payload: memoryview | None, error: BaseException | None) -> None:
         if error is not None:
@@ -207,8 +178,7 @@ class Deltas:
         key, _ = self._at.pop(thread)
         if self._is_possible(key.serial, key.base):
             self._made[key] = payload
-        self._live.let_go(key.serial)
-        self._live.let_go(key.base)
+        self._live.let_go(key.serial, key.base)
         self._make_next()
         self._on_made()
 

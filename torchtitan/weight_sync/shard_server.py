@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.bucket_server import BucketServer, Link, Reader
 from torchtitan.weight_sync.clients import RegistryClient
-from torchtitan.weight_sync.delta import Deltas, element_bytes
+from torchtitan.weight_sync.delta import Deltas, element_bytes, encode
 from torchtitan.weight_sync.handshake import ACTOR, RANK, Identity, role_key
 from torchtitan.weight_sync.manifest import Layout, checksum_function
 from torchtitan.weight_sync.slots import LiveSlots, Words
@@ -76,7 +76,8 @@ class ShardServer(BucketServer):
         self._lease_s, self._refer, self._persist = lease_s, refer, persist
         self._bucket_seconds = LONGEST_BUCKET_SECONDS + LONGEST_SECONDS_PER_BYTE * layout.bucket_bytes
         self.live = LiveSlots(slots.state_words)
-        self.deltas = Deltas(runtime, self.live, self._bucket, element_bytes(layout), self.send_more)
+        make = partial(encode, size=element_bytes(layout))
+        self.deltas = Deltas(runtime, self.live, self._bucket, make, self.send_more)
         self._checksum = checksum_function(layout.checksum)
         self._snapped: dict[int, Message] = {}
         """Serial -> what the registry is told of a snapshot"""

@@ -86,7 +86,7 @@ class Rank(parts.Rank):
             return make(new, base)
 
         server._checksum = checked
-        server.deltas._make = made  # type: ignore[method-assign]
+        server.deltas._make = made
 
 
 class Actor(parts.Actor):
