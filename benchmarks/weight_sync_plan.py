@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import torch  # noqa: E402
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard  # noqa: E402
 
 from benchmarks import common  # noqa: E402
 from torchtitan.weight_sync.manifest import (  # noqa: E402
@@ -34,24 +35,24 @@ from torchtitan.weight_sync.manifest import (  # noqa: E402
     check_coverage,
     merge_layouts,
 )
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank  # noqa: E402
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank  # noqa: E402
 from torchtitan.weight_sync.publisher import Publisher  # noqa: E402
 from torchtitan.weight_sync.slots import LiveSlots  # noqa: E402
 
 BARS = {"plan_s": ("<=", 5.0), "growth_per_version": ("<=", 2.2)}
 BUCKET_BYTES = 4 << 20
 # A mixture-of-experts layer's tensors, and how the trainer's (data, tensor parallel) mesh cuts them.
-FSDP, COLUMNS = Sharded(0), Sharded(1)
-STRIDED = Sharded(0, split_factor=8)
+FSDP, COLUMNS, ALIKE = Shard(0), Shard(1), Replicate()
+STRIDED = _StridedShard(0, split_factor=8)
 LAYER = {
     "self_attn.q_proj.weight": ((4096, 2048), (STRIDED, FSDP)),
     "self_attn.k_proj.weight": ((512, 2048), (STRIDED, FSDP)),
     "self_attn.v_proj.weight": ((512, 2048), (STRIDED, FSDP)),
     "self_attn.o_proj.weight": ((2048, 4096), (FSDP, COLUMNS)),
-    "self_attn.q_norm.weight": ((128,), (FSDP, None)),
-    "self_attn.k_norm.weight": ((128,), (FSDP, None)),
-    "input_layernorm.weight": ((2048,), (FSDP, None)),
-    "post_attention_layernorm.weight": ((2048,), (FSDP, None)),
+    "self_attn.q_norm.weight": ((128,), (FSDP, ALIKE)),
+    "self_attn.k_norm.weight": ((128,), (FSDP, ALIKE)),
+    "input_layernorm.weight": ((2048,), (FSDP, ALIKE)),
+    "post_attention_layernorm.weight": ((2048,), (FSDP, ALIKE)),
 }
 EXPERT = {
     "gate_proj.weight": ((768, 2048), (STRIDED, FSDP)),
@@ -60,9 +61,9 @@ EXPERT = {
 }
 
 
-def model(count: int) -> list[tuple[str, tuple[int, ...], tuple[Sharded | None, ...]]]:
+def model(count: int) -> list[tuple[str, tuple[int, ...], tuple[Placement, ...]]]:
     """`count` parameters of a mixture-of-experts model with 128 experts per layer: (name, shape, placements)."""
-    parameters: list[tuple[str, tuple[int, ...], tuple[Sharded | None, ...]]] = []
+    parameters: list[tuple[str, tuple[int, ...], tuple[Placement, ...]]] = []
     layer = 0
     while len(parameters) < count:
         tensors = {f"model.layers.{layer}.{name}": value for name, value in LAYER.items()}

@@ -19,9 +19,10 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import Shard
 
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.staging import Staging
 
 # Longer than a block of the KV cache, so that its beginning can be found there.
@@ -82,7 +83,7 @@ def received(weights: dict[str, torch.Tensor], ranks: int = 2, bucket_bytes: int
     """Staging memory that holds these weights, each cut by its rows over the ranks of a trainer."""
     plans = []
     for rank in range(ranks):
-        placed = [Placed(tuple(tensor.shape), (ranks,), (rank,), (Sharded(0),)) for tensor in weights.values()]
+        placed = [Placed(tuple(tensor.shape), (ranks,), (rank,), (Shard(0),)) for tensor in weights.values()]
         parameters = [PlacedParameter(name, place) for name, place in zip(weights, placed, strict=True)]
         plans.append(plan_rank(parameters, rank, dtype_of(weights), bucket_bytes))
     staging = Staging(Layout(bucket_bytes, plans[0].parameters, tuple(plan.ranks[0] for plan in plans)))

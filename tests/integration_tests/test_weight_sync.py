@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import signal
 import socket
@@ -329,7 +330,7 @@ def sync_sharded_model(run_dir: str, transport: str) -> dict[str, Any]:
             equal.append(all(torch.equal(received[version][name], value) for name, value in full.items()))
             assert received[version].keys() == full.keys()
         dist.barrier()
-    own = sum(shard.elements for shard in sync.publisher.layout.ranks[0])
+    own = sum(math.prod(shard.shape) for shard in sync.publisher.layout.ranks[0])
     statistics = sync.statistics()
     dist.barrier()
     for actor in actors:

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass
@@ -184,33 +186,43 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The region of the global tensor that this rank holds, one slice per dimension (possibly empty).
+    """The region of the global tensor that this rank holds, one slice per dimension (possibly empty)."""
+    if not is_distributed(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh = tensor.device_mesh
+    return region_at(tensor.shape, mesh.shape, mesh.get_coordinate(), tensor.placements)
 
-    Covers plain tensors and DTensors sharded any number of times per dimension, uneven shards included. FSDP2 shards
-    what tensor parallelism has already sharded; torch marks that as a strided shard, which comes after those to its
-    right. The region stays one contiguous block in every dimension.
+
+def region_at(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
+    placements: Sequence[Placement],
+) -> tuple[slice, ...]:
+    """The region of a tensor that the rank at this coordinate of a mesh holds; nothing where it is outside of the mesh.
+
+    Covers tensors sharded any number of times per dimension, uneven shards included. FSDP2 shards what tensor
+    parallelism has already sharded; torch marks that as a strided shard, which comes after those to its right. The
+    region stays one contiguous block in every dimension.
     """
-    start, size = [0] * tensor.dim(), list(tensor.shape)
-    if is_distributed(tensor):
-        mesh = tensor.device_mesh
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            return tuple(slice(0, 0) for _ in size)
-        plain, strided = [], []
-        for index, placement in enumerate(tensor.placements):
-            if hasattr(placement, "split_factor"):
-                # A strided shard: its class is private and its is_shard() is False.
-                strided.append((index, placement.dim))  # type: ignore[attr-defined]
-            elif placement.is_shard():
-                plain.append((index, placement.dim))  # type: ignore[attr-defined]
-        for index, shard_dim in plain + strided[::-1]:
-            dim = shard_dim % tensor.dim()
-            # As torch.chunk cuts: every part but the last ones has the rounded-up size.
-            part = -(-size[dim] // mesh.size(index))
-            begin = min(coordinate[index] * part, size[dim])
-            start[dim] += begin
-            size[dim] = min(part, size[dim] - begin)
-    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
+    if coordinate is None:
+        return tuple(slice(0, 0) for _ in shape)
+    start, length = [0] * len(shape), list(shape)
+    plain, strided = [], []
+    for index, placement in enumerate(placements):
+        if hasattr(placement, "split_factor"):
+            # A strided shard: its class is private and its is_shard() is False.
+            strided.append((index, placement.dim))  # type: ignore[attr-defined]
+        elif placement.is_shard():
+            plain.append((index, placement.dim))  # type: ignore[attr-defined]
+    for index, shard_dim in plain + strided[::-1]:
+        dim = shard_dim % len(shape)
+        # As torch.chunk cuts: every part but the last ones has the rounded-up size.
+        part = -(-length[dim] // mesh_shape[index])
+        begin = min(coordinate[index] * part, length[dim])
+        start[dim] += begin
+        length[dim] = min(part, length[dim] - begin)
+    return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

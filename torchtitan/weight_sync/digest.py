@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from torchtitan.distributed.device import in_background
-from torchtitan.weight_sync.layout_tables import ShardEntry
 from torchtitan.weight_sync.manifest import Layout, checksum_function, reads_devices
 from torchtitan.weight_sync.staging import TORCH_DTYPES, Proof
 
@@ -41,7 +40,12 @@ def differing_parameters(
     Raises Unverifiable, or Stopped as soon as stop() says so.
     """
     check_types(proof.layout, live)
-    wrong = [(rank, bucket) for rank, bucket in _wrong_buckets(proof, live, stop)]
+    wrong = [
+        (rank, bucket)
+        for rank, expected in enumerate(proof.checksums)
+        for bucket, found in enumerate(slot_checksums(proof.layout, rank, live, stop))
+        if found != expected[bucket]
+    ]
     if not wrong:
         return ""
     suspects = list(dict.fromkeys(name for key in wrong for name in _names_in_bucket(proof.layout, *key)))
@@ -60,17 +64,6 @@ def check_types(layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
             raise Unverifiable(f"the engine has no {entry.name} of shape {list(entry.shape)}")
         if tensor.dtype not in (TORCH_DTYPES[entry.dtype], torch.float32):
             raise Unverifiable(f"{entry.name} is sent as {entry.dtype} and rounded to {tensor.dtype} by the engine")
-
-
-def _wrong_buckets(
-    proof: Proof, live: Mapping[str, torch.Tensor], stop: Callable[[], bool]
-) -> Iterator[tuple[int, int]]:
-    for rank, expected in enumerate(proof.checksums):
-        for bucket, (found, wanted) in enumerate(
-            zip(slot_checksums(proof.layout, rank, live, stop), expected, strict=True)
-        ):
-            if found != wanted:
-                yield rank, bucket
 
 
 def slot_checksums(
@@ -105,24 +98,16 @@ def _pieces(layout: Layout, rank: int, live: Mapping[str, torch.Tensor]) -> Iter
     """A slot's bytes in order, as one-dimensional uint8 tensors."""
     for shard in layout.ranks[rank]:
         entry = layout.parameters[shard.parameter]
-        tensor = live[entry.name].detach()[_slices(shard)]
+        box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
+        tensor = live[entry.name].detach()[box]
         with in_background(tensor.device):
             yield tensor.to(TORCH_DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8)
 
 
-def _slices(shard: ShardEntry) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.shape, strict=True))
-
-
 def _names_in_bucket(layout: Layout, rank: int, bucket: int) -> list[str]:
     start, end = layout.bucket_range(rank, bucket)
-    names = []
-    for shard in layout.ranks[rank]:
-        entry = layout.parameters[shard.parameter]
-        size = shard.elements * TORCH_DTYPES[entry.dtype].itemsize
-        if shard.byte_offset < end and shard.byte_offset + size > start:
-            names.append(entry.name)
-    return names
+    inside = [shard for shard in layout.ranks[rank] if shard.byte_offset < end and shard.byte_end > start]
+    return [layout.parameters.names[shard.parameter] for shard in inside]
 
 
 def _equal(live: torch.Tensor, staged: torch.Tensor) -> bool:

@@ -145,19 +145,7 @@ class Catalogue:
         pull."""
         self._published = [version for version in self._published if version != manifest.version] + [manifest.version]
         self._published = self._published[-KEEP_VERSIONS:]
-        entries = [
-            {**file, "bucket_checksums": list(checksums)}
-            for file, checksums in zip(files, manifest.checksums, strict=True)
-        ]
-        about = {
-            "format": FORMAT,
-            "epoch": manifest.epoch,
-            "version": manifest.version,
-            "digest": manifest.digest,
-            "layout_id": manifest.layout_id,
-            "ranks": len(entries),
-            "files": entries,
-        }
+        about = {"format": FORMAT, **vars(manifest), "files": list(files)}
         self._work(partial(self._lead_to, about))
         self._work(partial(self._sweep, manifest.version, {*self._published, *live}))
 
@@ -220,9 +208,6 @@ class FolderOwner:
             folder.mkdir(parents=True, exist_ok=True)
             # Never deleted: a process that locked a deleted file would hold nothing.
             self._file = path.open("a+")
-        except OSError as error:
-            raise UserError(f"weight_sync.disk_path: {path} cannot be opened: {error.strerror or error}") from error
-        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.truncate(0)
             self._file.write(f"epoch {epoch}, process {os.getpid()}\n")

@@ -31,13 +31,12 @@ from torchtitan.weight_sync.device_slots import DeviceSlots
 from torchtitan.weight_sync.disk import FolderOwner
 from torchtitan.weight_sync.handshake import TRAINER, Identity
 from torchtitan.weight_sync.layout_tables import DTYPE_BYTES
-from torchtitan.weight_sync.plan import PlanError, unique_parameters
+from torchtitan.weight_sync.plan import unique_parameters
 from torchtitan.weight_sync.publisher import Publisher, Snapshot
 from torchtitan.weight_sync.registry_state import Settings
 from torchtitan.weight_sync.servers import RegistryServer, ShardServerProcess, ShardServerThread, numeric, towards
 from torchtitan.weight_sync.slots import Boundary
 from torchtitan.weight_sync.sockets import SocketRuntime
-from torchtitan.weight_sync.weight_files import file_header
 from torchtitan.weight_sync.wire import Message
 
 logger = logging.getLogger(__name__)
@@ -155,7 +154,7 @@ class WeightSync:
         drain_s: how long an apply may wait for requests to end.
 
     Other ranks listen where they reach rank 0's machine. Raises UserError where a parameter's placement cannot be sent
-    shard by shard, an address cannot be used, another job writes to the folder, or files cannot hold the shards.
+    shard by shard, an address cannot be used, or another job writes to the folder.
     """
 
     def __init__(
@@ -186,22 +185,14 @@ class WeightSync:
             disk_folder = Path(config.disk_path or run_dir / "weights")
             files = str(disk_folder.resolve())
             self._owner = FolderOwner(disk_folder, epoch) if registry is None else None
-        try:
-            self.publisher = Publisher(
-                parameters,
-                rank=rank,
-                dtype=dtype,
-                num_slots=config.slots_per_rank,
-                bucket_bytes=config.bucket_bytes,
-                on_device=config.transport in ON_DEVICE,
-            )
-        except PlanError as error:
-            raise UserError(f"weight sync cannot send this model's shards: {error}") from error
-        if files:
-            try:
-                file_header(self.publisher.layout, {})
-            except ValueError as error:
-                raise UserError(f'weight_sync.transport = "disk": {error}; take "tcp"') from error
+        self.publisher = Publisher(
+            parameters,
+            rank=rank,
+            dtype=dtype,
+            num_slots=config.slots_per_rank,
+            bucket_bytes=config.bucket_bytes,
+            on_device=config.transport in ON_DEVICE,
+        )
         self.boundary = Boundary(self.publisher)
         self.registry: RegistryServer | None = None
         self.watcher: Watcher | None = None

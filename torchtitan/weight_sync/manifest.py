@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
 
 # Of the ranks' slots, where they lie one behind the other.
 SLOT_ALIGNMENT = 64
@@ -69,10 +70,13 @@ class Layout:
     def layout_id(self) -> str:
         """Names this layout: equal exactly when everything in it is equal."""
         # Not over the JSON: compressed columns need not look the same wherever they are made.
-        hasher = xxhash.xxh3_128(json.dumps([self.bucket_bytes, self.checksum]).encode())
-        self.parameters.feed(hasher.update)
+        table, columns = self.parameters, [self.parameters.kind]
+        about = [self.bucket_bytes, self.checksum, table.names, table.kinds, [rank.boxes for rank in self.ranks]]
         for rank in self.ranks:
-            rank.feed(hasher.update)
+            columns += rank.parameter, rank.box
+        hasher = xxhash.xxh3_128(json.dumps([*about, list(map(len, columns))]).encode())
+        for column in columns:
+            hasher.update(column.astype("<i8").tobytes())
         return hasher.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -162,98 +166,50 @@ def _same_model(part: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check_coverage(layout: Layout) -> None:
-    """Raises LayoutError unless the ranks' shards cover every parameter exactly once."""
+    """Raises LayoutError unless the ranks' shards cover every parameter exactly once, each rank with one at most."""
     parameters = layout.parameters
     if len(set(parameters.names)) != len(parameters):
         raise LayoutError("two parameters have the same name")
-    cuttings = _Cuttings(len(parameters))
-    for number, shards in enumerate(layout.ranks):
-        cuttings.add(number, shards)
-    # One parameter stands for all of its shape that are cut like it.
-    alike = np.stack((cuttings.cutting, parameters.kind))
-    _, first = np.unique(alike, axis=1, return_index=True)
-    for index in sorted(first.tolist()):
-        _check_parameter(parameters, index, cuttings.pieces(int(cuttings.cutting[index])))
+    # int64 [parameters], the same number for those of one kind that the ranks so far cut into the same boxes.
+    cutting, numbers = parameters.kind.copy(), len(parameters.kinds)
+    for rank, shards in enumerate(layout.ranks):
+        if len(np.unique(shards.parameter)) < len(shards):
+            raise LayoutError(f"rank {rank} sends two shards of one parameter")
+        steps = cutting[shards.parameter] * len(shards.boxes) + shards.box
+        distinct, which = np.unique(steps, return_inverse=True)
+        cutting[shards.parameter] = numbers + which
+        numbers += len(distinct)
+    # One parameter stands for all that are cut like it.
+    _, first = np.unique(cutting, return_index=True)
+    pieces: dict[int, list[tuple[int, Box]]] = {index: [] for index in sorted(first.tolist())}
+    for rank, shards in enumerate(layout.ranks):
+        for row in np.flatnonzero(np.isin(shards.parameter, first)).tolist():
+            pieces[int(shards.parameter[row])].append((rank, shards.boxes[shards.box[row]]))
+    for index, held in pieces.items():
+        _check_parameter(parameters[index], held)
 
 
-@dataclass
-class _Cuttings:
-    """cutting: int64 [parameters], the same number exactly for parameters that the ranks cut into the same boxes.
-
-    A number is a node of a tree: (the node before, the rank and box that were added to it). 0 is the root.
-    """
-
-    count: int
-    cutting: np.ndarray = field(init=False)
-    _nodes: list[tuple[int, int, Box] | None] = field(default_factory=lambda: [None])
-
-    def __post_init__(self) -> None:
-        self.cutting = np.zeros(self.count, np.int64)
-
-    def add(self, rank: int, shards: ShardTable) -> None:
-        for rows in _rounds(shards.parameter):
-            chosen, box = shards.parameter[rows], shards.box[rows]
-            steps = self.cutting[chosen] * len(shards.boxes) + box
-            distinct, which = np.unique(steps, return_inverse=True)
-            self.cutting[chosen] = len(self._nodes) + which.reshape(-1)
-            for step in distinct.tolist():
-                node, number = divmod(step, len(shards.boxes))
-                self._nodes.append((node, rank, shards.boxes[number]))
-
-    def pieces(self, cutting: int) -> list[tuple[int, Box]]:
-        """(rank, box) of a cutting."""
-        found = []
-        node = self._nodes[cutting]
-        while node is not None:
-            found.append((node[1], node[2]))
-            node = self._nodes[node[0]]
-        return found[::-1]
-
-
-def _rounds(column: np.ndarray) -> Iterator[np.ndarray]:
-    """Row numbers in parts in which no value of `column` appears twice."""
-    rows = np.arange(len(column))
-    if len(column) and (np.diff(column) > 0).all():
-        yield rows
-        return
-    while len(rows):
-        _, first = np.unique(column[rows], return_index=True)
-        yield rows[first]
-        rows = np.delete(rows, first)
-
-
-def _check_parameter(parameters: ParameterTable, index: int, pieces: list[tuple[int, Box]]) -> None:
-    parameter = parameters[index]
+def _check_parameter(parameter: ParameterEntry, pieces: list[tuple[int, Box]]) -> None:
+    """pieces: (rank, box) of all that are sent."""
+    edges = [{0, full} for full in parameter.shape]
     for rank, box in pieces:
         if not len(box.shape) == len(box.offset) == len(parameter.shape) or any(
-            low < 0 or low + size > full for low, size, full in zip(box.offset, box.shape, parameter.shape, strict=True)
+            low < 0 or low + size > full for low, size, full in zip(*box, parameter.shape, strict=True)
         ):
             raise LayoutError(f"rank {rank}: a shard of {parameter.name} lies outside of it")
-    boxes = [box for _, box in pieces if box.elements]
-    covered = sum(box.elements for box in boxes)
-    if covered != parameter.elements or _overlap(boxes):
+        for ends, low, size in zip(edges, *box, strict=True):
+            ends.update((low, low + size))
+    # How often is each cell sent of the grid that all edges make?
+    places = [{edge: place for place, edge in enumerate(sorted(ends))} for ends in edges]
+    sent = np.zeros([len(ends) - 1 for ends in edges], np.int64)
+    for _, box in pieces:
+        sent[tuple(slice(place[low], place[low + size]) for place, low, size in zip(places, *box, strict=True))] += 1
+    if (sent != 1).any():
+        covered = sum(box.elements for _, box in pieces)
         raise LayoutError(
-            f"{parameter.name}: the ranks send {covered} elements of {parameter.elements}, or some of them twice"
+            f"{parameter.name}: the ranks send {covered} elements of {math.prod(parameter.shape)}, "
+            "or some of them twice"
         )
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether any two boxes (of the same number of dimensions, none of them empty) share an element."""
-    if len(boxes) < 2:
-        return False
-    if not boxes[0].shape:
-        return True  # two copies of a scalar
-    ordered = sorted(boxes, key=lambda box: box.offset)
-    for index, first in enumerate(ordered):
-        for second in ordered[index + 1 :]:
-            if second.offset[0] >= first.offset[0] + first.shape[0]:
-                break
-            if all(
-                a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
-            ):
-                return True
-    return False
 
 
 def reads_devices(kind: str) -> bool:
@@ -261,18 +217,13 @@ def reads_devices(kind: str) -> bool:
     return kind == "sum"
 
 
-def bucket_checksum(data: bytes | memoryview) -> str:
-    """xxh3-128 of one bucket's bytes in host memory. Gives up the interpreter's lock while it works."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def checksum_function(kind: str) -> Callable[[Any], str]:
-    """The function of a layout's checksum kind: xxh3 reads host memory, sum tensors wherever they are.
+    """The function of a layout's checksum kind: xxh3 (of 128 bits) reads host memory, sum tensors wherever they are.
 
-    Raises ValueError for a kind that does not exist.
+    Both give up the interpreter's lock while they work. Raises ValueError for a kind that does not exist.
     """
     if kind == "xxh3":
-        return bucket_checksum
+        return xxhash.xxh3_128_hexdigest
     if kind != "sum":
         raise ValueError(f"unknown checksum {kind!r}")
     from torchtitan.weight_sync.device_slots import sum_checksum  # torch

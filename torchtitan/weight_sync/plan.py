@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan.distributed.placement import StackPart, local_region
+from torchtitan.distributed.placement import StackPart, local_region, region_at
+from torchtitan.errors import UserError
 from torchtitan.weight_sync.layout_tables import Box, ParameterTable, ShardTable, numbered
 from torchtitan.weight_sync.manifest import Layout
 
 
-class PlanError(Exception):
-    """A placement that cannot be sent shard by shard."""
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """This mesh dimension cuts tensor dimension `dim` into chunks.
-
-    split_factor > 1: later mesh dimensions have cut it into so many parts before (FSDP2 over tensor parallelism).
-    """
-
-    dim: int
-    split_factor: int = 1
-
-
-# None stands for a mesh dimension whose ranks all hold the same.
-Placement = Sharded | None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
     """A shape on a mesh, as one rank sees it. A rank outside of the mesh has no coordinate.
 
@@ -68,62 +48,18 @@ class PlacedParameter(NamedTuple):
     placed: Placed
 
 
-def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of chunk `index`, cut as torch.chunk cuts: equal lengths, the last ones shorter or empty."""
-    length = -(-size // parts)
-    start = min(index * length, size)
-    return start, min(length, size - start)
-
-
-def _order_of_cuts(placed: Placed) -> list[int]:
-    """Mesh dimensions in the order in which they cut: from the left, a strided one after those it follows."""
-    remaining = list(range(len(placed.placements)))
-    order: list[int] = []
-    while remaining:
-        for mesh_dim in remaining:
-            placement = placed.placements[mesh_dim]
-            before = placement.split_factor if placement is not None else 1
-            later = [
-                other
-                for other in remaining
-                if other > mesh_dim and placement is not None and _cuts(placed.placements[other], placement.dim)
-            ]
-            if before == 1 or not later:
-                break
-        else:
-            raise PlanError(f"placements {placed.placements} have no order")
-        if placement is not None and before > 1:
-            done = [o for o in order if o > mesh_dim and _cuts(placed.placements[o], placement.dim)]
-            if math.prod(placed.mesh_shape[other] for other in done) != before:
-                raise PlanError(f"split factor {before} does not match the mesh {placed.mesh_shape}")
-        order.append(mesh_dim)
-        remaining.remove(mesh_dim)
-    return order
-
-
-def _cuts(placement: Placement, dim: int) -> bool:
-    return placement is not None and placement.dim == dim
-
-
 def local_box(placed: Placed) -> Box | None:
     """The part of the parameter that this rank holds; None outside of its mesh, or where it has not that entry."""
     if placed.coordinate is None:
         return None
-    offset, shape = [0] * len(placed.shape), list(placed.shape)
-    for mesh_dim in _order_of_cuts(placed):
-        placement = placed.placements[mesh_dim]
-        if placement is None:
-            continue
-        start, length = _chunk(shape[placement.dim], placed.mesh_shape[mesh_dim], placed.coordinate[mesh_dim])
-        offset[placement.dim] += start
-        shape[placement.dim] = length
-    if placed.entry is None:
-        return Box(tuple(offset), tuple(shape))
-    if not offset[0] <= placed.entry < offset[0] + shape[0]:
-        return None
+    region = list(region_at(placed.shape, placed.mesh_shape, placed.coordinate, placed.placements))
+    if placed.entry is not None:
+        entries = region.pop(0)
+        if not entries.start <= placed.entry < entries.stop:
+            return None
     if placed.rows is not None:
-        shape[1] = placed.rows[1] - placed.rows[0]
-    return Box(tuple(offset[1:]), tuple(shape[1:]))
+        region[0] = slice(0, placed.rows[1] - placed.rows[0])
+    return Box(tuple(part.start for part in region), tuple(part.stop - part.start for part in region))
 
 
 def sent_box(placed: Placed, rank: int) -> Box | None:
@@ -132,41 +68,27 @@ def sent_box(placed: Placed, rank: int) -> Box | None:
     A parameter without a mesh is the same on every rank: rank 0 sends it.
     """
     box = local_box(placed)
-    if box is None or math.prod(box.shape) == 0:
+    if box is None or box.elements == 0:
         return None
+    assert placed.coordinate is not None
     if not placed.mesh_shape:
         return box if rank == 0 else None
-    assert placed.coordinate is not None
-    for placement, coordinate in zip(placed.placements, placed.coordinate, strict=True):
-        if placement is None and coordinate != 0:
-            return None
-    return box
+    alike = zip(placed.placements, placed.coordinate, strict=True)
+    return None if any(placement.is_replicate() and coordinate for placement, coordinate in alike) else box
 
 
 def plan_rank(parameters: Sequence[PlacedParameter], rank: int, dtype: str, bucket_bytes: int) -> Layout:
     """What `rank` sends, as a layout with this one rank: shards in the order of the parameters, without gaps."""
-    names, all_placed = tuple(map(itemgetter(0), parameters)), list(map(itemgetter(1), parameters))
-    # First by identity, which needs no hash of a whole placement, then the few that are left by value.
-    identity = list(map(id, all_placed))
-    by_identity = dict(zip(identity, all_placed, strict=True))
-    placements, number = numbered(by_identity.values())
-    number_of = dict(zip(by_identity, number.tolist(), strict=True))
-    which = np.fromiter(map(number_of.__getitem__, identity), np.int64, len(identity))
-
+    placements, which = numbered(one.placed for one in parameters)
     kinds, kind = numbered((dtype, placed.sent_shape) for placed in placements)
-    sent: list[Box | None] = []
-    for index, placed in enumerate(placements):
-        try:
-            sent.append(sent_box(placed, rank))
-        except PlanError as error:
-            raise PlanError(f"{names[int(np.argmax(which == index))]}: {error}") from error
+    sent = [sent_box(placed, rank) for placed in placements]
     boxes, box_of_sent = numbered(box for box in sent if box is not None)
     box_of = np.full(len(sent), -1, np.int64)
-    box_of[[index for index, box in enumerate(sent) if box is not None]] = box_of_sent
+    box_of[np.array([box is not None for box in sent], bool)] = box_of_sent
 
     parameter = np.flatnonzero(box_of[which] >= 0)
     box = box_of[which[parameter]]
-    table = ParameterTable(names, kinds, kind[which])
+    table = ParameterTable(tuple(one.name for one in parameters), kinds, kind[which])
     return Layout(bucket_bytes, table, (ShardTable(table, boxes, parameter, box),))
 
 
@@ -174,7 +96,7 @@ Weight = TypeVar("Weight", bound=torch.Tensor | StackPart)
 
 
 def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> list[PlacedParameter]:
-    """How this rank sees each parameter. Raises PlanError for a placement other than sharded or replicated."""
+    """How this rank sees each parameter. Raises UserError for a placement other than sharded or replicated."""
     # Meshes and placements are few and shared: what was read once is used for all that are placed alike.
     known: dict[tuple[object, ...], Placed] = {}
     placed = []
@@ -184,43 +106,23 @@ def placed_parameters(parameters: Mapping[str, torch.Tensor | StackPart]) -> lis
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         key = (parameter.shape, id(mesh), placements, entry, rows)
         if key not in known:
-            known[key] = replace(_placed(name, tuple(parameter.shape), mesh, placements), entry=entry, rows=rows)
+            for placement in placements:
+                if not hasattr(placement, "dim") and not placement.is_replicate():
+                    raise UserError(f"weight sync cannot send {name} shard by shard: it is placed as {placement}")
+            coordinate = () if mesh is None else mesh.get_coordinate()
+            at = None if coordinate is None else tuple(coordinate)
+            shape, mesh_shape = tuple(parameter.shape), () if mesh is None else tuple(mesh.shape)
+            known[key] = Placed(shape, mesh_shape, at, placements, entry, rows)
         placed.append(PlacedParameter(name, known[key]))
     return placed
 
 
-def _placed(
-    name: str, shape: tuple[int, ...], mesh: DeviceMesh | None, placements: tuple[TorchPlacement, ...]
-) -> Placed:
-    if mesh is None:
-        return Placed(shape)
-    coordinate = mesh.get_coordinate()
-    return Placed(
-        shape,
-        tuple(mesh.shape),
-        None if coordinate is None else tuple(coordinate),
-        tuple(_placement(name, placement) for placement in placements),
-    )
-
-
-def _placement(name: str, placement: TorchPlacement) -> Placement:
-    if placement.is_replicate():
-        return None
-    dim = getattr(placement, "dim", None)
-    if dim is None or placement.is_partial():
-        raise PlanError(f"{name}: cannot send a parameter placed as {placement}")
-    return Sharded(int(dim), int(getattr(placement, "split_factor", 1)))
-
-
 def unique_parameters(parameters: Mapping[str, Weight]) -> dict[str, Weight]:
     """Without the later names of tied parameters."""
-    seen: set[int] = set()
-    unique = {}
+    first: dict[int, str] = {}
     for name, parameter in parameters.items():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            unique[name] = parameter
-    return unique
+        first.setdefault(id(parameter), name)
+    return {name: parameters[name] for name in first.values()}
 
 
 class LocalTensors:

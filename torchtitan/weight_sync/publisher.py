@@ -202,7 +202,7 @@ class Publisher:
 
     parameters: checkpoint name -> parameter (tensor or DTensor), in the same order on every rank; tied ones are sent
     once. dtype: what actors hold. on_device: slots are where the parameters are, instead of in host memory.
-    stream: where snapshots are queued. Raises PlanError for parameters that cannot be sent shard by shard.
+    stream: where snapshots are queued. Raises UserError for parameters that cannot be sent shard by shard.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ShardTable
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry
 from torchtitan.weight_sync.manifest import Layout
 from torchtitan.weight_sync.manifest import WeightsRefused as WeightsRefused
 
@@ -61,14 +61,13 @@ class StagedVersion:
 
 class StagedTensors(Mapping[str, torch.Tensor]):
     """Parameter name -> its tensor, in the order of the layout. One that lies in one piece is a view of staging memory;
-    another is put together anew whenever it is asked for, and without need where it is only copied."""
+    another is put together anew whenever it is asked for, and without need where it is only copied.
 
-    def __init__(self) -> None:
-        self._pieces: dict[str, tuple[ParameterEntry, list[tuple[Box, torch.Tensor]]]] = {}
+    pieces: by name what the parameter is, and (part of it, where it lies) of each piece.
+    """
 
-    def add(self, entry: ParameterEntry, pieces: list[tuple[Box, torch.Tensor]]) -> None:
-        """pieces: (part of it, where it lies)."""
-        self._pieces[entry.name] = entry, pieces
+    def __init__(self, pieces: Mapping[str, tuple[ParameterEntry, list[tuple[Box, torch.Tensor]]]]):
+        self._pieces = pieces
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -109,18 +108,20 @@ class Staging:
         self.layout = layout
         self.memory: list[Area] = []
         """Per rank the bytes of its slot: memoryviews on the host, one-dimensional uint8 tensors elsewhere"""
-        pieces: dict[int, list[tuple[Box, torch.Tensor]]] = {}
-        for start, rank in zip(layout.slot_starts(), layout.ranks, strict=False):
-            base, area = _new_area(rank.slot_bytes, where) if memory is None else _slot_within(memory, start, rank)
-            self.memory.append(area)
+        starts, names = layout.slot_starts(), layout.parameters.names
+        if where == "cpu" and memory is None:
+            memory = _new_memory(starts[-1])
+        area = torch.empty(starts[-1], dtype=torch.uint8, device=where) if memory is None else memoryview(memory)
+        tensor = area if isinstance(area, torch.Tensor) else torch.frombuffer(area, dtype=torch.uint8)
+        pieces = {entry.name: (entry, list[tuple[Box, torch.Tensor]]()) for entry in layout.parameters}
+        for start, rank in zip(starts, layout.ranks, strict=False):
+            self.memory.append(area[start : start + rank.slot_bytes])
+            slot = tensor[start : start + rank.slot_bytes]
             for shard in rank:
-                dtype = TORCH_DTYPES[layout.parameters[shard.parameter].dtype]
-                end = shard.byte_offset + shard.elements * dtype.itemsize
-                piece = base[shard.byte_offset : end].view(dtype).view(shard.shape)
-                pieces.setdefault(shard.parameter, []).append((Box(shard.offset, shard.shape), piece))
-        self.tensors = StagedTensors()
-        for index, entry in enumerate(layout.parameters):
-            self.tensors.add(entry, pieces.get(index, []))
+                entry, held = pieces[names[shard.parameter]]
+                data = slot[shard.byte_offset : shard.byte_end].view(TORCH_DTYPES[entry.dtype])
+                held.append((Box(shard.offset, shard.shape), data.view(shard.shape)))
+        self.tensors = StagedTensors(pieces)
 
     def bucket(self, key: tuple[int, int]) -> Area:
         """The bytes of bucket (rank, number)."""
@@ -128,22 +129,12 @@ class Staging:
         return self.memory[key[0]][start:end]
 
 
-def _slot_within(memory: mmap.mmap, start: int, rank: ShardTable) -> tuple[torch.Tensor, Area]:
-    """A rank's slot in memory for all of them."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[start : start + rank.slot_bytes], memoryview(memory)[start : start + rank.slot_bytes]
-
-
-def _new_area(size: int, where: str) -> tuple[torch.Tensor, Area]:
-    """Memory, as a tensor of bytes and as an area."""
-    if where != "cpu":
-        tensor = torch.empty(size, dtype=torch.uint8, device=where)
-        return tensor, tensor
-    # Pages that are never written take no memory. A map may not be empty: a rank that sends nothing gets one page.
-    area = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _new_memory(size: int) -> mmap.mmap:
+    """On the host. Pages that are never written take no memory; a map may not be empty."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)  # fewer faults for the first version, 5 to 10 % less work for the others
-    return torch.frombuffer(area, dtype=torch.uint8), memoryview(area)[:size]
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults for the first version, 5 to 10 % less work for the others
+    return memory
 
 
 class PiecedTensor(torch.Tensor):

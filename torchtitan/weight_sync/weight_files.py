@@ -4,8 +4,7 @@
     weights/<epoch>/version-00000012/
         model.safetensors             one rank: plain full tensors, by their Hugging Face names
         rank-00003.safetensors        several ranks: each one's shards; where they belong is in the file's metadata
-        rank-00003.json               size and checksums of that file
-        manifest.json                 written last: epoch, version, digest, and what the files are
+        manifest.json                 written last: epoch, version, checksums, digest, and what the files are
 
     read_weights("weights/latest")    all ranks' files, checked and put together (needs torch)
 
@@ -25,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan.errors import UserError
-from torchtitan.weight_sync.layout_tables import DTYPE_BYTES, Box, ParameterEntry, ParameterTable, ShardTable
-from torchtitan.weight_sync.manifest import Layout, LayoutError, check_coverage, content_digest
+from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardTable
+from torchtitan.weight_sync.manifest import Layout, LayoutError, Manifest, check_coverage
 
 if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 1
+FORMAT = 2
 _DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # How often a version that is deleted while it is read is looked up anew.
 _READ_ATTEMPTS = 5
@@ -58,17 +57,14 @@ def version_of(folder: Path) -> int | None:
 
 def file_header(layout: Layout, metadata: dict[str, str]) -> bytes:
     """The beginning of a rank's file, behind which its slot follows. layout: this rank's alone; `metadata` joins what
-    says where the shards belong. Raises ValueError for a rank whose shards a file cannot hold."""
+    says where the shards belong."""
     tensors: dict[str, Any] = {}
     offsets, shapes = {}, {}
     for shard in layout.ranks[0]:
         entry = layout.parameters[shard.parameter]
-        if entry.name in tensors:
-            raise ValueError("a rank sends two shards of one parameter: a file cannot hold both under one name")
-        end = shard.byte_offset + shard.elements * DTYPE_BYTES[entry.dtype]
-        about = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(shard.shape)}
-        tensors[entry.name] = {**about, "data_offsets": [shard.byte_offset, end]}
-        offsets[entry.name], shapes[entry.name] = list(shard.offset), list(entry.shape)
+        about = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": shard.shape}
+        tensors[entry.name] = {**about, "data_offsets": [shard.byte_offset, shard.byte_end]}
+        offsets[entry.name], shapes[entry.name] = shard.offset, entry.shape
     belongs = {"format": "pt", **metadata, "offsets": json.dumps(offsets), "shapes": json.dumps(shapes)}
     text = json.dumps({"__metadata__": belongs, **tensors}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -105,13 +101,13 @@ def _read(folder: Path) -> Weights:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    manifest = _manifest(folder)
+    manifest, files = _manifest(folder)
     parameters: dict[str, ParameterEntry] = {}
     places: list[dict[str, Box]] = []
     tensors: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as opened:
         contents = []
-        for file in manifest["files"]:
+        for file in files:
             path = folder / file["file"]
             if path.stat().st_size != file["bytes"] or file_checksum(path) != file["xxh3_128"]:
                 raise UserError(f"{path} is not the file that {MANIFEST} describes: truncated or corrupt")
@@ -132,7 +128,7 @@ def _read(folder: Path) -> Weights:
                     tensors[name] = torch.empty(parameters[name].shape, dtype=shard.dtype)
                 within = (slice(low, low + size) for low, size in zip(box.offset, box.shape, strict=True))
                 tensors[name][tuple(within)] = shard
-    return Weights(manifest["epoch"], manifest["version"], manifest["digest"], tensors)
+    return Weights(manifest.epoch, manifest.version, manifest.digest, tensors)
 
 
 def _places(content: Any, parameters: dict[str, ParameterEntry]) -> dict[str, Box]:
@@ -159,27 +155,21 @@ def _layout(parameters: dict[str, ParameterEntry], places: list[dict[str, Box]])
     return Layout(max(1, *(rank.slot_bytes for rank in ranks)), table, tuple(ranks))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _manifest(folder: Path) -> tuple[Manifest, list[dict[str, Any]]]:
+    """What it says of the version and of its files."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-        checksums = [file["bucket_checksums"] for file in manifest["files"]]
-        if manifest["format"] != FORMAT or len(checksums) != manifest["ranks"]:
+        data = json.loads((folder / MANIFEST).read_text())
+        manifest, files = Manifest.from_json(data), data["files"]
+        if data["format"] != FORMAT or not 0 < len(files) == len(manifest.checksums):
             raise ValueError("of another format, or not of all ranks")
-        if not checksums:
-            raise ValueError("of no rank")
-        for file in manifest["files"]:
+        for file in files:
+            if absent := {"file", "bytes", "xxh3_128"} - file.keys():
+                raise ValueError(f"without {', '.join(sorted(absent))}")
             if Path(file["file"]).name != file["file"] or file["file"] in ("", ".."):
                 raise ValueError(f"{file['file']!r} is not a file of this folder")
-        absent = {"epoch", "version"} - manifest.keys() or {"bytes", "xxh3_128"} - set.intersection(
-            *(set(file) for file in manifest["files"])
-        )
-        if absent:
-            raise ValueError(f"without {', '.join(sorted(absent))}")
-        if content_digest(manifest["layout_id"], checksums) != manifest["digest"]:
-            raise ValueError("its digest is not that of its checksums")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
         raise UserError(f"{folder / MANIFEST}: {error!r}") from error
-    return manifest
+    return manifest, files
 
 
 def file_checksum(path: Path) -> str:

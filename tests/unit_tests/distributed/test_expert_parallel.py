@@ -60,7 +60,7 @@ def compare(directory: str, layouts: list[Layout], reference: str, scratch: str)
             whole = original[plan.parameters[shard.parameter].name]
             part = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.shape, strict=True))
             assert torch.equal(tensor, whole[part]), layout["name"]
-        elements = collectives.all_reduce_sum(torch.tensor(sum(shard.elements for shard in shards)))
+        elements = collectives.all_reduce_sum(torch.tensor(sum(tensor.numel() for tensor in tensors)))
         assert elements.item() == sum(tensor.numel() for tensor in original.values()), layout["name"]
         held = sum(p.to_local().numel() for n, p in policy.named_parameters() if ".experts." in n)
         whole = sum(p.numel() for n, p in policy.named_parameters() if ".experts." in n)

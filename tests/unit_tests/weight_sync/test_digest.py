@@ -13,6 +13,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard
 
 from tests.checksums import sum_checksum_numpy
 from tests.patience import PATIENCE_S, until
@@ -20,7 +21,7 @@ from torchtitan.inference.embedded.weights import Verifier
 from torchtitan.weight_sync.digest import Stopped, Unverifiable, differing_parameters
 from torchtitan.weight_sync.layout_tables import ParameterEntry
 from torchtitan.weight_sync.manifest import Layout, merge_layouts
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, Sharded, plan_rank
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, plan_rank
 from torchtitan.weight_sync.staging import Proof, StagedVersion
 
 SHAPES = {"embed": (37, 8), "norm": (9,), "up": (16, 5), "scalar": (1,)}
@@ -33,7 +34,7 @@ def layout_over(ranks: int, dim: int, dtype: str, kind: str = "xxh3") -> Layout:
     for rank in range(ranks):
         placed = []
         for name, shape in SHAPES.items():
-            sharded = Placed(shape, (ranks,), (rank,), (Sharded(dim if len(shape) > 1 else 0),))
+            sharded = Placed(shape, (ranks,), (rank,), (Shard(dim if len(shape) > 1 else 0),))
             placed.append(PlacedParameter(name, sharded if name != "norm" else Placed(shape)))
         parts.append(plan_rank(placed, rank, dtype, BUCKET_BYTES).to_json())
     merged = merge_layouts(parts)

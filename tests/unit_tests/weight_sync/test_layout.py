@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import zlib
 from typing import Any
 
@@ -13,23 +14,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from torchtitan.weight_sync import layout_tables
 from torchtitan.weight_sync.layout_tables import Box, ParameterEntry, ParameterTable, ShardEntry, ShardTable
 from torchtitan.weight_sync.manifest import Layout, LayoutError, check_coverage, merge_layouts
-from torchtitan.weight_sync.plan import Placed, PlacedParameter, PlanError, Sharded, local_box, plan_rank, sent_box
+from torchtitan.weight_sync.plan import Placed, PlacedParameter, local_box, plan_rank, sent_box
 
 # (mesh, placements, how the ranks cut a tensor, outermost cut first: (mesh dimension, tensor dimension))
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...], list[tuple[int, int]]]] = {
-    "fsdp": ((4,), (Sharded(0),), [(0, 0)]),
-    "tp columns": ((2,), (Sharded(1),), [(0, 1)]),
-    "fsdp over tp rows": ((2, 2), (Sharded(0, split_factor=2), Sharded(0)), [(1, 0), (0, 0)]),
-    "fsdp over tp columns": ((2, 2), (Sharded(0), Sharded(1)), [(0, 0), (1, 1)]),
-    "fsdp, replicated over tp": ((3, 2), (Sharded(0), None), [(0, 0)]),
-    "hsdp": ((2, 3), (None, Sharded(0)), [(1, 0)]),
-    "hsdp over tp rows": ((2, 2, 2), (None, Sharded(0, split_factor=2), Sharded(0)), [(2, 0), (1, 0)]),
-    "replicated": ((2, 2), (None, None), []),
-    "left to right": ((2, 2), (Sharded(0), Sharded(0)), [(0, 0), (1, 0)]),
+    "fsdp": ((4,), (Shard(0),), [(0, 0)]),
+    "tp columns": ((2,), (Shard(1),), [(0, 1)]),
+    "fsdp over tp rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), [(1, 0), (0, 0)]),
+    "fsdp over tp columns": ((2, 2), (Shard(0), Shard(1)), [(0, 0), (1, 1)]),
+    "fsdp, replicated over tp": ((3, 2), (Shard(0), Replicate()), [(0, 0)]),
+    "hsdp": ((2, 3), (Replicate(), Shard(0)), [(1, 0)]),
+    "hsdp over tp rows": ((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0)), [(2, 0), (1, 0)]),
+    "replicated": ((2, 2), (Replicate(), Replicate()), []),
+    "left to right": ((2, 2), (Shard(0), Shard(0)), [(0, 0), (1, 0)]),
 }
 
 
@@ -59,18 +61,12 @@ def test_shards_of_all_ranks_make_up_the_tensor_once(name: str, shape: tuple[int
 def test_parameter_without_a_mesh_is_sent_by_the_lowest_rank() -> None:
     parameter = Placed((3,))
     assert sent_box(parameter, 0) is not None and sent_box(parameter, 1) is None
-    assert sent_box(Placed((3,), (2,), None, (Sharded(0),)), 5) is None
-
-
-def test_placement_that_fits_no_mesh_is_refused() -> None:
-    placed = Placed((8,), (2, 2), (0, 0), (Sharded(0, split_factor=3), Sharded(0)))
-    with pytest.raises(PlanError, match="w: split factor"):
-        plan_rank([PlacedParameter("norm", Placed((3,))), PlacedParameter("w", placed)], 0, "float32", 64)
+    assert sent_box(Placed((3,), (2,), None, (Shard(0),)), 5) is None
 
 
 def test_ranks_layouts_merge_into_one_and_gaps_are_refused() -> None:
     def part(rank: int, of: int = 2) -> dict[str, Any]:
-        sharded = Placed((5, 2), (of,), (rank,), (Sharded(0),))
+        sharded = Placed((5, 2), (of,), (rank,), (Shard(0),))
         placed = [PlacedParameter("w", sharded), PlacedParameter("n", Placed((3,)))]
         return json.loads(json.dumps(plan_rank(placed, rank, "bfloat16", 64).to_json()))
 
@@ -111,7 +107,7 @@ def is_covered(layout: Layout) -> bool:
 @st.composite
 def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
     """Parameters cut anywhere, the pieces dealt to ranks in any order, and where it is allowed up to one mistake."""
-    parameters, ranks = [], [[] for _ in range(draw(st.integers(1, 3)))]
+    parameters, ranks = [], [[] for _ in range(4)]
     for index in range(draw(st.integers(0, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 4), max_size=2)))
         parameters.append(ParameterEntry(f"p{index}", draw(st.sampled_from(["float32", "bfloat16"])), shape))
@@ -124,8 +120,8 @@ def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
                 if low < high:
                     moved = tuple(o + low * (d == dim) for d, o in enumerate(offset))
                     pieces.append((moved, tuple(high - low if d == dim else s for d, s in enumerate(size))))
-        for piece in pieces:
-            ranks[draw(st.integers(0, len(ranks) - 1))].append((index, Box(*piece)))
+        for piece, rank in zip(pieces, draw(st.permutations(range(4))), strict=False):
+            ranks[rank].append((index, Box(*piece)))
     rows = [list(draw(st.permutations(shards))) for shards in ranks]
     if mistakes and parameters and draw(st.booleans()):
         rank = draw(st.sampled_from(rows))
@@ -133,7 +129,8 @@ def layouts(draw: st.DrawFn, mistakes: bool = True) -> Layout:
             parameter, box = rank.pop(draw(st.integers(0, len(rank) - 1)))
             mistake = draw(st.sampled_from(["lost", "twice", "moved", "other parameter"]))
             if mistake == "twice":
-                rank += [(parameter, box)] * 2
+                for other in (rank, draw(st.sampled_from(rows))):
+                    other.append((parameter, box))
             elif mistake == "moved":
                 offset = tuple(max(0, low + draw(st.integers(-2, 2))) for low in box.offset)
                 rank.append((parameter, Box(offset, box.shape)))
@@ -164,7 +161,8 @@ def test_tables_are_their_rows_and_travel_as_json(layout: Layout) -> None:
         end = 0
         for shard in one:
             assert shard.byte_offset == end
-            end += shard.elements * {"float32": 4, "bfloat16": 2}[layout.parameters[shard.parameter].dtype]
+            end += math.prod(shard.shape) * {"float32": 4, "bfloat16": 2}[layout.parameters[shard.parameter].dtype]
+            assert shard.byte_end == end
         assert one.slot_bytes == end
         rows = [(shard.parameter, Box(shard.offset, shard.shape)) for shard in other]
         assert list(ShardTable.of(layout.parameters, rows)) == list(other)
@@ -242,13 +240,19 @@ def test_plan_is_one_shard_after_the_other(name: str, shapes: list[tuple[int, in
             parameters.append(PlacedParameter(f"p{index}", seen.setdefault(shape, placed) if shared else placed))
             box = sent_box(placed, rank)
             if box is not None:
-                expected.append(ShardEntry(index, box.offset, box.shape, end))
-                end += box.elements * 2
+                start, end = end, end + box.elements * 2
+                expected.append(ShardEntry(index, *box, start, end))
         layout = plan_rank(parameters, rank, "bfloat16", 64)
         assert list(layout.ranks[0]) == expected and layout.ranks[0].slot_bytes == end
         assert list(layout.parameters) == [ParameterEntry(f"p{i}", "bfloat16", s) for i, s in enumerate(shapes)]
         parts.append(layout.to_json())
     check_coverage(merge_layouts(parts))
+
+
+def test_rank_that_sends_two_shards_of_a_parameter_is_refused() -> None:
+    halves = [(0, Box((0,), (2,))), (0, Box((2,), (2,)))]
+    with pytest.raises(LayoutError, match="rank 1 sends two shards of one parameter"):
+        check_coverage(layout_of([ParameterEntry("w", "float32", (4,))], [[], halves]))
 
 
 def test_shard_outside_of_its_parameter_is_refused() -> None:
@@ -266,4 +270,4 @@ def test_overlap_that_adds_up_is_refused() -> None:
         ((4, 1), Box((0, 0), (3, 1)), Box((2, 0), (1, 1))),
     ):
         with pytest.raises(LayoutError, match="elements of .*, or some of them twice"):
-            check_coverage(layout_of([ParameterEntry("w", "float32", shape)], [[(0, box) for box in boxes]]))
+            check_coverage(layout_of([ParameterEntry("w", "float32", shape)], [[(0, box)] for box in boxes]))

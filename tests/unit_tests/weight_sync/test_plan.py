@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.patience import PATIENCE_S, until
@@ -23,8 +23,8 @@ from torchtitan.distributed.placement import StackPart
 from torchtitan.errors import UserError
 from torchtitan.weight_sync import servers, wire
 from torchtitan.weight_sync.layout_tables import Box
-from torchtitan.weight_sync.manifest import LayoutError, Manifest, bucket_checksum, content_digest
-from torchtitan.weight_sync.plan import LocalTensors, Placed, Sharded, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.manifest import LayoutError, Manifest, content_digest
+from torchtitan.weight_sync.plan import LocalTensors, Placed, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.publisher import Publisher
 from torchtitan.weight_sync.servers import ServerProcess
 from torchtitan.weight_sync.slots import LiveSlots, SharedSlots, SlotState
@@ -41,13 +41,6 @@ def test_manifest_is_believed_only_whole() -> None:
         Manifest.from_json(data)
     with pytest.raises(LayoutError, match="malformed"):
         Manifest.from_json({"epoch": "e"})
-
-
-def test_digest_changes_with_every_bit() -> None:
-    data = bytearray(1000)
-    before = bucket_checksum(bytes(data))
-    data[500] ^= 1
-    assert bucket_checksum(bytes(data)) != before
 
 
 def test_tied_parameters_go_once() -> None:
@@ -199,7 +192,7 @@ def test_placements_are_read_as_they_are(rank: int, coordinate: tuple[int, ...] 
         ((name, placed),) = placed_parameters({"w": shard})
     finally:
         dist.destroy_process_group()
-    assert (name, placed) == ("w", Placed((3, 4), (2, 2), coordinate, (Sharded(1), None)))
+    assert (name, vars(placed)) == ("w", vars(Placed((3, 4), (2, 2), coordinate, placements)))
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -227,3 +220,14 @@ def test_parts_of_a_stack_are_sent_by_their_place_in_it(rank: int | None) -> Non
     }
     sent = [(parts[shard.parameter], Box(shard.offset, shard.shape)) for shard in layout.ranks[0]]
     assert sent == [(part, Box((0, 0), tuple(expected[part].shape))) for part in held]
+
+
+def test_placement_that_nothing_can_be_sent_from_is_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False)
+        partial_sums = DTensor.from_local(torch.zeros(3), mesh, (Partial(),), run_check=False)
+        with pytest.raises(UserError, match="cannot send w shard by shard: it is placed as P"):
+            placed_parameters({"norm": torch.zeros(1), "w": partial_sums})
+    finally:
+        dist.destroy_process_group()
