@@ -8,7 +8,7 @@ import pytest
 
 from deterministic.machine import Machine
 from tests.unit_tests.weight_sync.job import BUCKET_BYTES, Actor, Job, Shape
-from torchtitan.weight_sync import delta
+from torchtitan.weight_sync import shard_server
 from torchtitan.weight_sync.manifest import Manifest, WeightsRefused
 from torchtitan.weight_sync.registry import Registry
 
@@ -181,17 +181,17 @@ def test_deltas_and_a_base_that_is_not_what_the_actor_thinks() -> None:
 
 
 def test_encoder_makes_a_delta_once_for_all_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(0)
-    job = Job(machine, Shape(actor_seconds=(0.1,) * 4, delta=True))
-    machine.run(0.2)
     made: list[memoryview] = []
-    encode = delta.encode
+    encode = shard_server.encode
 
     def counted(new: memoryview, base: memoryview, size: int) -> memoryview | None:
         made.append(new)
         return encode(new, base, size)
 
-    monkeypatch.setattr(delta, "encode", counted)
+    monkeypatch.setattr(shard_server, "encode", counted)
+    machine = Machine(0)
+    job = Job(machine, Shape(actor_seconds=(0.1,) * 4, delta=True))
+    machine.run(0.2)
     for _ in range(3):
         publish(job)
     assert len(made) == 2 * job.shape.ranks * job.shape.buckets
