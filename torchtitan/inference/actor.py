@@ -428,8 +428,6 @@ class Actor:
 
     def _check(self, completions: list[Completion]) -> None:
         for completion in completions:
-            if completion.finish_reason == "abort":
-                raise ActorError("generate", "the engine aborted the request")
             for span in completion.spans:
                 if span.epoch != self._epoch:
                     raise ActorError("generate", f"sampled under epoch {span.epoch!r}, this one is {self._epoch!r}")

@@ -247,13 +247,15 @@ def check_completions(completions: list[Completion], wanted: int) -> list[Comple
 
 
 def _check(completion: Completion) -> None:
+    if completion.finish_reason == "abort":
+        raise ActorError("generate", "the engine aborted the request")
     length = len(completion.token_ids)
     if len(completion.log_probs) != length:
         raise ActorError("generate", f"{length} tokens came with {len(completion.log_probs)} log-probs")
     if not all(map(math.isfinite, completion.log_probs)):
         # One of them would make the loss of the whole batch no number.
         raise ActorError("generate", "a log-prob came that is not finite")
-    if not length and completion.finish_reason != "abort":
+    if not length:
         raise ActorError("generate", "a completion came without tokens")
     position, version = 0, -1
     for span in completion.spans:

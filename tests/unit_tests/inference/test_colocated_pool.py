@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +75,7 @@ async def finished(tasks: list[asyncio.Task[Any]]) -> list[asyncio.Task[Any]]:
 async def test_what_nobody_waits_for_is_cancelled_in_the_engine() -> None:
     shared = pool()
     task = asyncio.create_task(shared.generate(request()))
-    other = asyncio.create_task(shared.generate(request()))
+    other = asyncio.create_task(shared.generate(request(n=1)))
     await asyncio.sleep(0)
     (mine,) = shared.begin_round(0).requests
     shared.finish_round([])
@@ -96,6 +98,21 @@ async def test_a_refusal_ends_the_run_with_the_engines_words() -> None:
     shared.finish_round([Answer(sent.request_id, refused="longer than the model")])
     with pytest.raises(UserError, match=r"refused request g-7: longer than the model"):
         await task
+
+
+@asynchronous
+async def test_what_could_not_be_trained_on_is_sampled_again_a_few_times() -> None:
+    shared = pool()
+    task = asyncio.create_task(shared.generate(request("g-8", n=1)))
+    spoilt = replace(completion("a.0"), log_probs=[math.nan])
+    for _ in range(1 + JobConfig().inference.max_retries):
+        await asyncio.sleep(0)
+        ((sent,),) = shared.begin_round(0).requests
+        shared.finish_round([Answer(sent.request_id, [spoilt])])
+        await asyncio.sleep(0.01)
+    with pytest.raises(UserError, match=r"g-8 failed . times .*a log-prob came that is not finite"):
+        await task
+    assert shared.statistics["requests_redone"] == JobConfig().inference.max_retries
 
 
 def test_rounds_become_as_long_as_they_should(monkeypatch: pytest.MonkeyPatch) -> None:

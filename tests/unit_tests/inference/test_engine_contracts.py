@@ -376,7 +376,8 @@ def test_what_could_not_be_trained_on_is_asked_for_again(log_probs: list[float],
     spans = [VersionSpan("e", 1, 0, length)] if length else []
     with pytest.raises(ActorError, match=reason):
         check_completions([Completion([1] * length, log_probs, "stop", spans)], 1)
-    assert check_completions([Completion([], [], "abort", [])], 1)  # its actor sees to that
+    with pytest.raises(ActorError, match="aborted"):
+        check_completions([Completion([], [], "abort", [])], 1)
 
 
 def test_vllms_answers_are_understood() -> None:

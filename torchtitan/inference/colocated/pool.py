@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job_config import JobConfig
 from torchtitan.errors import UserError
+from torchtitan.inference.client import ActorError, check_completions
 from torchtitan.inference.types import Completion, GenerateRequest, make_label
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class ColocatedPool:
 
     def __init__(self, config: JobConfig, epoch: str, replicas: int):
         self._max_sequences = config.inference.max_sequences
+        self._max_retries, self._redone = config.inference.max_retries, 0
         self._epoch = epoch
         self._lock = threading.Lock()
         self._number = 0
@@ -110,7 +112,7 @@ class ColocatedPool:
 
     @property
     def statistics(self) -> Counter[str]:
-        return Counter(requests_redone=0, evictions=0, restarts=0)
+        return Counter(requests_redone=self._redone, evictions=0, restarts=0)
 
     @property
     def actors(self) -> dict[str, str]:
@@ -130,8 +132,26 @@ class ColocatedPool:
         shares: see InferencePool; here a replica is chosen by its load alone.
 
         Raises:
-            UserError: the engine refuses the request, or the run is closing.
+            UserError: the engine refuses the request, what it answers could not be trained on 1 + inference.max_retries
+                times, or the run is closing.
         """
+        failures: list[str] = []
+        while True:
+            answer = await self._answer(request, min_version)
+            if answer.refused:
+                raise UserError(f"the engine refused request {request.request_id}: {answer.refused}")
+            try:
+                return check_completions(answer.completions, request.sampling.n)
+            except ActorError as error:
+                failures.append(str(error))
+            if len(failures) > self._max_retries:
+                raise UserError(
+                    f"request {request.request_id} failed {len(failures)} times (inference.max_retries = "
+                    f"{self._max_retries}): {'; '.join(failures)}"
+                )
+            self._redone += 1
+
+    async def _answer(self, request: GenerateRequest, min_version: int) -> Answer:
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._closed:
@@ -142,13 +162,10 @@ class ColocatedPool:
             waiting = _Waiting(replace(request, request_id=name), min_version, loop, loop.create_future())
             self._waiting[name] = waiting
         try:
-            answer = await waiting.answer
+            return await waiting.answer
         except asyncio.CancelledError:
             self._forget(name)
             raise
-        if answer.refused:
-            raise UserError(f"the engine refused request {request.request_id}: {answer.refused}")
-        return answer.completions
 
     async def close(self) -> None:
         with self._lock:
