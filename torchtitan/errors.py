@@ -4,7 +4,9 @@ also those of a person's own functions."""
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,6 +56,22 @@ def load_object(name: str, what: str) -> Callable[..., Any]:
         problem = "has no" if found is None else "has something that is not a function under the name"
         raise UserError(f"{what} {name!r}: {module_name} {problem} {object_name!r}{nearest(object_name, known)}")
     return found
+
+
+def load_function(name: str, what: str) -> Callable[..., Any]:
+    """As load_object, of a function that this process calls itself: what it raises is a UserError that says where."""
+    function = load_object(name, what)
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:  # a user's function may fail in any way
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raised = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            raise UserError(f"{what} = {name!r} raised {raised}") from error
+
+    return called
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

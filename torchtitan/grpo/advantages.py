@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError, load_function
 
 # Added to a standard deviation, so that nearly constant rewards do not blow up.
 STD_EPSILON = 1e-4
@@ -78,7 +78,7 @@ ESTIMATORS: dict[str, Callable[[Groups, Groups], Groups]] = {
 @functools.cache
 def load_estimator(name: str) -> Callable[[Groups, Groups], Groups]:
     """Advantages by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
-    return ESTIMATORS.get(name) or load_object(name, "grpo.advantage")
+    return ESTIMATORS.get(name) or load_function(name, "grpo.advantage")
 
 
 def _ones(groups: Groups) -> Groups:

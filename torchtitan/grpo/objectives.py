@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError, load_function
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def load_objective(name: str, normalization: str = "auto", ratio_level: str = "a
     normalization: token, sequence or constant instead of the objective's own. ratio_level: likewise, see Objective.
     Raises UserError where the function cannot be found.
     """
-    found = OBJECTIVES.get(name) or Objective(load_object(name, "grpo.loss_type"), per_token)
+    found = OBJECTIVES.get(name) or Objective(load_function(name, "grpo.loss_type"), per_token)
     if normalization != "auto":
         found = replace(found, token_weights=NORMALIZERS[normalization], local=False)
     return found if ratio_level == "auto" else replace(found, ratio=ratio_level)

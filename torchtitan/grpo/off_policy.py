@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError, load_function
 from torchtitan.grpo.objectives import Sequences, takes_sequences
 
 
@@ -80,7 +80,7 @@ def load_correction(name: str) -> Correction:
     """A correction by name, or one's own as `package.module:function`. Raises UserError where it cannot be found."""
     if name in CORRECTIONS:
         return CORRECTIONS[name]
-    function = load_object(name, "grpo.off_policy_correction")
+    function = load_function(name, "grpo.off_policy_correction")
     return Correction(function, masks=True, sees_sequences=takes_sequences(function))
 
 

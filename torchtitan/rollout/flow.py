@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan.config.derived import global_batch_size, reward_weights, sleeps_between_batches
 from torchtitan.config.job_config import JobConfig
-from torchtitan.errors import UserError, load_object
+from torchtitan.errors import UserError, load_function
 from torchtitan.inference.types import VersionSpan, sampled_segments
 from torchtitan.rollout.group_maker import GroupMaker, make_sample
 from torchtitan.rollout.journal import Journal, ReplaySource, batch_from_json, batch_to_json
@@ -180,7 +180,7 @@ class RolloutFlow:
         self._progress = 0
         self._statistics = self._fresh_statistics()
         name = config.grpo.group_filter
-        self._keeps: Callable[[Group], Any] = load_object(name, "grpo.group_filter") if name else lambda group: True
+        self._keeps: Callable[[Group], Any] = load_function(name, "grpo.group_filter") if name else lambda group: True
 
     def set_version(self, version: int) -> None:
         """The trainer has reached `version`: generate for its batch and those behind it. The first call starts this."""

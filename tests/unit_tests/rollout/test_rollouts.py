@@ -258,8 +258,16 @@ def odd(group: Group) -> bool:
     return len(group.samples) == GROUP_SIZE and bool(group.prompt_index % 2)
 
 
+def broken(group: Group) -> bool:
+    return bool(len(group.samples) // 0)
+
+
 def test_groups_that_ones_own_filter_leaves_out_do_not_count_for_the_batch() -> None:
     config = make_config()
+    config.grpo.group_filter = f"{__name__}:broken"
+    named = rf"grpo.group_filter = '{__name__}:broken' raised ZeroDivisionError: .*test_rollouts.py, line \d+"
+    with running(config, FakeActors()) as rollouts, pytest.raises(UserError, match=named):
+        take(rollouts, 0)
     config.grpo.group_filter = f"{__name__}:odd"
     with running(config, FakeActors()) as rollouts:
         batch = take(rollouts, 0)
