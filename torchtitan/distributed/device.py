@@ -217,7 +217,7 @@ def ensure_process_group() -> None:
         dist.init_process_group(backend(), store=store, rank=0, world_size=1)
 
 
-def set_timeouts(seconds: int, groups: Iterable[ProcessGroup] = ()) -> None:
+def set_timeouts(seconds: float, groups: Iterable[ProcessGroup] = ()) -> None:
     """Deadline of every collective from now on, in the default group and in `groups`.
 
     Called once the first step is over: compilation and the first connections take longer than any later collective.

@@ -32,7 +32,7 @@ from torchtitan.rollout.rollouts import Rollouts, make_rollouts
 from torchtitan.rollout.tokenizer import Tokenizer
 from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
-from torchtitan.trainer.checkpoint import Checkpointer, Restored
+from torchtitan.trainer.checkpoint import SAVE_TIMEOUT_S, Checkpointer, Restored
 from torchtitan.trainer.controller import Command, Controller, Kind, share_command
 from torchtitan.trainer.policy_trainer import BatchResult, PolicyTrainer
 from torchtitan.trainer.run_dir import Start, claim, locked, mint_epoch, open_run_directory
@@ -228,7 +228,14 @@ class Job:
 
     def export(self) -> None:
         """Write the policy as a Hugging Face checkpoint directory (collective)."""
-        self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
+        comm = self.config.comm
+        # Meanwhile the other ranks wait for rank 0 and its disk, a file at a time.
+        device.set_timeouts(SAVE_TIMEOUT_S, self.dims.groups)
+        try:
+            self.checkpointer.export_hf(self.version, assets_from=self.config.model.hf_assets_path or None)
+        finally:
+            seconds = comm.train_timeout_seconds if self._stepped else comm.init_timeout_seconds
+            device.set_timeouts(seconds, self.dims.groups)
 
     def export_on_demand(self) -> None:
         """As `export`, but a failure (a full disk, say) does not end the run."""

@@ -1,14 +1,18 @@
-"""Traces of single steps: when, where, and of what."""
+"""A job's traces of single steps: when, where, and of what; and how long its ranks wait for each other."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
-from torchtitan.config.job_config import Profiling
-from torchtitan.trainer.job import profile
+from torchtitan.config.job_config import JobConfig, Profiling
+from torchtitan.distributed import device
+from torchtitan.distributed.placement import ParallelDims
+from torchtitan.errors import UserError
+from torchtitan.trainer.job import Job, profile
 
 
 def test_every_so_many_steps_one_is_recorded(tmp_path: Path) -> None:
@@ -26,3 +30,22 @@ def test_every_so_many_steps_one_is_recorded(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.json"))) == 2
     with profile(Profiling(), tmp_path, rank=0) as nothing:
         assert nothing is None
+
+
+@pytest.mark.parametrize(("stepped", "after"), [(False, 300), (True, 120)])
+def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
+    stepped: bool, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a checkpoint of many gigabytes is exported."""
+    calls: list[object] = []
+
+    class Fails:
+        def export_hf(self, step: int, assets_from: str | None) -> None:
+            calls.append(step)
+            raise UserError("no room")
+
+    run = Job(JobConfig())
+    run.dims, run.checkpointer, run._stepped = ParallelDims(1, 1, 1, 1, 0), Fails(), stepped  # type: ignore[assignment]
+    monkeypatch.setattr(device, "set_timeouts", lambda seconds, groups: calls.append(seconds))
+    run.export_on_demand()
+    assert calls == [1800, 0, after]
