@@ -4,6 +4,7 @@ also those of a person's own functions."""
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import importlib
 import traceback
@@ -12,6 +13,8 @@ from typing import Any
 
 # A rank that ends with this has met what may be over at the next start: another rank that is gone, say.
 BROKEN_OFF = 75
+# What a disk says that takes no more.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class UserError(Exception):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from torchtitan.config.derived import world_size
 from torchtitan.config.job_config import JobConfig
 from torchtitan.config.reading import read_command_line
-from torchtitan.errors import BROKEN_OFF, UserError
+from torchtitan.errors import BROKEN_OFF, DISK_ERRORS, UserError
 from torchtitan.preflight.plan import describe_plan
 from torchtitan.preflight.validate import ready, validated
 from torchtitan.utils.json_lines import read_json_lines
@@ -43,6 +43,18 @@ class Run:
 
 def run_job(config: JobConfig) -> Run:
     """Run a validated job on this rank. Raises UserError for what stopped it early."""
+    try:
+        return _run(config)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise UserError(
+            f"{config.job.dump_folder} cannot be written any more: {error}. When it can be again, go on from the "
+            "newest whole checkpoint with checkpoint.resume"
+        ) from error
+
+
+def _run(config: JobConfig) -> Run:
     from torchtitan.trainer.controller import Kind
     from torchtitan.trainer.job import Job
 

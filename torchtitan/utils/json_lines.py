@@ -73,8 +73,9 @@ class JsonLines:
                 rest = rest[self._file.write(rest) :]
             if self._durable:
                 os.fsync(self._file.fileno())
-        except OSError:
+        except OSError as error:
             self.close()
+            error.filename = str(self.path)  # which write() does not know
             raise
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan import grpo_train
 from torchtitan.config.job_config import JobConfig, Profiling
 from torchtitan.distributed import device
 from torchtitan.distributed.placement import ParallelDims
 from torchtitan.errors import UserError
+from torchtitan.trainer import job
 from torchtitan.trainer.job import Job, profile
+from torchtitan.utils.json_lines import JsonLines
 
 
 def test_every_so_many_steps_one_is_recorded(tmp_path: Path) -> None:
@@ -49,3 +52,13 @@ def test_ranks_wait_for_rank_0s_disk_longer_than_for_a_step(
     monkeypatch.setattr(device, "set_timeouts", lambda seconds, groups: calls.append(seconds))
     run.export_on_demand()
     assert calls == [1800, 0, after]
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(config: JobConfig) -> Job:
+        JsonLines("/dev/full").write({"step": 1})
+        raise AssertionError
+
+    monkeypatch.setattr(job, "Job", opened)
+    with pytest.raises(UserError, match="cannot be written any more: .*No space left on device: '/dev/full'.*resume"):
+        grpo_train.run_job(JobConfig())

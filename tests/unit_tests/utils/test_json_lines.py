@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_a_row_that_fails_half_way_spoils_no_other(tmp_path: Path, monkeypatch: 
 
     def no_space(_descriptor: int) -> None:
         os.truncate(file.path, file.path.stat().st_size - 3)
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "no space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(json_lines.os, "fsync", no_space)
