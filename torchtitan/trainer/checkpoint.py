@@ -61,11 +61,7 @@ def collect(
     takes them from its configuration.
     """
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in policy.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+    for name, parameter in _trained(policy).items():
         state[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
@@ -78,6 +74,13 @@ def collect(
     if torch.cuda.is_available():
         state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _trained(policy: nn.Module) -> dict[str, nn.Parameter]:
+    named = {name: one for name, one in policy.named_parameters() if one.requires_grad}
+    for wrapper in _WRAPPERS:
+        named = {name.replace(wrapper, ""): one for name, one in named.items()}
+    return named
 
 
 def stage(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -265,11 +268,12 @@ class Checkpointer:
         reader = CheckedReader(str(path))
         saved = reader.read_metadata().state_dict_metadata
         materialize_optimizer(self.optimizer)
+        stepped = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
+        for name, parameter in _trained(self.policy).items():
+            if f"optimizer.{name}" not in stepped:  # it never had a gradient until then
+                self.optimizer.state.pop(parameter, None)
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         random_state = {name: tensor for name, tensor in state.items() if name.startswith("random.")}
-        if not any(name.startswith("optimizer.") for name in saved):  # saved before the first optimizer step
-            self.optimizer.state.clear()
-            state = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer.")}
         if any(name not in saved for name in random_state):
             logger.warning("%s holds no random state for rank %d: it keeps its fresh seed", path, self.rank)
             state = {name: tensor for name, tensor in state.items() if name not in random_state}

@@ -29,6 +29,7 @@ class Policy(nn.Module):
         super().__init__()
         self.inner = nn.Linear(5, width)
         self.outer = nn.Linear(width, 3)
+        self.unused = nn.Linear(2, 2)  # never gets a gradient
         self.dropout = nn.Dropout(0.5)  # makes training depend on the random state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
