@@ -7,6 +7,7 @@ is unpickled, but for Distributed Checkpoint's metadata, and that only from a li
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import logging
 import pickle
@@ -29,8 +30,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from torchtitan.config.job_config import Checkpoint as CheckpointConfig
 from torchtitan.errors import UserError
+from torchtitan.models.shape import fingerprint
 from torchtitan.trainer.optimizer import BatchLRScheduler
 from torchtitan.trainer.run_dir import (
+    CONFIG_FILE,
     FORMAT,
     MARKER,
     begin_checkpoint,
@@ -179,7 +182,9 @@ class Checkpointer:
         scheduler: BatchLRScheduler,
         reference: nn.Module | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
+        base: str = "",
     ):
+        """base: the checkpoint directory whose weights the policy's adapters are added to; it is in no checkpoint."""
         self.config = config
         self.folder = Path(run_dir) / config.folder
         self.policy = policy
@@ -187,6 +192,7 @@ class Checkpointer:
         self.scheduler = scheduler
         self.reference = reference
         self.timeout_s = timeout_s
+        self.base = base
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if several else 0
         self._world_size = dist.get_world_size() if several else 1
@@ -213,6 +219,8 @@ class Checkpointer:
             return
         state = collect(self.policy, self.optimizer, self.rank, self.reference)
         facts = {"version": step, "scheduler": self.scheduler.state_dict(), **self._adapters}
+        if self._base:
+            facts["base"] = self._base
         # A tensor in most optimizers, and then saved with the others.
         counts = [values["step"] for values in self.optimizer.state.values() if isinstance(values.get("step"), int)]
         facts["optimizer_steps"] = max(counts, default=0)
@@ -296,6 +304,11 @@ class Checkpointer:
                     f"{path} holds adapters of lora.{key} = {found:g}, but this run has {own:g}: resume with "
                     f"lora.{key} = {found:g}, or start a new run"
                 )
+        if facts.get("base", self._base) != self._base:
+            raise UserError(
+                f"{path} holds adapters of other weights than those in {self.base}: resume with model.hf_assets_path "
+                f"as it stands in {self.folder.parent / CONFIG_FILE}, or start a new run"
+            )
         try:
             with torch.no_grad():
                 self._distributed(state_dict_loader.load, state, storage_reader=reader)
@@ -342,6 +355,10 @@ class Checkpointer:
         """Keys of [lora] that decide what the adapters' values mean."""
         lora = getattr(self.policy, "lora", None)
         return {} if lora is None else {"base_bits": lora.base_bits, "alpha": lora.alpha}
+
+    @functools.cached_property
+    def _base(self) -> str:
+        return fingerprint(self.base) if self.base else ""
 
     def _write_guarded(self, step: int, state: dict[str, torch.Tensor], document: bytes, rollout: bytes | None) -> None:
         try:

@@ -323,8 +323,9 @@ class Job:
         trainer.is_told_to_stop = lambda: self.signals.told
         changing = reference.policy if reference is not None and reference.follows else None
         self.checkpointer = Checkpointer(
-            config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing
-        )
+            config.checkpoint, self.run_dir, policy, optimizer, trainer.scheduler, changing,
+            base=config.model.hf_assets_path if config.lora.rank else "",
+        )  # fmt: skip
         self._closing.callback(self.checkpointer.wait, config.checkpoint.save_deadline_s)
         restored = None
         if start.load_step is not None:

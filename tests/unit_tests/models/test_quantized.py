@@ -392,20 +392,29 @@ def test_an_engine_keeps_to_one_base(checkpoint: Path) -> None:
         ({"lora.base_bits": 16}, {"lora.base_bits": 4}, "base_bits = 16, .* has 4: resume with lora.base_bits = 16"),
         ({"lora.alpha": 4.5}, {"lora.alpha": 9.0}, "alpha = 4.5, .* has 9: resume with lora.alpha = 4.5"),
         ({}, {"lora.target_modules": ["q_proj"]}, r"more adapters .* model\.\S+lora_A.weight was trained"),
+        (
+            {},
+            {},
+            "adapters of other weights than those in .*: resume with model.hf_assets_path as it stands",
+        ),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(
     checkpoint: Path, tmp_path: Path, saved: dict[str, Any], resumed: dict[str, Any], said: str
 ) -> None:
-    def attach(changes: dict[str, Any]) -> Checkpointer:
+    other_base = tmp_path / "another"
+    weights = load_file(shutil.copytree(checkpoint, other_base) / "model.safetensors")
+    save_file({name: one + 1e-3 for name, one in weights.items()}, other_base / "model.safetensors")
+
+    def attach(changes: dict[str, Any], base: Path = checkpoint) -> Checkpointer:
         policy = quantized(checkpoint, **changes)
         optimizer = build_optimizer(policy, Optimizer())
         scheduler = BatchLRScheduler(optimizer, LRScheduler(), total_batches=10)
-        return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler)
+        return Checkpointer(CheckpointConfig(), tmp_path, policy, optimizer, scheduler, base=str(base))
 
     attach(saved).save(3)
     assert attach(saved).load().version == 3
-    other = attach(resumed)
+    other = attach(resumed, checkpoint if resumed else other_base)
     for parameter in other.policy.parameters():
         if parameter.requires_grad:
             parameter.detach().zero_()
