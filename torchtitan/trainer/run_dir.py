@@ -142,8 +142,10 @@ def mint_epoch(run_dir: str | Path) -> str:
 
 
 def _own_link(config: JobConfig) -> Path | None:
-    """The link to the folder of this launch."""
-    launch = os.environ.get(LAUNCH_VARIABLE)
+    """The link to the folder of this launch: the launcher's own, or one by the name that a person gave."""
+    launch = os.environ.get(LAUNCH_VARIABLE, "")
+    if os.path.isabs(launch):
+        return Path(launch)
     return Path(config.job.dump_folder) / f".launch-{launch}" if launch else None
 
 

@@ -33,6 +33,7 @@ TORCHRUN_VARIABLES = (
     "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE",
 )  # fmt: skip
 # Names one launch, over every restart of its ranks and every requeue of its job: what has started before goes on.
+# A path is the link to its run folder itself.
 LAUNCH_VARIABLE = "TORCHTITAN_LAUNCH"
 # Which rank was lost, for those that are started again because of it.
 LOSS_VARIABLE = "TORCHTITAN_LOST_RANK"

@@ -13,7 +13,6 @@ LAUNCH_VARIABLE that it has been started before, and goes on where it was (train
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -51,11 +50,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 def main(arguments: list[str]) -> int:
     """Run torchrun with these arguments and return the exit code."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
-    os.environ.setdefault(LAUNCH_VARIABLE, secrets.token_hex(8))
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     parsed = parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
+            # The link to the run's folder goes with this one; of a launch that a person has named it stays.
+            os.environ.setdefault(LAUNCH_VARIABLE, f"{folder}/run")
             parsed.log_dir = parsed.log_dir or folder
             run(parsed)
     except ChildFailedError as error:

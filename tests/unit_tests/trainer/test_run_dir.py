@@ -119,7 +119,7 @@ def test_ranks_that_are_lost_before_they_have_gone_back_go_back_to_the_same_chec
     add_checkpoint(run_dir, 7)
     config = make_config(tmp_path, resume=str(run_dir), load_step=3)
     config.checkpoint.enable = True
-    monkeypatch.setenv(LAUNCH_VARIABLE, "first")
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(tmp_path / "of the launcher"))
     for _ in range(2):
         assert open_run_directory(config) == Start(str(run_dir), load_step=3)
         monkeypatch.setenv(LOSS_VARIABLE, "rank 1 was killed by SIGKILL")
