@@ -40,8 +40,6 @@ from torchtitan.trainer.run_dir import (
     checkpoint_path,
     finish_checkpoint,
     prune_checkpoints,
-    remove_incomplete_checkpoints,
-    set_aside_checkpoints_after,
     whole_steps,
     write_file,
 )
@@ -262,8 +260,6 @@ class Checkpointer:
     def load(self, step: int = -1) -> Restored:
         """Restore the newest whole checkpoint, or the one of `step`, into policy, optimizer, scheduler and generators.
 
-        Later checkpoints are renamed to abandoned-step-N, incomplete ones removed.
-
         Raises:
             UserError: there is no such checkpoint, or it cannot be read, or is of another model or of other adapters.
         """
@@ -415,9 +411,6 @@ class Checkpointer:
         if self.rank == 0:
             steps = whole_steps(self.folder)
             found = step if step in steps else steps[-1] if steps and step < 0 else -1
-            if found >= 0:
-                remove_incomplete_checkpoints(self.folder)
-                set_aside_checkpoints_after(self.folder, found)
         if self._group is not None:
             message = torch.tensor([found])
             dist.broadcast(message, 0, group=self._group)

@@ -33,6 +33,7 @@ from torchtitan.rollout.types import Batch
 from torchtitan.trainer import mismatch
 from torchtitan.trainer.checkpoint import Restored
 from torchtitan.trainer.evaluation import Evaluator
+from torchtitan.trainer.run_dir import go_back_to
 from torchtitan.trainer.signals import SignalFlags
 from torchtitan.trainer.weight_path import WeightPath
 from torchtitan.utils.json_lines import EventLog, read_json_lines
@@ -172,6 +173,8 @@ class Controller:
         self._loss: dict[str, Figure] = {}
         """Of the evaluation that goes on"""
         # All that can be refused has been. From here on files are cut back, and the console is taken until close().
+        if restored is not None:
+            go_back_to(run_dir / config.checkpoint.folder, restored.version)
         if restored is not None and lost:
             self._go_on(restored.version, lost)
         elif restored is not None:

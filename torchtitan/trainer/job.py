@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import secrets
@@ -260,7 +261,7 @@ class Job:
         self.checkpointer.save(self.version, None if self.controller is None else self.controller.rollout_state())
 
     def _build(self) -> None:
-        config = self.config
+        config, given = self.config, copy.deepcopy(self.config)
         address = device.init_process_group(config.comm)
         self._closing.callback(device.shutdown)
         rank, ranks = device.rank(), device.world_size()
@@ -347,7 +348,9 @@ class Job:
                 config, self.run_dir, epoch, self.signals, rollouts, self.weights, events=events, journal=journal,
                 tokenizer=tokenizer, prepared=prepared, restored=restored, lost=start.lost,
             )  # fmt: skip
-            claim(config, self.run_dir)
+            if changed := claim(given, self.run_dir):
+                # What a run means may change with them (a temperature, a loss, a tokenizer).
+                events.write("goes_on_with_other_values", level=logging.WARNING, **changed)
             logger.info("%s; run folder %s", config.job.description or config.job.name, self.run_dir)
             inference = config.inference
             if inference.backend == "embedded" and not inference.exact and device.device().type == "cpu":

@@ -16,15 +16,15 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.job_config import JobConfig
-from torchtitan.config.values import config_to_toml
+from torchtitan.config.values import config_to_toml, read_toml, show
 from torchtitan.errors import UserError
 from torchtitan.utils.child_process import LAUNCH_VARIABLE, LOSS_VARIABLE
-from torchtitan.utils.json_lines import JsonLines, read_json_lines
+from torchtitan.utils.json_lines import JsonLines, read_json_lines, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ CONFIG_FILE = "config.toml"
 EPOCHS_FILE = "epochs.jsonl"
 LOCK_FILE = ".lock"
 NEWEST = -1
+# Keys that say how a launch begins, not what the run is.
+OF_THE_LAUNCH = ("job.config_file", "checkpoint.resume", "checkpoint.load_step")
 
 # Of checkpoints.
 MARKER = "complete.json"
@@ -53,11 +55,11 @@ class Start:
 
 
 def open_run_directory(config: JobConfig) -> Start:
-    """The folder that this launch writes to (rank 0 calls this once). Writes config.toml and the `latest` link.
+    """The folder that this launch writes to (rank 0 calls this once).
 
-    A fresh `{dump_folder}/{name}-{time}`, or with checkpoint.resume the folder of that run, as it is; then the
-    configuration of the earlier launch is kept as config-1.toml, config-2.toml, … Ranks that were started before, by
-    the same launcher or in the same job of a cluster, go on in their own folder, from their own newest checkpoint.
+    A fresh `{dump_folder}/{name}-{time}`, which is claimed, or with checkpoint.resume the folder of that run, as it is.
+    Ranks that were started before, by the same launcher or in the same job of a cluster, go on in their own folder,
+    from their own newest checkpoint.
 
     Raises:
         UserError: the folder cannot be written, there is no whole checkpoint to resume from, or ranks were started
@@ -78,22 +80,26 @@ def open_run_directory(config: JobConfig) -> Start:
             start = Start(str(find_resumed(config)), checkpoint.load_step)
         else:
             start = Start(str(_fresh(root, config.job.name).resolve()))
-        _write_config(Path(start.run_dir), config)
-        _link(root / LATEST, Path(start.run_dir))
-        if not checkpoint.resume:
             claim(config, start.run_dir)
     except OSError as error:
         raise UserError(f"job.dump_folder = {config.job.dump_folder!r} cannot be written: {error}") from error
     return start
 
 
-def claim(config: JobConfig, run_dir: str | Path) -> None:
-    """Have ranks that this launch starts again go on in this folder, from its newest checkpoint.
+def claim(config: JobConfig, run_dir: str | Path) -> dict[str, str]:
+    """Make the folder this launch's: its config.toml, the `latest` link, and where ranks that this launch starts again
+    go on, from the newest checkpoint. Twice is once.
 
-    After checkpoint.resume that holds only when what is newer than the checkpoint that was asked for is out of the way.
+    A run that goes on claims it when nothing can be refused any more, and what is newer than its checkpoint is out of
+    the way. The configuration of the launch before is then kept as config-1.toml, config-2.toml, …
+
+    Returns the keys whose values are others than that launch's -> both values.
     """
+    changed = _write_config(Path(run_dir), config)
+    _link(Path(config.job.dump_folder) / LATEST, Path(run_dir))
     if (own := _own_link(config)) is not None:
         _link(own, Path(run_dir))
+    return changed
 
 
 @contextlib.contextmanager
@@ -161,14 +167,22 @@ def _fresh(root: Path, name: str) -> Path:
     raise UserError(f"there are 999 run folders named {root / base}-… already")
 
 
-def _write_config(run_dir: Path, config: JobConfig) -> None:
-    path = run_dir / CONFIG_FILE
-    if path.exists():
+def _write_config(run_dir: Path, config: JobConfig) -> dict[str, str]:
+    path, text = run_dir / CONFIG_FILE, config_to_toml(config)
+    before = read_toml(str(path))[0]
+    if path.exists() and path.read_text(encoding="utf-8") != text:
         number = 1
         while (kept := run_dir / f"config-{number}.toml").exists():
             number += 1
         path.rename(kept)
-    path.write_text(config_to_toml(config), encoding="utf-8")
+    write_whole(path, text)
+    now = asdict(config)
+    return {
+        f"{table}.{key}": f"{show(value)} -> {show(now[table][key])}"
+        for table, values in before.items()
+        for key, value in values.items()
+        if f"{table}.{key}" not in OF_THE_LAUNCH and now.get(table, {}).get(key, value) != value
+    }
 
 
 def _link(link: Path, run_dir: Path) -> None:
@@ -233,28 +247,15 @@ def finish_checkpoint(folder: Path, step: int, facts: dict[str, Any]) -> Path:
     return final
 
 
-def remove_incomplete_checkpoints(folder: Path) -> None:
-    """Delete what interrupted saves and deletions left behind."""
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
+def go_back_to(folder: Path, step: int) -> None:
+    """Delete what interrupted saves and deletions left behind, and rename the checkpoints after `step`, from which a
+    run goes on: nothing may load them any more."""
+    for entry in folder.iterdir() if folder.is_dir() else []:
         if _LEFTOVER_NAME.fullmatch(entry.name) and not (
             _WHOLE_NAME.fullmatch(entry.name) and (entry / MARKER).is_file()
         ):
             logger.info("removing the incomplete checkpoint %s", entry)
             shutil.rmtree(entry)
-
-
-def prune_checkpoints(folder: Path, keep_latest_k: int) -> None:
-    """Delete all but the newest whole checkpoints; 0 keeps all. The last whole one always stays."""
-    for step in whole_steps(folder)[:-keep_latest_k] if keep_latest_k > 0 else []:
-        removed = folder / f"step-{step}.removed"
-        checkpoint_path(folder, step).rename(removed)  # never a whole-looking half while files go
-        shutil.rmtree(removed)
-
-
-def set_aside_checkpoints_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, to which a run goes back: nothing may load them any more."""
     for later in whole_steps(folder):
         if later > step:
             target = folder / f"abandoned-step-{later}"
@@ -264,6 +265,14 @@ def set_aside_checkpoints_after(folder: Path, step: int) -> None:
                 target = folder / f"abandoned-step-{later}-{number}"
             checkpoint_path(folder, later).rename(target)
             logger.info("step %d is being resumed: the later checkpoint of step %d is now %s", step, later, target)
+
+
+def prune_checkpoints(folder: Path, keep_latest_k: int) -> None:
+    """Delete all but the newest whole checkpoints; 0 keeps all. The last whole one always stays."""
+    for step in whole_steps(folder)[:-keep_latest_k] if keep_latest_k > 0 else []:
+        removed = folder / f"step-{step}.removed"
+        checkpoint_path(folder, step).rename(removed)  # never a whole-looking half while files go
+        shutil.rmtree(removed)
 
 
 def _sync(directory: Path) -> None:

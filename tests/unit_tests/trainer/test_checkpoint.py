@@ -21,7 +21,7 @@ from torchtitan.errors import UserError
 from torchtitan.trainer import checkpoint
 from torchtitan.trainer.checkpoint import Checkpointer
 from torchtitan.trainer.optimizer import BatchLRScheduler, build_optimizer
-from torchtitan.trainer.run_dir import MARKER, whole_steps
+from torchtitan.trainer.run_dir import MARKER, go_back_to, whole_steps
 
 
 class Policy(nn.Module):
@@ -125,7 +125,9 @@ def test_keeps_the_latest_and_loads_a_chosen_step(tmp_path: Path) -> None:
     resumed = Run(tmp_path, keep_latest_k=2)
     assert resumed.checkpointer.load(2).version == 2
     assert torch.equal(resumed.policy.inner.weight, saved[2])
+    assert whole_steps(folder) == [2, 3]  # something else may still refuse the resume
     # The way not taken must not be what the next resume finds as the newest.
+    go_back_to(folder, 2)
     assert whole_steps(folder) == [2]
     assert (folder / "abandoned-step-3" / "state.json").is_file()
 
@@ -140,6 +142,7 @@ def test_interrupted_saves_are_ignored_and_removed(tmp_path: Path) -> None:
         (folder / name / "state.json").write_text("{}")
     assert whole_steps(folder) == [1]
     assert Run(tmp_path).checkpointer.load().version == 1
+    go_back_to(folder, 1)
     assert [entry.name for entry in folder.iterdir()] == ["step-1"]
 
 

@@ -69,12 +69,17 @@ def test_resume_continues_in_the_same_folder(tmp_path: Path) -> None:
     run_dir = opened(make_config(tmp_path))
     add_checkpoint(run_dir, 3)
     other = opened(make_config(tmp_path))
-    resumed = open_run_directory(make_config(tmp_path, resume=str(run_dir), load_step=3))
-    assert resumed == Start(str(run_dir), load_step=3)
-    assert (tmp_path / "latest").resolve() == run_dir.resolve() != other
+    config = make_config(tmp_path, resume=str(run_dir), load_step=3)
+    config.rollout.temperature = 0.7
+    before = (run_dir / "config.toml").read_text()
+    assert open_run_directory(config) == Start(str(run_dir), load_step=3)
+    # Something may still refuse it: until then all is as it was.
+    assert (tmp_path / "latest").resolve() == other and (run_dir / "config.toml").read_text() == before
+    assert claim(config, run_dir) == {"rollout.temperature": "1.0 -> 0.7"} and claim(config, run_dir) == {}
+    assert (tmp_path / "latest").resolve() == run_dir != other
     assert opened(make_config(tmp_path, resume="latest")) == run_dir
-    kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config-2.toml", "config.toml")]
-    assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir), "latest"]
+    kept = [tomllib.loads((run_dir / name).read_text()) for name in ("config-1.toml", "config.toml")]
+    assert [entry["checkpoint"]["resume"] for entry in kept] == ["", str(run_dir)]
 
 
 def test_resume_says_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
