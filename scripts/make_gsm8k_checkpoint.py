@@ -20,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan import train
+from torchtitan.errors import UserError
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.hf_checkpoint import export_policy
 from torchtitan.models.model_args import ModelArgs
@@ -124,4 +125,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
