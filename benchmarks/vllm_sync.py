@@ -108,7 +108,7 @@ class Ours:
 
     def _publish(self) -> tuple[float, float]:
         sync = self._job.sync
-        common.wait_for(lambda: sync.has_free_slot, TURN_SECONDS, "a free slot")
+        common.wait_for(sync.reserve, TURN_SECONDS, "a free slot")
         no_vote = not sync.reserve()
         sync.fence()
         with torch.no_grad():

@@ -68,7 +68,7 @@ class Transport:
     def turn(self) -> float:
         """Seconds from the actor's request to the applied version, as the actor measured them."""
         sync = self.job.sync
-        common.wait_for(lambda: sync.has_free_slot, TURN_SECONDS, "a free slot")
+        common.wait_for(sync.reserve, TURN_SECONDS, "a free slot")
         begun = time.perf_counter()
         self.job.publish(not sync.reserve())
         sync.fence()

@@ -161,7 +161,7 @@ class Run:
         """Stop publishing; the last version goes to everybody. False when it did not get there in time."""
         end = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < end:
-            if self.sync.owed is not None and self.sync.has_free_slot:
+            if self.sync.owed is not None and self.sync.reserve():
                 with self._raises_count():
                     self._fill(self.version)
                     self.sync.snapshot_owed(self.version)

@@ -83,7 +83,6 @@ class Slots:
         if not self.publisher.reserve():
             # Slower than the device would be a shard server that never frees a slot.
             common.wait_for(self._freed, WAIT_SECONDS, "no slot becomes free")
-            self.publisher.reserve()
         self.serial += 1
         self.publisher.snapshot(self.serial, self.serial)
 
@@ -98,7 +97,7 @@ class Slots:
 
     def _freed(self) -> bool:
         self._publish()
-        return self.publisher.has_free_slot()
+        return self.publisher.reserve()
 
     def close(self) -> None:
         self.publisher.close()

@@ -182,7 +182,7 @@ class Benchmark:
             if time.monotonic() > deadline:
                 raise SystemExit(f"the actors do not recover: {self.job.sync.actors()}")
             owed = self.job.sync.owed
-            if owed is not None and self.job.sync.has_free_slot:
+            if owed is not None and self.job.sync.reserve():
                 self.job.sync.snapshot_owed(owed)
             time.sleep(0.01)
 

@@ -242,7 +242,7 @@ def test_a_skipped_version_is_owed(tmp_path: Path) -> None:
         assert outcomes[-1] == "skipped" and job.sync.owed == job.version
         assert frozen.wait(PATIENCE_S) == -signal.SIGKILL
         # The trainer runs out of data: the controller has the owed version snapshotted.
-        job.wait_for(lambda: job.sync.has_free_slot)
+        job.wait_for(job.sync.reserve)
         assert job.snapshot_owed() and job.sync.owed is None
         assert job.sync.wait_until_applied(job.version, PATIENCE_S, at_least=1).applied == {"a"}
     assert None not in engine.versions
@@ -257,7 +257,7 @@ def test_evaluation_pins_a_version(tmp_path: Path) -> None:
         assert job.sync.pin(0) == {"a"}
         for version in range(1, 6):
             assert job.step() == "published"
-            job.wait_for(lambda version=version: job.sync.published_version == version)  # type: ignore[misc]
+            job.journal("publish", version + 1)
         assert job.sync.wait_until_applied(job.version, 0.5).missing, "pinned actors are not waited for"
         assert job.sync.actors()["a"].version == 0
         job.sync.unpin()

@@ -56,10 +56,7 @@ class Watcher:
         self._changed = threading.Condition()
         self._status: Message = {"newest": None, "actors": {}, "dropped": [], "evictions": 0, "failure": ""}
         self._pin: int | None = None
-        self._closed = False
-        self.failure = ""
-        self._thread = threading.Thread(target=self._run, name="weight-sync-watcher", daemon=True)
-        self._thread.start()
+        self._runtime.start("watcher of the actors", self._registry.start)
 
     def status(self) -> Message:
         """The latest status; treat it as read-only."""
@@ -72,7 +69,7 @@ class Watcher:
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not condition(self._status) and (left := deadline - time.monotonic()) > 0 and not self._closed:
+            while not condition(self._status) and (left := deadline - time.monotonic()) > 0 and self._runtime.runs:
                 self._changed.wait(min(left, LOOK_SECONDS))
 
     def pin(self, version: int | None) -> None:
@@ -82,21 +79,14 @@ class Watcher:
 
     def close(self, timeout: float) -> None:
         """Stop the thread, and whatever waits."""
+        self._runtime.end(timeout)
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
-        self._runtime.stop()
-        self._thread.join(timeout)
 
-    def _run(self) -> None:
-        try:
-            self._registry.start()
-            self._runtime.run()
-        except Exception as error:
-            logger.exception("the watcher of the actors has failed")
-            with self._changed:
-                self.failure = f"the watcher of the actors has failed: {error!r}"
-                self._changed.notify_all()
+    @property
+    def failure(self) -> str:
+        """Why no status comes any more, or nothing."""
+        return self._runtime.failure
 
     def _send_pin(self) -> None:
         self._registry.tell({"type": "pin", "version": self._pin})
@@ -120,12 +110,9 @@ class ActorStatus(NamedTuple):
 
     state: str
     """JOINING, PULLING, APPLYING, READY, POISONED (a version may be there by half), LOST or GIVEN_UP"""
-    epoch: str
     version: int
-    digest: str
     serves: bool
     """Whether prompts may be sent to it"""
-    pinned: bool
     reason: str
     """Why it is where it is, after a failure"""
     evictions: int
@@ -174,7 +161,6 @@ class WeightSync:
     ):
         if (rank == 0) != (registry is None):
             raise ValueError("rank 0 starts the registry, every other rank is given its address")
-        self.epoch = epoch
         folder = run_dir / "weight_sync"
         folder.mkdir(parents=True, exist_ok=True)
         host = numeric(config.host) if registry is None else towards(registry)
@@ -265,27 +251,16 @@ class WeightSync:
         status = self.watcher.status()
         return self.boundary.owed(status["newest"], status["dropped"])
 
-    @property
-    def has_free_slot(self) -> bool:
-        """Whether a command to snapshot the owed version would find a slot on this rank."""
-        return self.publisher.has_free_slot()
-
     # Actors (rank 0)
 
     def actors(self) -> dict[str, ActorStatus]:
         """Every actor that has joined and was not away for long. Empty on other ranks. Never waits."""
         return {
-            name: ActorStatus(**{key: {**actor, "epoch": self.epoch}[key] for key in ActorStatus._fields})
-            for name, actor in self._actors().items()
+            name: ActorStatus(*map(actor.__getitem__, ActorStatus._fields)) for name, actor in self._actors().items()
         }
 
     def _actors(self) -> dict[str, Message]:
         return {} if self.watcher is None else self.watcher.status()["actors"]
-
-    @property
-    def published_version(self) -> int | None:
-        """The newest version that every rank holds, as rank 0 last heard."""
-        return None if self.watcher is None else self.watcher.status()["newest"]
 
     def wait_until_applied(
         self, version: int, timeout: float, at_least: int = 0, counts_as_stall: bool = True

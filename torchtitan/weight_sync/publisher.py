@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from torchtitan.weight_sync import faults
 from torchtitan.weight_sync.device_slots import DeviceSlots, create_slots, pin, slot_tensors, unpin
 from torchtitan.weight_sync.layout_tables import ShardEntry
 from torchtitan.weight_sync.manifest import Layout
-from torchtitan.weight_sync.plan import LocalTensors, Weight, placed_parameters, plan_rank, unique_parameters
+from torchtitan.weight_sync.plan import LocalTensors, placed_parameters, plan_rank, unique_parameters
 from torchtitan.weight_sync.staging import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,8 @@ logger = logging.getLogger(__name__)
 # What a snapshot needs on the device beside the parameters, where slots are in host memory.
 SCRATCH_BYTES = 64 << 20
 Index = tuple[int | slice, ...]
-
-
-def slot_filler(
-    slots: Sequence[torch.Tensor], shards: Iterable[ShardEntry], dtype: str, where: torch.device
-) -> DirectFiller | ScratchFiller:
-    """What knows the slots and what goes where. slots: one uint8 tensor each; where: the device of the parameters."""
-    if all(slot.device == where for slot in slots):
-        return DirectFiller(slots, shards, dtype)
-    return ScratchFiller(slots, shards, dtype, where, SCRATCH_BYTES)
+UnderWay = tuple[int, int, float]
+"""Slot, version, and when its copy was ordered, in seconds since 1970"""
 
 
 class DirectFiller:
@@ -143,11 +136,6 @@ def _view(memory: torch.Tensor, start: int, dtype: str, shape: tuple[int, ...]) 
     return memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-def _device_of(parameters: list[Weight]) -> torch.device:
-    local = LocalTensors(parameters[:1]).now()
-    return local[0].device if local else torch.device("cpu")
-
-
 # More than slots; nobody may be there who takes them out.
 MOST_SNAPSHOTS = 64
 
@@ -158,43 +146,6 @@ class Snapshot(NamedTuple):
     version: int
     begin: float
     end: float
-
-
-class FenceWaiter:
-    """Calls reached(slot) when a slot's fence, on device `where`, has been, from a thread of its own unless that is
-    already so."""
-
-    def __init__(self, reached: Callable[[int], None], where: torch.device):
-        self.failure = ""
-        """Why no further slot will be reported, after an error of the device"""
-        self._reached, self._where = reached, where
-        self._fences: queue.SimpleQueue[tuple[Fence, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="weight-snapshots", daemon=True)
-        self._thread.start()
-
-    def add(self, fence: Fence, slot: int) -> None:
-        """Never waits."""
-        if fence.done():
-            self._reached(slot)
-        else:
-            self._fences.put((fence, slot))
-
-    def _wait(self) -> None:
-        try:
-            device.use(self._where)
-            while (item := self._fences.get()) is not None:
-                fence, slot = item
-                fence.wait()
-                self._reached(slot)
-        except Exception as error:
-            self.failure = f"a snapshot has failed: {error!r}"
-            logger.exception("%s", self.failure)
-
-    def close(self, timeout: float) -> bool:
-        """Wait for the fences that are out, at most so many seconds. Returns whether none is out any more."""
-        self._fences.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
 
 class Publisher:
@@ -219,7 +170,8 @@ class Publisher:
         unique = unique_parameters(parameters)
         planned = plan_rank(placed_parameters(unique), rank, dtype, bucket_bytes)
         everything = list(unique.values())
-        where = _device_of(everything)
+        first = LocalTensors(everything[:1]).now()
+        where = first[0].device if first else torch.device("cpu")
         own = planned.ranks[0]
         self.slots = create_slots(num_slots, own.slot_bytes, where, on_device)
         # The kind that reads slots where they are.
@@ -233,25 +185,28 @@ class Publisher:
         self.rank = rank
         self._writer = self.slots.writer()
         self.reserve, self.release = self._writer.reserve, self._writer.release
-        self.has_free_slot = self._writer.has_free_slot
         self.memory = slot_tensors(self.slots)
-        self._make_resident()
-        self._filler = slot_filler(self.memory, own, dtype, where)
-        self._stream = stream or device.side_stream(where)
-        self._fence: Fence = device.REACHED
-        self._waiter = FenceWaiter(self._finish, where)
-        self.doorbell, self.server_bell = socket.socketpair()
-        self.doorbell.setblocking(False)
-        self.snapshot_seconds = 0.0
-        self._under_way: dict[int, tuple[int, float]] = {}
-        self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
-        """Those that were reached lately, for whoever takes them out"""
-
-    def _make_resident(self) -> None:
         # The first write to each page is slow: take that before training instead of in the first snapshots.
         for memory in self.memory:
             memory.zero_()
         pin(self.slots)
+        self._filler = (
+            DirectFiller(self.memory, own, dtype)
+            if all(memory.device == where for memory in self.memory)
+            else ScratchFiller(self.memory, own, dtype, where, SCRATCH_BYTES)
+        )
+        self._stream = stream or device.side_stream(where)
+        self._fence: Fence = device.REACHED
+        self.failure = ""
+        """Why no further snapshot will become READY, or nothing"""
+        self._under_way: queue.SimpleQueue[tuple[Fence, UnderWay] | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, args=(where,), name="weight-snapshots", daemon=True)
+        self._waiter.start()
+        self.doorbell, self.server_bell = socket.socketpair()
+        self.doorbell.setblocking(False)
+        self.snapshot_seconds = 0.0
+        self.snapshots: deque[Snapshot] = deque(maxlen=MOST_SNAPSHOTS)
+        """Those that were reached lately, for whoever takes them out"""
 
     def snapshot(self, version: int, serial: int) -> None:
         """Queue the copy and cast of every shard into the reserved slot. The parameters must not change before fence().
@@ -260,11 +215,14 @@ class Publisher:
         """
         begun = time.perf_counter()
         index = self._writer.begin(version, serial)
-        self._under_way[index] = (version, time.time())
+        under_way = index, version, time.time()
         faults.at("snapshot", version=version, rank=self.rank)
         sources = self._locals.now()
         self._fence = self._stream.run(lambda: self._filler.fill(index, sources))
-        self._waiter.add(self._fence, index)
+        if self._fence.done():
+            self._finish(*under_way)
+        else:
+            self._under_way.put((self._fence, under_way))
         self.snapshot_seconds = time.perf_counter() - begun
 
     def fence(self) -> None:
@@ -274,13 +232,18 @@ class Publisher:
         """
         self._fence.hold()
 
-    @property
-    def failure(self) -> str:
-        """Why no further snapshot will become READY, or nothing."""
-        return self._waiter.failure
+    def _wait(self, where: torch.device) -> None:
+        """On a thread of its own: for the fences, one after the other."""
+        try:
+            device.use(where)
+            while (item := self._under_way.get()) is not None:
+                item[0].wait()
+                self._finish(*item[1])
+        except Exception as error:
+            self.failure = f"a snapshot has failed: {error!r}"
+            logger.exception("%s", self.failure)
 
-    def _finish(self, index: int) -> None:
-        version, begun = self._under_way.pop(index)
+    def _finish(self, index: int, version: int, begun: float) -> None:
         # Host memory is read by another process as soon as the word says READY.
         self._writer.finish(index)
         self._ring()
@@ -302,11 +265,13 @@ class Publisher:
 
         One that takes longer keeps its memory, which is still written, and the bell that it will ring.
         """
+        self._under_way.put(None)
+        self._waiter.join(timeout)
         with contextlib.ExitStack() as closing:
             closing.callback(self.slots.close_files)
             closing.callback(self.server_bell.close)
-            if self._waiter.close(timeout):
+            if self._waiter.is_alive():
+                logger.warning("a snapshot was under way for more than %g s at the end", timeout)
+            else:
                 closing.callback(self.doorbell.close)
                 closing.callback(unpin, self.slots)
-            else:
-                logger.warning("a snapshot was under way for more than %g s at the end", timeout)

@@ -71,10 +71,6 @@ class SlotWriter:
     def _free(self) -> int | None:
         return next((i for i in range(len(self._words)) if self.view(i).state is SlotState.FREE), None)
 
-    def has_free_slot(self) -> bool:
-        """Whether reserve() would succeed now."""
-        return self._reserved is not None or self._free() is not None
-
     def reserve(self) -> bool:
         """FREE → RESERVED for the first free slot, where none is reserved already. False when there is none."""
         if self._reserved is None and (index := self._free()) is not None:

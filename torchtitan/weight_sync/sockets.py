@@ -236,6 +236,8 @@ class SocketRuntime:
         self._calls: deque[Callable[[], None]] = deque()
         self._begin_thread = begin_thread
         self._lanes: dict[str, tuple[threading.Thread, Work]] = {}
+        self._thread: threading.Thread | None = None
+        self.failure = ""
 
     def now(self) -> float:
         return time.monotonic()
@@ -260,6 +262,32 @@ class SocketRuntime:
                 waiting.put(None)
         if self._error is not None:
             raise self._error
+
+    def start(self, name: str, begin: Callable[[], None]) -> None:
+        """Run on a thread of its own, after begin(). Where that fails, `failure` says why."""
+
+        def run() -> None:
+            try:
+                begin()
+                self.run()
+            except Exception as error:
+                self.failure = f"the {name} has failed: {error!r}"
+                logger.exception("%s", self.failure)
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether that thread does."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def end(self, timeout: float) -> bool:
+        """Stop, and wait for that thread for so many seconds at most. Returns whether it has ended."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return not self.runs
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if "handle" not in context:

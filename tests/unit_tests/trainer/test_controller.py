@@ -84,7 +84,7 @@ def make(folder: Path, parts: Any, config: JobConfig | None = None) -> Controlle
 
 
 def status(state: str, evictions: int) -> ActorStatus:
-    return ActorStatus(state, "e1", 3, "d", state == "READY", False, "no byte within 5 s", evictions)
+    return ActorStatus(state, 3, state == "READY", "no byte within 5 s", evictions)
 
 
 class Evicted:

@@ -131,7 +131,8 @@ def test_closing_leaves_memory_that_is_still_written_alone(monkeypatch: pytest.M
     assert not unpinned and not is_open(publisher.slots.words_fd)
     stream.go.set()
     until(lambda: len(publisher.snapshots) == 1)
-    assert publisher._waiter.close(20)
+    publisher._waiter.join(PATIENCE_S)
+    assert not publisher._waiter.is_alive()
     assert publisher.failure == ""
 
 

@@ -225,7 +225,7 @@ class ColocatedWeights:
         return "published"
 
     def actors(self) -> Mapping[str, ActorStatus]:
-        status = ActorStatus("SERVING", self._epoch, self._version, "", self._version >= 0, False, "", 0)
+        status = ActorStatus("SERVING", self._version, self._version >= 0, "", 0)
         return {replica_name(number): status for number in range(self._replicas)}
 
     def statistics(self) -> dict[str, float]:
